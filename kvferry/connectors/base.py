@@ -1,0 +1,298 @@
+"""The plugin API: what a connector is, and what an engine calls on it.
+
+A connector has two halves, written as two classes so that an implementer sees at once what must
+be written. The **scheduler half** lives in the engine's scheduler process and decides: which tokens
+can come from outside, which blocks stay alive for somebody else. The **worker half** lives in
+every rank and moves. They speak through one metadata struct per step (scheduler to workers) and
+one :class:`KVConnectorOutput` per rank and step (workers to scheduler, joined by the
+:class:`~kvferry.connectors.aggregator.KVOutputAggregator`).
+
+Order of calls in one step::
+
+    scheduler   get_num_new_matched_tokens   per waiting request; None = ask later
+                update_state_after_alloc     once its blocks are allocated
+                build_connector_meta         last
+    worker      start_load_kv                before the forward pass; never blocks
+                wait_for_layer_load          before each layer's attention
+                save_kv_layer                after each layer's attention
+                wait_for_save                after the forward pass
+                get_transfer_results         last
+    scheduler   update_connector_output      with the joined output
+                request_finished             for every request that ends, aborted ones included
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.config import KVTransferConfig
+from kvferry.topology.description import ModelFingerprint
+from kvferry.topology.geometry import EngineGeometry
+
+
+class KVConnectorMetadata(msgspec.Struct):
+    """What the scheduler half tells every worker half in one step. Subclass it with fields."""
+
+
+class KVConnectorOutput(msgspec.Struct, kw_only=True):
+    """What one worker half reports after one step; after aggregation, what all of them did."""
+
+    finished_sending: set[str] = msgspec.field(default_factory=set)
+    """Ids whose blocks nobody reads any more; the engine frees them."""
+    finished_recving: set[str] = msgspec.field(default_factory=set)
+    """Requests whose load ended, well or not."""
+    failed_recving: set[str] = msgspec.field(default_factory=set)
+    """Those of ``finished_recving`` whose load failed; their blocks hold nothing of worth."""
+    invalid_block_ids: set[int] = msgspec.field(default_factory=set)
+    """Blocks of a failed load, for engines with one KV cache group."""
+    kv_connector_stats: dict[str, float] = msgspec.field(default_factory=dict)
+    """Counters of this step; the aggregator adds them."""
+    kv_cache_events: list[Any] = msgspec.field(default_factory=list)
+    """Events of this step; the aggregator concatenates them."""
+    transfer_records: list["TransferRecord"] = msgspec.field(default_factory=list)
+    """One record per load that ended in this step on this rank."""
+    transfer_progress: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """Request id → (bytes in place, bytes in all) of the loads under way; the aggregator adds."""
+    expected_finished_count: int = 0
+    """When positive, how many ranks must report a request from now on."""
+
+    def is_empty(self) -> bool:
+        """Whether this says nothing."""
+        return not any(getattr(self, field) for field in self.__struct_fields__)
+
+
+class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank moved for one request. Times are Unix seconds of the rank's wall clock."""
+
+    request_id: str
+    lease_id: str
+    rank: int
+    peer: str
+    """Engine id of the other side."""
+    direction: str
+    """``"recv"``, or ``"send"`` for the source's digest of what it lent."""
+    tokens: int
+    nbytes: int
+    copies: int
+    """Contiguous copies after merging."""
+    started: float
+    finished: float
+    ok: bool
+    error: str = ""
+    digest: int | None = None
+    """Sum modulo 2**64 over this rank's logical cells (replicas once), when asked for."""
+
+
+class RequestView(Protocol):
+    """What a connector may know of a request."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the live requests of the engine."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in this engine's cache."""
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the router sent along; ``None`` for an ordinary request."""
+
+    @property
+    def finished_cleanly(self) -> bool:
+        """Whether it ended by stop or by length, not by abort or error."""
+
+
+class BlocksView(Protocol):
+    """A request's blocks."""
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """The whole block tables, one list per KV cache group."""
+
+
+class SchedulerOutputView(Protocol):
+    """What a connector may know of one step's schedule."""
+
+    @property
+    def finished_req_ids(self) -> set[str]:
+        """Requests that ended since the last step."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """Request id → tokens computed in this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorContext:
+    """What both halves are built from."""
+
+    config: KVTransferConfig
+    extra: msgspec.Struct
+    """``kv_connector_extra_config``, checked against the plugin's ``ExtraConfig``."""
+    incarnation: str
+    """Random per start of the engine; the same in all its processes."""
+    groups: tuple[EngineGeometry, ...]
+    """One geometry per KV cache group."""
+    model: ModelFingerprint
+    num_blocks: int
+    """KV blocks per rank, the null block included."""
+    world_size: int
+
+
+class SchedulerConnector(ABC):
+    """The half that decides. Called from the scheduler's thread only."""
+
+    def on_new_request(self, request: RequestView) -> None:
+        """A request arrived. Default: nothing.
+
+        Raises:
+            KVFerryError: its ``kv_transfer_params`` cannot be used; the engine refuses it.
+        """
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the local hit can come from outside.
+
+        Without side effects that show; may be called many times for one request.
+
+        Args:
+            request: a waiting request.
+            num_computed_tokens: tokens of the local prefix hit, a multiple of the block size.
+
+        Returns:
+            ``(tokens, load_async)``. ``None`` tokens mean "ask later". ``load_async`` says that
+            the request must be parked until its id comes back in ``finished_recving``.
+
+        Raises:
+            KVFerryError: the load is impossible; ``kv_load_failure_policy`` decides.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: RequestView, blocks: BlocksView, num_external_tokens: int
+    ) -> None:
+        """The request's blocks are allocated; ``num_external_tokens`` of them are ours to fill.
+
+        May come again for the same request after its load, with 0 external tokens.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output: SchedulerOutputView) -> KVConnectorMetadata:
+        """The metadata of this step, once per step; resets what was gathered for it."""
+
+    @abstractmethod
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the ranks reported, joined. Unknown ids are ignored."""
+
+    @abstractmethod
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended, in any way.
+
+        Returns:
+            ``(keep_blocks, kv_transfer_params)``. With ``keep_blocks`` the blocks stay allocated
+            until the id comes back in ``finished_sending``; the params travel in the response.
+        """
+
+    def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
+        """What each rank's ``handshake_metadata`` returned, by rank; once, at start."""
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must keep stepping although no request is scheduled."""
+        return False
+
+    def take_records(self) -> list[TransferRecord]:
+        """Transfer records gathered since the last call."""
+        return []
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and sockets. Idempotent."""
+
+
+class WorkerConnector(ABC):
+    """The half that moves, one per rank. Called from the rank's step thread only."""
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Zeroed memory for the rank's KV cache; override it where a transport must own it.
+
+        Raises:
+            SharedMemoryError: no room for ``nbytes``.
+        """
+        return np.zeros(nbytes, dtype=np.uint8)
+
+    @abstractmethod
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """The rank's KV cache tensors by name, once, before anything moves.
+
+        Each is a torch tensor or NumPy array shaped ``geometry.cache_shape(rank, num_blocks)``;
+        its strides and address are taken as they are.
+        """
+
+    def handshake_metadata(self) -> bytes:
+        """What the scheduler half must know of this rank; handed to ``set_worker_handshakes``."""
+        return b""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
+        """Starts this step's loads. Never blocks on the wire."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Blocks until a layer that loads synchronously is there."""
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """A layer's KV of this step is written."""
+
+    def wait_for_save(self) -> None:
+        """Blocks until the cache may be overwritten."""
+
+    @abstractmethod
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """What ended on this rank since the last step. Drains: each report is made once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads and memory. Idempotent."""
+
+
+class KVConnector(ABC):
+    """The plugin: names its types and builds its halves. Never instantiated."""
+
+    ExtraConfig: ClassVar[type[msgspec.Struct]]
+    """Struct of the keys allowed in ``kv_connector_extra_config``."""
+    Metadata: ClassVar[type[KVConnectorMetadata]]
+    """Struct of the per-step metadata; it crosses process borders as MessagePack."""
+
+    @classmethod
+    @abstractmethod
+    def scheduler(cls, context: ConnectorContext) -> SchedulerConnector:
+        """Builds the scheduler half, ready to use.
+
+        Raises:
+            ConfigError, HostError: see the message.
+        """
+
+    @classmethod
+    @abstractmethod
+    def worker(cls, context: ConnectorContext, rank: int) -> WorkerConnector:
+        """Builds the worker half of ``rank``, ready to use.
+
+        Raises:
+            ConfigError, HostError: see the message.
+        """

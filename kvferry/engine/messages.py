@@ -1,0 +1,88 @@
+"""What travels inside the reference engine: requests in, steps to the ranks, outputs back.
+
+Ranks keep no state of requests: every step carries all that a rank needs, so a rank can never
+disagree with the scheduler about a block table.
+"""
+
+import msgspec
+
+from kvferry.connectors.base import KVConnectorOutput
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen."""
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_k: int = 0
+    """0 keeps all."""
+    top_p: float = 1.0
+    seed: int | None = None
+    """With a seed, output token ``i`` is drawn by a generator seeded with ``(seed, i)``: the draw
+    does not depend on batch, rank or engine."""
+    seed_offset: int = 0
+    """Output tokens already drawn elsewhere (by the prefill engine); token ``i`` here is drawn as
+    token ``i + seed_offset``."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class ScheduledRequest(msgspec.Struct, kw_only=True):
+    """One request's part of a step."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens to compute in this step."""
+    first_position: int
+    """Position of ``token_ids[0]`` in the sequence; KV of all earlier positions is in the cache."""
+    block_ids: tuple[list[int], ...]
+    """The whole block tables, one list per KV cache group, covering all positions computed."""
+    sample: SamplingParams | None = None
+    """Given when the last token's logits are to be sampled (the prompt is complete)."""
+    output_index: int = 0
+    """Index of the output token to be drawn, ``seed_offset`` included."""
+
+
+class SchedulerOutput(msgspec.Struct, kw_only=True):
+    """One step."""
+
+    requests: list[ScheduledRequest] = msgspec.field(default_factory=list)
+    finished_req_ids: set[str] = msgspec.field(default_factory=set)
+    """Requests that ended since the last step."""
+    preempted_req_ids: set[str] = msgspec.field(default_factory=set)
+    connector_metadata: bytes | None = None
+    """MessagePack of the connector's ``Metadata``; ``None`` without a connector."""
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Request id → tokens computed in this step."""
+        return {request.request_id: len(request.token_ids) for request in self.requests}
+
+
+class RankOutput(msgspec.Struct, kw_only=True):
+    """What one rank returns for one step."""
+
+    sampled: dict[str, int] = msgspec.field(default_factory=dict)
+    """Request id → token drawn; only the first rank of the last stage fills it."""
+    gaps: dict[str, float] = msgspec.field(default_factory=dict)
+    """Request id → difference of the two best logits behind ``sampled``."""
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+class EngineOutput(msgspec.Struct, kw_only=True):
+    """News of one request after a step."""
+
+    request_id: str
+    new_token_ids: list[int] = msgspec.field(default_factory=list)
+    gaps: list[float] = msgspec.field(default_factory=list)
+    """For each new token, the difference of the two best logits."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+    error: str = ""
+    kv_transfer_params: dict[str, object] | None = None
+    """What the connector returned at the end."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the local prefix cache."""
+    num_external_tokens: int = 0
+    """Prompt tokens loaded through the connector."""

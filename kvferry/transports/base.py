@@ -1,0 +1,168 @@
+"""The contract of a transport: it moves bytes between registered regions.
+
+A transport knows regions, tiles and runs (:mod:`kvferry.layouts.tiles`); it knows nothing of
+layers, heads, requests or leases. Each rank opens one transport per kind it uses. The engine that
+owns the source memory serves; the reader calls :meth:`Transport.connect` and
+:meth:`Transport.read`.
+"""
+
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KVFerryError
+from kvferry.layouts.tiles import Runs, Tiles
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+class Waitable(Protocol):
+    """An event that a mover waits for before it touches memory (a device event, for example)."""
+
+    def wait(self) -> object:
+        """Returns when the memory may be read and written."""
+
+
+class TransferState(enum.Enum):
+    """The state of a transfer; the last three are terminal."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One read under way. Written by the transport's threads, read by anyone."""
+
+    nbytes: int
+    """Bytes to move."""
+    state: TransferState = TransferState.RUNNING
+    bytes_done: int = 0
+    """Bytes already in place: the progress that tells slow from stalled."""
+    segments: int = 0
+    """Contiguous copies after merging, where the mover counts them."""
+    error: KVFerryError | None = None
+    """Why it failed; set before ``state`` becomes ``FAILED``."""
+    started: float = field(default_factory=time.monotonic)
+    """``time.monotonic()`` at the call of ``read``."""
+    progressed: float = field(default_factory=time.monotonic)
+    """``time.monotonic()`` of the last progress."""
+    finished: float | None = None
+    """``time.monotonic()`` when it became terminal."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing of this transfer can land any more (if the transport fences)."""
+        return self.state is not TransferState.RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """What a transport is opened with."""
+
+    host: str = "127.0.0.1"
+    """Address on which to listen, and which peers are told."""
+    threads: int = 1
+    """Mover threads."""
+    stall_timeout_s: float = 10.0
+    """Seconds without progress after which a transfer fails as stalled."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the transport's ``ExtraConfig``."""
+
+
+class Peer(ABC):
+    """A connection to one rank that serves memory."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Drops the connection; transfers still running on it fail with ``PeerLostError``."""
+
+
+class Transport(ABC):
+    """Moves bytes between regions. Thread-safe; every method but ``close`` is non-blocking."""
+
+    name: ClassVar[str]
+    """Name under which it is registered, for example ``"shm"``."""
+    fences: ClassVar[bool]
+    """Whether a terminal state proves that nothing of the transfer can land any more."""
+    ExtraConfig: ClassVar[type[msgspec.Struct]]
+    """Struct of the keys this transport takes; checked before it is opened."""
+
+    @classmethod
+    @abstractmethod
+    def open(cls, options: TransportOptions) -> "Transport":
+        """Returns a transport that is ready to serve and to read.
+
+        Raises:
+            ConfigError: unknown or wrong keys in ``options.extra``.
+            PortInUseError: a configured port is taken.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """Allocates zeroed memory that peers may read; returns its region id and its bytes.
+
+        Region ids count up from 0 over ``allocate`` and ``register`` together.
+
+        Raises:
+            SharedMemoryError: there is no room for ``nbytes``.
+        """
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """Makes memory that exists a region; returns its id. The caller keeps it alive.
+
+        With ``serve=False`` it is only a place for this side's own reads to land.
+
+        Raises:
+            TransferError: this transport cannot serve memory it did not allocate.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def endpoint(self) -> bytes:
+        """What a peer needs for :meth:`connect`, covering every region known so far."""
+
+    @abstractmethod
+    def connect(self, endpoint: bytes) -> Peer:
+        """Connects to a serving rank. Idempotence is the caller's: one call, one peer.
+
+        Raises:
+            DecodeError: the endpoint does not decode.
+            PeerLostError: nobody is there.
+        """
+
+    @abstractmethod
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """Starts to copy ``tiles`` × ``runs`` from the peer's regions into ours; returns at once.
+
+        Everything is bounds-checked against both sides' regions before a byte moves.
+
+        Raises:
+            BoundsError: a tile and a run leave a region.
+        """
+
+    @abstractmethod
+    def poll(self) -> list[Transfer]:
+        """Transfers that became terminal since the last call, each exactly once."""
+
+    @abstractmethod
+    def cancel(self, transfer: Transfer) -> None:
+        """Asks for the transfer to stop; idempotent.
+
+        It becomes terminal later, in ``poll``. If the transport fences, nothing lands after that.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends threads, connections and memory. Running transfers fail first. Idempotent."""
