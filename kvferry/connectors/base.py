@@ -115,6 +115,10 @@ class RequestView(Protocol):
     def finished_cleanly(self) -> bool:
         """Whether it ended by stop or by length, not by abort or error."""
 
+    @property
+    def finish_reason(self) -> str | None:
+        """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+
 
 class BlocksView(Protocol):
     """A request's blocks."""
