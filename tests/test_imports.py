@@ -1,0 +1,131 @@
+"""The rooms of the package import only what stands above them."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvferry
+
+ROOT = Path(kvferry.__file__).parent
+
+#: From the foundation up: a room may import the rooms before it in this list.
+ROOMS = (
+    "errors",
+    "config",
+    "plugins",
+    "layouts",
+    "topology",
+    "cache",
+    "transports",
+    "control",
+    "connectors",
+    "testing",
+    "engine",
+    "cluster",
+    "integrations",
+    "cli",
+)
+
+
+def imported_rooms(source: str) -> Iterator[tuple[int, str]]:
+    """(line, room) of each import of a room of kvferry, those inside functions included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "kvferry":
+            modules = [f"kvferry.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [node.module]
+        else:
+            continue
+        for module in modules:
+            parts = module.split(".")
+            if parts[0] == "kvferry" and len(parts) > 1 and not parts[1].startswith("__"):
+                yield node.lineno, parts[1]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def violations(room: str, source: str) -> list[str]:
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    return [
+        f"line {line}: {room} imports {other}"
+        for line, other in imported_rooms(source)
+        if other not in allowed
+    ]
+
+
+def test_every_module_belongs_to_a_room():
+    strangers = {room_of(path) for path in ROOT.rglob("*.py")} - {*ROOMS, "__init__", "__main__"}
+    assert strangers == set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_rooms_above_it(room):
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in ROOT.rglob("*.py")
+        if room_of(path) == room and (wrong := violations(room, path.read_text()))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import kvferry.engine.scheduler",
+        "from kvferry.engine import scheduler",
+        "from kvferry import engine",
+        "import os, kvferry.engine as engine",
+        "def late():\n    from kvferry.engine.scheduler import Scheduler",
+        "if TYPE_CHECKING:\n    from kvferry.engine.scheduler import Scheduler",
+    ],
+)
+def test_an_import_of_a_lower_room_is_seen_in_any_form(source):
+    assert len(violations("transports", source)) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kvferry.layouts.tiles import Tiles",
+        "import kvferry.errors",
+        "from kvferry.transports.base import Transport",
+        "from kvferry import __version__",
+        "import kvferry_plugins.engine",
+    ],
+)
+def test_an_import_of_a_higher_room_is_let_be(source):
+    assert violations("transports", source) == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "kvferry",
+        "kvferry.errors",
+        "kvferry.config",
+        "kvferry.plugins",
+        "kvferry.layouts",
+        "kvferry.topology",
+        "kvferry.cache",
+    ],
+)
+def test_the_base_rooms_import_without_torch_and_zmq(module):
+    # None in sys.modules makes the import fail where it stands, so the traceback names the culprit.
+    program = f"""
+import sys
+for heavy in ("torch", "zmq", "transformers", "triton"):
+    sys.modules[heavy] = None
+import {module}
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
