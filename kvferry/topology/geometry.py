@@ -1,0 +1,458 @@
+"""Which cells a rank holds: ranges of layers and heads, and the shape of its tensors.
+
+A cell is ``(layer, part, token, head, element)`` with the model's own layer and head indices. No
+divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 ranks and 6 heads over
+4 ranks are ordinary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.layouts.layout import Box, CellStrides, Layout
+from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+
+#: Bytes per element of every dtype a KV cache may have.
+ITEMSIZES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("int8", "uint8"), 1),
+}
+
+_MAX_COUNT = 1 << 20
+"""Most layers, heads, elements, tokens per block or ranks per axis."""
+
+CROSS_LAYER_NAME = "layers"
+"""Name of the tensor that holds every layer of a rank."""
+
+
+def dtype_name(dtype: Any) -> str:
+    """The bare name of a torch or NumPy dtype, or of a name.
+
+    >>> dtype_name("torch.bfloat16"), dtype_name("float32")
+    ('bfloat16', 'float32')
+
+    Raises:
+        ValueError: not a dtype that a KV cache may have.
+    """
+    text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
+    name = text.removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise ValueError(f"dtype: {dtype!r} is unknown; known dtypes: {', '.join(ITEMSIZES)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of content of a cell."""
+
+    name: str
+    """``k`` and ``v``, or ``latent`` for MLA."""
+    head_size: int
+    """Elements per head."""
+    dtype: str
+    itemsize: int
+    """Bytes per element."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """A rank's place on each axis of its engine."""
+
+    pp: int
+    pcp: int
+    tp: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelShape:
+    """Ranks per axis of one engine; ``rank = (pp_rank * pcp + pcp_rank) * tp + tp_rank``.
+
+    >>> ParallelShape(tp=4, pp=2).coordinates(6)
+    RankCoordinates(pp=1, pcp=0, tp=2)
+
+    Raises:
+        ValueError: an axis is shorter than 1.
+    """
+
+    tp: int = 1
+    """Tensor-parallel ranks: they share the heads."""
+    pp: int = 1
+    """Pipeline stages: they share the layers."""
+    dcp: int = 1
+    """Decode-context-parallel ranks; they lie inside TP."""
+    pcp: int = 1
+    """Prefill-context-parallel ranks."""
+
+    def __post_init__(self) -> None:
+        for axis in ("tp", "pp", "dcp", "pcp"):
+            _check_count(axis, getattr(self, axis))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.pp * self.pcp * self.tp
+
+    def coordinates(self, rank: int) -> RankCoordinates:
+        """Where a rank stands on each axis.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: {rank} is not one of 0 to {self.world_size - 1}")
+        stage, tp_rank = divmod(rank, self.tp)
+        pp_rank, pcp_rank = divmod(stage, self.pcp)
+        return RankCoordinates(pp=pp_rank, pcp=pcp_rank, tp=tp_rank)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class EngineGeometry:
+    """One KV cache group of one engine: which cells each rank holds, and in what layout.
+
+    >>> geometry = EngineGeometry(num_layers=9, num_kv_heads=3, head_size=64, dtype="float32",
+    ...                           block_size=16, layout="NHD", parallel=ParallelShape(tp=2, pp=2))
+    >>> geometry.layers(0), geometry.layers(2)
+    (range(0, 5), range(5, 9))
+    >>> geometry.heads(0), geometry.heads(1)
+    (range(0, 1), range(1, 3))
+    >>> geometry.tensor_names(2)
+    ('layer.5', 'layer.6', 'layer.7', 'layer.8')
+    >>> geometry.cache_shape(1, num_blocks=100)
+    (2, 100, 16, 2, 64)
+
+    Raises:
+        ValueError: a value is out of its range, or the layout cannot hold the cells; the message
+            names the argument, its value and what would work.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    """KV heads of the model; 1 with ``use_mla``."""
+    head_size: int
+    """Elements of a head of k (or of the latent)."""
+    dtype: str
+    """Given as a torch dtype or a name; kept as the bare name."""
+    block_size: int
+    """Tokens per block and rank."""
+    layout: Layout
+    """Given as a :class:`Layout`, a name or an order."""
+    parallel: ParallelShape
+    head_size_v: int | None = None
+    """Elements of a head of v where they differ from ``head_size``."""
+    use_mla: bool = False
+    """One latent part with one head, which every TP rank holds."""
+    layer_split: tuple[int, ...] | None = None
+    """Layers per stage, first stage first."""
+    layer_names: tuple[str, ...] | None = None
+    """Tensor name of each layer of the model, first layer first."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: Any,
+        block_size: int,
+        layout: Layout | str,
+        parallel: ParallelShape,
+        head_size_v: int | None = None,
+        use_mla: bool = False,
+        layer_split: Sequence[int] | None = None,
+        layer_names: Sequence[str] | None = None,
+    ) -> None:
+        values = {
+            "num_layers": _check_count("num_layers", num_layers),
+            "num_kv_heads": _check_count("num_kv_heads", num_kv_heads),
+            "head_size": _check_count("head_size", head_size),
+            "dtype": dtype_name(dtype),
+            "block_size": _check_count("block_size", block_size),
+            "layout": layout if isinstance(layout, Layout) else Layout.parse(layout),
+            "parallel": parallel,
+            "head_size_v": None if head_size_v == head_size else head_size_v,
+            "use_mla": bool(use_mla),
+            "layer_split": None if layer_split is None else tuple(layer_split),
+            "layer_names": None if layer_names is None else tuple(layer_names),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if self.head_size_v is not None:
+            _check_count("head_size_v", self.head_size_v)
+        if self.use_mla and (self.num_kv_heads != 1 or self.head_size_v is not None):
+            raise ValueError(
+                f"use_mla: the latent has 1 head and no v, got num_kv_heads={self.num_kv_heads}, "
+                f"head_size_v={self.head_size_v}; write num_kv_heads=1 and leave head_size_v out"
+            )
+        if (self.parallel.dcp, self.parallel.pcp) != (1, 1):
+            raise ValueError(
+                f"parallel: context parallelism (dcp={self.parallel.dcp}, "
+                f"pcp={self.parallel.pcp}) is not supported yet; write dcp=1 and pcp=1"
+            )
+        self._check_layers()
+        heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
+        box = Box(1, 1, self.block_size, heads, self._part_sizes)
+        self.layout.shape(box)  # raises where the layout lacks a dim
+
+    def _check_layers(self) -> None:
+        split, pp = self.layer_split, self.parallel.pp
+        if pp > self.num_layers:
+            raise ValueError(f"parallel: pp={pp} stages for {self.num_layers} layers; lower pp")
+        if split is not None and (
+            len(split) != pp or sum(split) != self.num_layers or min(split) < 1
+        ):
+            raise ValueError(
+                f"layer_split: {split} does not split {self.num_layers} layers over {pp} "
+                "stages; give each stage at least 1 layer, in sum all of them"
+            )
+        names = self.layer_names
+        if names is not None and not len(set(names)) == len(names) == self.num_layers:
+            raise ValueError(
+                f"layer_names: {len(names)} names, {len(set(names))} of them different, for "
+                f"{self.num_layers} layers; give each layer its own"
+            )
+
+    # ---- who holds what --------------------------------------------------------------------
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a cell, in the order in which they lie."""
+        itemsize = ITEMSIZES[self.dtype]
+        if self.use_mla:
+            return (Part("latent", self.head_size, self.dtype, itemsize),)
+        head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
+        return (
+            Part("k", self.head_size, self.dtype, itemsize),
+            Part("v", head_size_v, self.dtype, itemsize),
+        )
+
+    @property
+    def _part_sizes(self) -> tuple[tuple[str, int], ...]:
+        return tuple((part.name, part.head_size) for part in self.parts)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.parallel.world_size
+
+    def rank_coordinates(self, rank: int) -> RankCoordinates:
+        """Where a rank stands on each axis.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self.parallel.coordinates(rank)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers per stage.
+
+        >>> EngineGeometry(num_layers=10, num_kv_heads=1, head_size=1, dtype="uint8", block_size=1,
+        ...                layout="NHD", parallel=ParallelShape(pp=4)).stage_layers
+        (2, 3, 3, 2)
+        """
+        if self.layer_split is not None:
+            return self.layer_split
+        pp = self.parallel.pp
+        base, remainder = divmod(self.num_layers, pp)
+        # The last stage also computes the logits, so it is the last to get one more.
+        return tuple(base + (pp - 1 - remainder <= stage < pp - 1) for stage in range(pp))
+
+    def layers(self, rank: int) -> range:
+        """The model's layers that a rank holds."""
+        stage = self.rank_coordinates(rank).pp
+        first = sum(self.stage_layers[:stage])
+        return range(first, first + self.stage_layers[stage])
+
+    def heads(self, rank: int) -> range:
+        """The model's KV heads that a rank holds; ranks beyond the heads hold replicas."""
+        tp_rank, tp, heads = self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads
+        first = tp_rank * heads // tp
+        return range(first, max(first + 1, (tp_rank + 1) * heads // tp))
+
+    def head_replicas(self, head: int) -> range:
+        """The TP ranks that hold a KV head."""
+        tp, heads = self.parallel.tp, self.num_kv_heads
+        if tp <= heads:
+            first = ((head + 1) * tp - 1) // heads
+            return range(first, first + 1)
+        return range(-(-head * tp // heads), -(-(head + 1) * tp // heads))
+
+    def query_heads(self, rank: int, num_query_heads: int) -> range:
+        """The model's query heads that a rank computes; may be empty.
+
+        They follow their KV head. Where that is replicated, its group of query heads is divided
+        contiguously over the replicas.
+
+        Raises:
+            ValueError: ``num_query_heads`` is not a multiple of the KV heads.
+        """
+        group, remainder = divmod(num_query_heads, self.num_kv_heads)
+        if remainder or group < 1:
+            raise ValueError(
+                f"num_query_heads: {num_query_heads} is not a multiple of the "
+                f"{self.num_kv_heads} KV heads"
+            )
+        heads = self.heads(rank)
+        if self.parallel.tp <= self.num_kv_heads:
+            return range(heads.start * group, heads.stop * group)
+        replicas = self.head_replicas(heads.start)
+        index = self.rank_coordinates(rank).tp - replicas.start
+        first = heads.start * group
+        return range(
+            first + index * group // len(replicas), first + (index + 1) * group // len(replicas)
+        )
+
+    # ---- tensors ---------------------------------------------------------------------------
+
+    def layer_name(self, layer: int) -> str:
+        """The name of one layer's own tensor."""
+        return f"layer.{layer}" if self.layer_names is None else self.layer_names[layer]
+
+    def tensor_names(self, rank: int) -> tuple[str, ...]:
+        """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer."""
+        layers = self.layers(rank)
+        if self.layout.is_cross_layer:
+            return (CROSS_LAYER_NAME,)
+        return tuple(self.layer_name(layer) for layer in layers)
+
+    def box(self, rank: int, num_blocks: int) -> Box:
+        """What one tensor of a rank holds."""
+        layers = len(self.layers(rank)) if self.layout.is_cross_layer else 1
+        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), self._part_sizes)
+
+    def cache_shape(self, rank: int, num_blocks: int) -> tuple[int, ...]:
+        """The shape of each of a rank's tensors.
+
+        Raises:
+            ValueError: there is no such rank, or ``num_blocks`` is less than 1.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks: {num_blocks} is less than 1")
+        return self.layout.shape(self.box(rank, num_blocks))
+
+    def part_strides(
+        self, rank: int, num_blocks: int, strides: Sequence[int] | None = None
+    ) -> dict[str, PartStrides]:
+        """Where the cells of each part lie in a rank's tensor, in bytes.
+
+        Args:
+            rank: whose tensor.
+            num_blocks: blocks of the tensor, the null block included.
+            strides: bytes per dim of :meth:`cache_shape`; dense if left out.
+        """
+        shape = self.cache_shape(rank, num_blocks)
+        if strides is None:
+            strides = _dense_strides(shape, self.itemsize)
+        cells = self.layout.strides(self.box(rank, num_blocks), strides)
+        return {part: part_strides_of(found) for part, found in cells.items()}
+
+    def nbytes(self, rank: int, num_blocks: int) -> int:
+        """Bytes of all tensors of a rank, lying dense one after the other."""
+        elements = math.prod(self.cache_shape(rank, num_blocks))
+        return elements * self.itemsize * len(self.tensor_names(rank))
+
+    def memory(self, rank: int, num_blocks: int, *, region_per_tensor: bool = False) -> RankMemory:
+        """A rank's memory if its tensors are dense.
+
+        Args:
+            rank: whose memory.
+            num_blocks: blocks per tensor, the null block included.
+            region_per_tensor: one region per tensor; otherwise all lie in region 0, one after
+                the other, ``nbytes(rank, num_blocks)`` in all.
+        """
+        names = self.tensor_names(rank)
+        parts = self.part_strides(rank, num_blocks)
+        each = self.nbytes(rank, num_blocks) // len(names)
+        tensors = [
+            TensorMemory(name=name, region=0, offset=index * each, parts=parts)
+            for index, name in enumerate(names)
+        ]
+        if not region_per_tensor:
+            return RankMemory(
+                num_blocks=num_blocks, region_bytes=(each * len(names),), tensors=tuple(tensors)
+            )
+        return RankMemory(
+            num_blocks=num_blocks,
+            region_bytes=(each,) * len(names),
+            tensors=tuple(
+                TensorMemory(name=name, region=index, offset=0, parts=parts)
+                for index, name in enumerate(names)
+            ),
+        )
+
+    # ---- the wire --------------------------------------------------------------------------
+
+    def description(self) -> GroupDescription:
+        """This geometry as plain data; :meth:`from_description` gives it back."""
+        return GroupDescription(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            layout=str(self.layout),
+            tp=self.parallel.tp,
+            pp=self.parallel.pp,
+            dcp=self.parallel.dcp,
+            pcp=self.parallel.pcp,
+            use_mla=self.use_mla,
+            layer_split=self.layer_split,
+            layer_names=self.layer_names,
+        )
+
+    @classmethod
+    def from_description(cls, group: GroupDescription) -> "EngineGeometry":
+        """The geometry that a peer described.
+
+        Raises:
+            ValueError: the description makes no geometry.
+        """
+        return cls(
+            num_layers=group.num_layers,
+            num_kv_heads=group.num_kv_heads,
+            head_size=group.head_size,
+            head_size_v=group.head_size_v,
+            dtype=group.dtype,
+            block_size=group.block_size,
+            layout=Layout.parse(group.layout),
+            parallel=ParallelShape(tp=group.tp, pp=group.pp, dcp=group.dcp, pcp=group.pcp),
+            use_mla=group.use_mla,
+            layer_split=group.layer_split,
+            layer_names=group.layer_names,
+        )
+
+
+def part_strides_of(cells: CellStrides) -> PartStrides:
+    """The wire form of strides in bytes."""
+    return PartStrides(**cells._asdict())
+
+
+def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
+    strides = [itemsize]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return strides[::-1]
+
+
+def _check_count(name: str, value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: {value!r} is not a whole number")
+    if value < 1:
+        raise ValueError(f"{name}: {value} is less than 1")
+    # A peer's description is turned into a geometry too; absurd counts must not cost time.
+    if value > _MAX_COUNT:
+        raise ValueError(f"{name}: {value} is more than {_MAX_COUNT}")
+    return value
