@@ -70,6 +70,23 @@ class RankOutput(msgspec.Struct, kw_only=True):
     kv_connector_output: KVConnectorOutput | None = None
 
 
+class RequestTimings(msgspec.Struct, kw_only=True):
+    """When the parts of a request's life began and ended: Unix seconds, ``None`` before."""
+
+    arrival: float
+    scheduled: float | None = None
+    """First time it got blocks."""
+    load_started: float | None = None
+    load_finished: float | None = None
+    """When the scheduler learned that every rank's load had ended."""
+    prefill_started: float | None = None
+    """Start of the first step that computes its tokens."""
+    prefill_finished: float | None = None
+    """End of the step that computed the last token of the prompt."""
+    first_token: float | None = None
+    finished: float | None = None
+
+
 class EngineOutput(msgspec.Struct, kw_only=True):
     """News of one request after a step."""
 
@@ -80,9 +97,14 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
     error: str = ""
+    """Why it ended with ``error``."""
+    error_type: str = ""
+    """Class name of that error, ``OutOfBlocksError`` for example."""
     kv_transfer_params: dict[str, object] | None = None
     """What the connector returned at the end."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the local prefix cache."""
     num_external_tokens: int = 0
     """Prompt tokens loaded through the connector."""
+    timings: RequestTimings | None = None
+    """Given with ``finish_reason``."""
