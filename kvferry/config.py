@@ -5,10 +5,11 @@ that names the nearest known one; a wrong type names the field and both types.
 """
 
 import difflib
+import re
 import tomllib
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -35,6 +36,8 @@ DEPRECATED_KEYS: Mapping[str, str] = {
 def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """Checks ``values`` against the struct ``kind`` and builds it.
 
+    Structs inside structs are checked the same way.
+
     Args:
         kind: a msgspec Struct class; its fields are the known keys.
         values: what the user wrote, as plain dicts, lists, strings and numbers.
@@ -44,22 +47,81 @@ def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         ConfigError: an unknown key (with the nearest known one), a missing key, a wrong type or
             a value out of its range.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: expected a table of keys, got {type(values).__name__}")
-    known = [field.encode_name for field in msgspec.structs.fields(kind)]
-    for key in values:
-        if key not in known:
-            raise ConfigError(_unknown_key(str(key), known, where))
+    _check_table(values, where)
+    _check_keys(kind, values, where)
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
+
+
+def _check_table(values: object, where: str) -> None:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected a table of keys, got {_shown(values)}")
+
+
+def _check_keys(kind: type[msgspec.Struct], values: Mapping[Any, Any], where: str) -> None:
+    fields = {field.encode_name: field.type for field in _fields(kind)}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(_unknown_key(str(key), list(fields), where))
+        inner = _struct_in(fields[key])
+        if inner is not None and isinstance(value, Mapping):
+            _check_keys(inner, value, f"{where}: {key}")
+
+
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return info.fields
+
+
+def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
+    """The struct that a field of this type holds, if it holds one."""
+    kinds = hint.types if isinstance(hint, msgspec.inspect.UnionType) else (hint,)
+    for kind in kinds:
+        if isinstance(kind, msgspec.inspect.StructType):
+            return kind.cls
+    return None
 
 
 def _unknown_key(key: str, known: list[str], where: str) -> str:
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+    listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
+    hint = f"did you mean {near[0]!r}?" if near else listed
     return f"{where}: unknown key {key!r}; {hint}"
+
+
+def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
+    """The reason msgspec gives, with the value that was written and, for a choice, the choices."""
+    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", reason)
+    if missing:
+        return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing"
+    placed = re.fullmatch(r"(.*) - at `\$\.?(.*)`", reason, re.DOTALL)
+    if not placed or not placed[2]:
+        return reason
+    expected, path = placed.groups()
+    field = path.partition(".")[0].partition("[")[0]
+    choices = {f.encode_name: f.type for f in _fields(kind)}.get(field)
+    if path == field and isinstance(choices, msgspec.inspect.LiteralType):
+        expected = f"write {_listed(choices.values)}"
+    shown = f" is {_shown(values[field])}" if path == field else ""
+    return f"{path}{shown}: {expected[0].lower()}{expected[1:]}"
+
+
+def _listed(choices: Sequence[object]) -> str:
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_port(name: str, port: int) -> None:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"{name}: {port} is not a TCP port; write 1 to 65535, or 0 for a free one")
 
 
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,12 +150,11 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What happens to a request whose load failed: end it with an error, or recompute it."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.kv_port <= 65535:
-            raise ValueError(f"kv_port: {self.kv_port} is not a TCP port (0 to 65535)")
+        _check_port("kv_port", self.kv_port)
         if self.engine_id == "":
-            raise ValueError("engine_id: is empty; delete the key to get a random one")
+            raise ValueError("engine_id is empty; delete the key to get a random one")
         if self.kv_connector_module_path == "":
-            raise ValueError("kv_connector_module_path: is empty; delete the key or name a module")
+            raise ValueError("kv_connector_module_path is empty; delete the key or name a module")
 
     @property
     def is_producer(self) -> bool:
@@ -114,9 +175,9 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: unknown or missing keys, wrong types, values out of range.
         """
-        current = dict(values) if isinstance(values, Mapping) else values
-        for key in [key for key in current if key in DEPRECATED_KEYS]:
-            del current[key]
+        _check_table(values, where)
+        current = {key: value for key, value in values.items() if key not in DEPRECATED_KEYS}
+        for key in values.keys() & DEPRECATED_KEYS.keys():
             warnings.warn(
                 f"{where}: {key!r} has no effect any more; {DEPRECATED_KEYS[key]}",
                 DeprecationWarning,
@@ -137,7 +198,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         """
         try:
             values = msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
         return cls.from_mapping(values, where)
 
@@ -152,6 +213,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Dtype of weights, activations and KV cache."""
     seed: int = 0
     """Seed of the weights; read for ``tiny`` only."""
+
+
+_AT_LEAST_ONE = (
+    "tp",
+    "pp",
+    "block_size",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "threads",
+)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,13 +257,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port of the engine's HTTP server; 0 takes a free one."""
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "block_size", "max_model_len", "max_num_seqs", "threads"):
+        if not self.name:
+            raise ValueError("name is empty; give the engine a name")
+        for field in _AT_LEAST_ONE:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
         if self.num_blocks < 2:
             raise ValueError(
-                f"num_blocks: {self.num_blocks} leaves nothing beside the null block; take 2 or more"
+                f"num_blocks: {self.num_blocks} leaves no room beside the null block; "
+                "write 2 or more"
             )
+        _check_port("port", self.port)
 
     def transfer_config(self) -> KVTransferConfig:
         """The checked ``kv_transfer_config``, its ``engine_id`` defaulting to ``name``.
@@ -212,6 +288,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Its TCP port; 0 takes a free one."""
     request_timeout_s: float = 600.0
     """Seconds after which a request is given up."""
+
+    def __post_init__(self) -> None:
+        _check_port("port", self.port)
+        if not self.request_timeout_s > 0:
+            raise ValueError(
+                f"request_timeout_s: {self.request_timeout_s} is not a number of seconds above 0"
+            )
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,26 +317,27 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: the first thing found wrong, with its place.
         """
+        _check_table(values, where)
+        sections = [field.encode_name for field in _fields(cls)]
         for section in values:
-            if section not in ("model", "prefill", "decode", "router"):
-                raise ConfigError(
-                    _unknown_key(section, ["model", "prefill", "decode", "router"], where)
-                )
+            if section not in sections:
+                raise ConfigError(_unknown_key(str(section), sections, where))
         for section in ("model", "prefill", "decode"):
             if section not in values:
-                raise ConfigError(f"{where}: the section {section!r} is missing")
+                brackets = "[model]" if section == "model" else f"[[{section}]]"
+                raise ConfigError(f"{where}: the section {brackets} is missing")
         cluster = cls(
             model=parse_struct(ModelConfig, values["model"], f"{where}: [model]"),
             prefill=_engines(values["prefill"], "prefill", where),
             decode=_engines(values["decode"], "decode", where),
             router=parse_struct(RouterConfig, values.get("router", {}), f"{where}: [router]"),
         )
-        _check_unique(cluster, where)
+        _check_cluster(cluster, where)
         return cluster
 
 
 def _engines(tables: Any, section: str, where: str) -> tuple[EngineConfig, ...]:
-    if not isinstance(tables, list) or not tables:
+    if not isinstance(tables, list | tuple) or not tables:
         raise ConfigError(f"{where}: write at least one [[{section}]] table (double brackets)")
     return tuple(
         parse_struct(EngineConfig, table, f"{where}: [[{section}]] number {number}")
@@ -261,31 +345,47 @@ def _engines(tables: Any, section: str, where: str) -> tuple[EngineConfig, ...]:
     )
 
 
-def _check_unique(cluster: ClusterConfig, where: str) -> None:
-    names: set[str] = set()
-    ports: dict[int, str] = {}
-    for engine in cluster.engines:
-        if engine.name in names:
-            raise ConfigError(f"{where}: two engines are named {engine.name!r}; names are unique")
-        names.add(engine.name)
-        transfer = engine.transfer_config()
-        for field, port in (("kv_port", transfer.kv_port), ("port", engine.port)):
-            owner = f"{field} of {engine.name!r}"
-            if port and port in ports:
-                raise ConfigError(f"{where}: {owner} and {ports[port]} are both {port}")
-            ports[port] = owner
-    for section, engines, fits in (
-        ("prefill", cluster.prefill, "is_producer"),
-        ("decode", cluster.decode, "is_consumer"),
-    ):
-        for engine in engines:
-            transfer = engine.transfer_config()
-            if not getattr(transfer, fits):
-                raise ConfigError(
-                    f"{where}: [[{section}]] {engine.name!r} has kv_role {transfer.kv_role}, "
-                    f"which cannot {section}; write "
-                    f"{'kv_producer' if section == 'prefill' else 'kv_consumer'} or kv_both"
-                )
+def _check_cluster(cluster: ClusterConfig, where: str) -> None:
+    """What only shows in the cluster as a whole: names, ids, ports and roles."""
+    try:
+        transfers = [engine.transfer_config() for engine in cluster.engines]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    names = _Unique(where, "name", "engines are told apart by it")
+    ids = _Unique(where, "engine_id", "peers are told apart by it")
+    ports = _Unique(where, "port", "give each its own, or 0 for a free one")
+    ports.add(cluster.router.port, "[router]")
+    for number, (engine, transfer) in enumerate(zip(cluster.engines, transfers, strict=True)):
+        produces = number < len(cluster.prefill)
+        place = f"[[{'prefill' if produces else 'decode'}]] {engine.name!r}"
+        names.add(engine.name, place)
+        ids.add(transfer.engine_id, place)
+        ports.add(transfer.kv_port, f"{place} (kv_port)")
+        ports.add(engine.port, place)
+        if not (transfer.is_producer if produces else transfer.is_consumer):
+            raise ConfigError(
+                f"{where}: {place} has kv_role {transfer.kv_role!r}; "
+                f"write {'kv_producer' if produces else 'kv_consumer'} or kv_both"
+            )
+
+
+class _Unique:
+    """Values that may be used once, each with who uses it. A port of 0 is no value."""
+
+    def __init__(self, where: str, what: str, remedy: str) -> None:
+        self._where = where
+        self._what = what
+        self._remedy = remedy
+        self._owners: dict[str | int, str] = {}
+
+    def add(self, value: str | int, owner: str) -> None:
+        if value in self._owners:
+            raise ConfigError(
+                f"{self._where}: {self._owners[value]} and {owner} have the same "
+                f"{self._what} {value!r}; {self._remedy}"
+            )
+        if value != 0:
+            self._owners[value] = owner
 
 
 def load_cluster(path: str | Path) -> ClusterConfig:
@@ -295,9 +395,11 @@ def load_cluster(path: str | Path) -> ClusterConfig:
         ConfigError: the file is missing, is not TOML, or does not describe a cluster.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
