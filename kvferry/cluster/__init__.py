@@ -1,0 +1,1 @@
+"""Engines as processes, and the OpenAI-compatible router in front of them."""

@@ -1,0 +1,258 @@
+"""Engines as the router sees them: an HTTP address, a count of outstanding requests, a health.
+
+Nothing here is particular to the reference engine: the fields on the wire are those of vLLM's
+``/v1/completions`` (``return_token_ids``, ``kv_transfer_params``), plus ``seed_offset``.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import httpx
+import msgspec
+
+from kvferry.cluster import sse
+from kvferry.cluster.openai import ApiError
+from kvferry.engine.messages import SamplingParams
+
+PROBE_INTERVAL_S = 1.0
+"""Seconds between two health checks of an engine."""
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds for an engine to accept a connection, and to answer a health check."""
+
+Role = Literal["prefill", "decode"]
+
+
+class EngineDownError(ApiError):
+    """An engine cannot be reached or went away; another one may serve the request."""
+
+    def __init__(self, engine: str, reason: str, *, reached: bool) -> None:
+        self.reached = reached
+        """Whether the engine may have seen the request."""
+        super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class Reply(msgspec.Struct):
+    """A completion of an engine, whole or one chunk of it; unknown fields are ignored."""
+
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    kv_transfer_params: dict[str, Any] | None = None
+    usage: dict[str, Any] | None = None
+    error: _Error | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The new tokens."""
+        return (self.choices[0].token_ids or []) if self.choices else []
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, once it has."""
+        return self.choices[0].finish_reason if self.choices else None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One engine behind the router."""
+
+    name: str
+    url: str
+    role: Role
+    client: httpx.AsyncClient
+    outstanding: int = 0
+    """Requests that it works on for this router."""
+    healthy: bool = False
+    last_error: str = "not reached yet"
+    """Why it is not healthy."""
+    max_model_len: int | None = None
+    """Longest sequence in tokens, once it told."""
+
+    async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
+        """Runs a completion and waits for the whole of it.
+
+        Raises:
+            EngineDownError: it cannot be reached, went away or says 503.
+            ApiError: it refused or failed the request.
+        """
+        with self._working():
+            response = await self.client.post(
+                f"{self.url}/v1/completions",
+                content=msgspec.json.encode({**body, "stream": False}),
+                headers=_headers(request_id),
+            )
+            self._raise_for_status(response.status_code, response.content)
+            return self._checked(response.content)
+
+    async def stream(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Reply, None]:
+        """Runs a completion and yields its chunks as they come.
+
+        Raises:
+            EngineDownError: it cannot be reached, went away or says 503.
+            ApiError: it refused or failed the request.
+        """
+        request = self.client.build_request(
+            "POST",
+            f"{self.url}/v1/completions",
+            content=msgspec.json.encode({**body, "stream": True}),
+            headers=_headers(request_id),
+        )
+        with self._working():
+            response = await self.client.send(request, stream=True)
+            try:
+                if response.status_code != 200:
+                    self._raise_for_status(response.status_code, await response.aread())
+                ended = False
+                async for payload in sse.payloads(response.aiter_lines()):
+                    if payload == b"[DONE]":
+                        ended = True
+                        break
+                    yield self._checked(payload)
+            finally:
+                await response.aclose()
+            if not ended:
+                raise self._down("its stream broke off", reached=True)
+
+    async def probe(self) -> None:
+        """Asks for its health, and the first time for its longest sequence. Never raises."""
+        try:
+            response = await self.client.get(f"{self.url}/health", timeout=CONNECT_TIMEOUT_S)
+            if response.status_code != 200:
+                self._down(f"its health check says {response.status_code}", reached=True)
+                return
+            if self.max_model_len is None:
+                models = await self.client.get(f"{self.url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+                self.max_model_len = int(models.json()["data"][0]["max_model_len"])
+        except httpx.HTTPError as error:
+            self._down(_reason(error), reached=False)
+        except (ValueError, LookupError, TypeError) as error:
+            self._down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
+        else:
+            self.healthy = True
+            self.last_error = ""
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self.outstanding += 1
+        try:
+            yield
+        except httpx.HTTPError as error:
+            # Only these two prove that the request was never sent.
+            unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            raise self._down(_reason(error), reached=not unsent) from error
+        finally:
+            self.outstanding -= 1
+
+    def _down(self, reason: str, *, reached: bool) -> EngineDownError:
+        self.healthy = False
+        self.last_error = reason
+        return EngineDownError(f"{self.role} engine {self.name!r}", reason, reached=reached)
+
+    def _raise_for_status(self, status: int, content: bytes) -> None:
+        if status == 200:
+            return
+        try:
+            error = msgspec.json.decode(content, type=_ErrorBody).error
+        except msgspec.DecodeError:
+            error = _Error(message=content[:200].decode(errors="replace"))
+        if status == 503:
+            raise self._down(error.message or "says 503", reached=True)
+        raise ApiError(status, self._attribute(error.message, status), code=_code(error))
+
+    def _checked(self, payload: bytes) -> Reply:
+        try:
+            reply = msgspec.json.decode(payload, type=Reply)
+        except msgspec.DecodeError as error:
+            raise ApiError(502, self._attribute(f"its answer does not decode: {error}")) from error
+        if reply.error is not None:
+            raise ApiError(500, self._attribute(reply.error.message), code=_code(reply.error))
+        return reply
+
+    def _attribute(self, message: str, status: int = 500) -> str:
+        """A fault of the engine names it; a fault of the request speaks for itself."""
+        return message if status < 500 else f"{self.role} engine {self.name!r}: {message}"
+
+
+def _code(error: _Error) -> str | None:
+    return error.code if isinstance(error.code, str) else None
+
+
+def _reason(error: httpx.HTTPError) -> str:
+    return str(error) or type(error).__name__
+
+
+def _headers(request_id: str) -> dict[str, str]:
+    return {"content-type": "application/json", "x-request-id": request_id}
+
+
+def completion_body(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    kv_transfer_params: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The body of an engine's ``/v1/completions``."""
+    fields = {
+        name: value
+        for name, value in msgspec.to_builtins(sampling).items()
+        if value is not None and value != []
+    }
+    body: dict[str, Any] = {"prompt": list(prompt), "return_token_ids": True, **fields}
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(kv_transfer_params)
+    return body
+
+
+@dataclass(slots=True, eq=False)
+class EnginePool:
+    """The engines of one role."""
+
+    role: Role
+    engines: tuple[Engine, ...]
+    _next: int = field(default=0)
+    """Index at which the next choice among equals starts."""
+
+    def pick(self, tried: Collection[Engine] = ()) -> Engine:
+        """The healthy engine with the fewest outstanding requests, in turn among equals.
+
+        Raises:
+            ApiError: 503; every engine is down or was tried.
+        """
+        count = len(self.engines)
+        turn = [self.engines[(self._next + step) % count] for step in range(count)]
+        fit = [engine for engine in turn if engine.healthy and engine not in tried]
+        if not fit:
+            states = "; ".join(
+                f"{engine.name!r} ({engine.url}): {engine.last_error or 'failed this request'}"
+                for engine in self.engines
+            )
+            raise ApiError(
+                503, f"no {self.role} engine can serve this: {states}", code="engine_unavailable"
+            )
+        best = min(fit, key=lambda engine: engine.outstanding)
+        self._next = (self.engines.index(best) + 1) % count
+        return best
+
+    async def watch(self) -> None:
+        """Checks the health of every engine, for ever."""
+        await asyncio.gather(*(_watch(engine) for engine in self.engines))
+
+
+async def _watch(engine: Engine) -> None:
+    while True:
+        await engine.probe()
+        await asyncio.sleep(PROBE_INTERVAL_S)

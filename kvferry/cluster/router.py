@@ -1,0 +1,285 @@
+"""The router: OpenAI's API in front of prefill and decode engines.
+
+It speaks plain HTTP to the engines and knows nothing of KV: the transfer parameters that a prefill
+engine returns are handed to a decode engine as they are.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.cluster import sse, web
+from kvferry.cluster.answer import Answer, ChoiceDelta
+from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool, Role
+from kvferry.cluster.life import Lives
+from kvferry.cluster.metrics import RouterMetrics
+from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
+from kvferry.cluster.shapes import Shape, WholeChoice
+from kvferry.cluster.text import TextCodec
+
+
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine is."""
+
+    name: str
+    role: Role
+    url: str
+    """``http://host:port``, without a path."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a router is built from."""
+
+    engines: tuple[EngineAddress, ...]
+    model_folder: str
+    """Folder with the tokenizer and the chat template."""
+    model_name: str
+    """The name that clients write in ``model``."""
+    request_timeout_s: float = 600.0
+
+
+class Router:
+    """The router's endpoints and what they share."""
+
+    def __init__(self, settings: RouterSettings, codec: TextCodec) -> None:
+        self._settings = settings
+        self._codec = codec
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # a proxy of the environment must not get between us and the engines
+        )
+        self.prefill = self._pool("prefill")
+        self.decode = self._pool("decode")
+        self._engines = self.prefill.engines + self.decode.engines
+        self._lives = Lives(self.prefill, self.decode)
+        self._metrics = RouterMetrics(self._engines)
+
+    def _pool(self, role: Role) -> EnginePool:
+        engines = [engine for engine in self._settings.engines if engine.role == role]
+        if not engines:
+            raise ValueError(f"engines: none of them is a {role} engine")
+        return EnginePool(
+            role,
+            tuple(Engine(engine.name, engine.url, role, self._client) for engine in engines),
+        )
+
+    def app(self) -> Starlette:
+        """The ASGI application; watches the engines' health while it runs."""
+        routes = [
+            Route("/v1/completions", self._endpoint(parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", self._endpoint(parse_chat), methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._render_metrics),
+        ]
+        return Starlette(
+            routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        watchers = [asyncio.create_task(pool.watch()) for pool in (self.prefill, self.decode)]
+        try:
+            yield
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await self._client.aclose()
+
+    def _endpoint(self, parse: Callable[[Any], Generation]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            try:
+                response = await self._serve(request, parse(await web.read_json(request)))
+            except ApiError as error:
+                self._metrics.requests.labels(str(error.status)).inc()
+                self._count_error(error)
+                raise
+            self._metrics.requests.labels(str(response.status_code)).inc()
+            return response
+
+        return endpoint
+
+    async def _serve(self, request: Request, generation: Generation) -> Response:
+        self._check_model(generation.model)
+        prompts = self._encode(generation)
+        generation = self._fit(generation, prompts)
+        prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
+        answer = Answer(
+            f"{prefix}-{uuid.uuid4().hex}",
+            prompts,
+            generation,
+            lives=self._lives,
+            codec=self._codec,
+            timeout_s=self._settings.request_timeout_s,
+        )
+        shape = Shape(
+            generation.kind,
+            answer.request_id,
+            self._settings.model_name,
+            generation.include_usage,
+            generation.return_token_ids,
+        )
+        headers = {"x-request-id": answer.request_id}
+        deltas = self._measured(answer)
+        if not generation.stream:
+            count = len(prompts) * generation.n
+            work = _collect(deltas, shape, answer, count)
+            body = await web.until_disconnect(request.receive, work)
+            return web.json_response(body, headers=headers)
+        # The first delta is awaited here, so that an early failure still has its status code.
+        try:
+            first = await web.until_disconnect(request.receive, _next(deltas))
+        except BaseException:
+            await deltas.aclose()
+            raise
+        return web.EventStream(self._events(first, deltas, shape, answer), headers)
+
+    async def _events(
+        self,
+        first: ChoiceDelta,
+        deltas: AsyncGenerator[ChoiceDelta, None],
+        shape: Shape,
+        answer: Answer,
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(deltas):
+            chunk = shape.chunk(first)
+            if chunk is not None:
+                yield sse.event(chunk)
+            try:
+                async for delta in deltas:
+                    chunk = shape.chunk(delta)
+                    if chunk is not None:
+                        yield sse.event(chunk)
+            except ApiError as error:
+                self._count_error(error)
+                raise
+            if shape.include_usage:
+                yield sse.event(shape.usage_chunk(answer.usage()))
+            yield sse.DONE
+
+    async def _measured(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
+        """The answer's deltas, counted and timed."""
+        began = time.monotonic()
+        first = True
+        self._metrics.prompt_tokens.inc(answer.prompt_tokens)
+        async with aclosing(answer.deltas()) as deltas:
+            async for delta in deltas:
+                if first:
+                    self._metrics.first_token_s.observe(time.monotonic() - began)
+                    first = False
+                self._metrics.completion_tokens.inc(len(delta.token_ids))
+                yield delta
+        self._metrics.total_s.observe(time.monotonic() - began)
+
+    def _count_error(self, error: ApiError) -> None:
+        self._metrics.errors.labels(error.code or str(error.status)).inc()
+
+    def _check_model(self, model: str | None) -> None:
+        name = self._settings.model_name
+        if model is not None and model != name:
+            raise ApiError(
+                404,
+                f"model: {model!r} is not served here; {name!r} is",
+                code="model_not_found",
+                param="model",
+            )
+
+    def _encode(self, generation: Generation) -> list[Sequence[int]]:
+        if generation.kind == "chat":
+            try:
+                return [self._codec.encode_chat(generation.messages)]
+            except ValueError as error:
+                raise ApiError(400, f"messages: {error}", param="messages") from error
+        return [self._encode_prompt(prompt) for prompt in generation.prompts]
+
+    def _encode_prompt(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._codec.encode(prompt)
+        size = self._codec.vocab_size
+        bad = next((token for token in prompt if not 0 <= token < size), None)
+        if bad is not None:
+            raise ApiError(
+                400, f"prompt: token id {bad} is outside the vocabulary of {size}", param="prompt"
+            )
+        return prompt
+
+    def _fit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> Generation:
+        """``generation`` with ``max_tokens`` filled in; refuses what cannot fit."""
+        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        longest = max(len(prompt) for prompt in prompts)
+        wanted = generation.sampling.max_tokens
+        if not limits:
+            # Nobody has been reached: the pool is about to say so.
+            wanted = wanted or 1
+        elif longest >= min(limits) or longest + wanted > min(limits):
+            asked = f" and max_tokens is {wanted}" if wanted and longest < min(limits) else ""
+            raise ApiError(
+                400,
+                f"the longest sequence here is {min(limits)} tokens, answer included; "
+                f"the prompt has {longest}{asked}",
+                code="context_length_exceeded",
+                param="messages" if generation.kind == "chat" else "prompt",
+            )
+        else:
+            wanted = wanted or min(limits) - longest
+        sampling = msgspec.structs.replace(generation.sampling, max_tokens=wanted)
+        return dataclasses.replace(generation, sampling=sampling)
+
+    async def _models(self, _: Request) -> Response:
+        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        model: dict[str, Any] = {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvferry",
+            "max_model_len": min(limits) if limits else None,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: Request) -> Response:
+        able = all(
+            any(engine.healthy for engine in pool.engines) for pool in (self.prefill, self.decode)
+        )
+        engines = [
+            {
+                "name": engine.name,
+                "role": engine.role,
+                "url": engine.url,
+                "healthy": engine.healthy,
+                "outstanding": engine.outstanding,
+                "last_error": engine.last_error,
+            }
+            for engine in self._engines
+        ]
+        status = "ok" if able else "unavailable"
+        return web.json_response({"status": status, "engines": engines}, 200 if able else 503)
+
+    async def _render_metrics(self, _: Request) -> Response:
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+async def _next(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
+    return await anext(deltas)
+
+
+async def _collect(
+    deltas: AsyncGenerator[ChoiceDelta, None], shape: Shape, answer: Answer, count: int
+) -> dict[str, Any]:
+    choices = [WholeChoice() for _ in range(count)]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            choices[delta.index].add(delta)
+    return shape.whole(choices, answer.usage())

@@ -1,0 +1,130 @@
+"""What both HTTP servers of a cluster share: JSON in and out, event streams, disconnects."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvferry.cluster import sse
+from kvferry.cluster.openai import ApiError
+
+T = TypeVar("T")
+
+CLIENT_CLOSED_REQUEST = 499
+"""The status that proxies log for a client that went away; nobody receives it."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def read_json(request: Request) -> Any:
+    """The body, decoded.
+
+    Raises:
+        ApiError: 400, not JSON.
+    """
+    try:
+        return msgspec.json.decode(await request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+def json_response(
+    payload: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """``payload`` as JSON."""
+    return Response(
+        msgspec.json.encode(payload), status, headers=headers, media_type="application/json"
+    )
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    """Exception handler for :class:`ApiError`."""
+    assert isinstance(error, ApiError)
+    return json_response(error.body(), error.status)
+
+
+async def answer_client_gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    """Exception handler for :class:`ClientGoneError`."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def answer_bug(_: Request, error: Exception) -> Response:
+    """Exception handler for everything else; the server logs it with its traceback."""
+    failure = ApiError(500, f"internal error: {error!r}", code="internal_error")
+    return json_response(failure.body(), failure.status)
+
+
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = {
+    Exception: answer_bug,
+    ApiError: answer_api_error,
+    ClientGoneError: answer_client_gone,
+}
+"""For ``Starlette(exception_handlers=...)``."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Runs ``work``, and cancels it when the client goes away. The body must have been read.
+
+    Raises:
+        ClientGoneError: the client went first.
+    """
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            # Its clean-up (an abort, a closed connection) is part of the request.
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Streams events until they end or the client goes away; closes the generator either way.
+
+    An :class:`ApiError` that comes after the first byte becomes an error event, then ``[DONE]``.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **(headers or {})})
+        # The base class announces the length of its empty body.
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        """The ASGI application."""
+        with suppress(ClientGoneError):
+            await until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        async with aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except ApiError as error:
+                body = sse.event(error.body()) + sse.DONE
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
