@@ -12,6 +12,8 @@
     │   ├── NullBlockError           a source table holds the null block inside the span
     │   └── OutOfBlocksError         more tokens than blocks; wait, or enlarge the pool
     ├── IncompatibleError            the two engines can never exchange KV; lists every mismatch
+    ├── NotReadyError                the peer cannot answer yet; ask again later
+    │   └── HandshakeNeededError     one side is a new start; handshake, then ask again
     ├── ProtocolError                a peer sent what we cannot accept; it harms itself only
     │   ├── DecodeError              bytes that do not decode against the schema
     │   └── BoundsError              numbers that leave the memory they speak of
@@ -92,6 +94,14 @@ class IncompatibleError(KVFerryError):
         self.mismatches = tuple(mismatches)
         lines = "".join(f"\n  - {mismatch}" for mismatch in self.mismatches)
         super().__init__(f"engine {peer!r} is incompatible with this one:{lines}")
+
+
+class NotReadyError(KVFerryError):
+    """The peer is there and cannot answer yet; ask again later."""
+
+
+class HandshakeNeededError(NotReadyError):
+    """One of the two engines was started again since the last handshake; handshake first."""
 
 
 class ProtocolError(KVFerryError):

@@ -1,0 +1,265 @@
+"""Describe, compare, apply: what two engines must agree on before a block moves.
+
+:func:`validate` judges one description by itself, since it came from a peer. :func:`compare` judges
+a pair. Both are pure; applying a description is :class:`kvferry.control.peers.PeerTable`'s.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from kvferry.errors import ProtocolError
+from kvferry.layouts.layout import Box
+from kvferry.topology.description import (
+    EngineDescription,
+    GroupDescription,
+    PartStrides,
+    RankDescription,
+    RankMemory,
+    TensorMemory,
+)
+from kvferry.topology.geometry import EngineGeometry
+
+MAX_RANKS = 4096
+"""Ranks of the largest engine that is accepted; bounds the work a description can cause."""
+MAX_GROUPS = 64
+"""KV cache groups of the largest engine that is accepted."""
+MAX_NAME_CHARS = 256
+"""Characters of the longest engine id or incarnation."""
+MAX_BYTES = 1 << 60
+"""Bytes of the largest region, offset or stride; sums of them stay inside 64 bits."""
+
+_STRIDE_FIELDS = ("layer", "block", "token", "head", "element")
+
+#: Field of the model's fingerprint → what to do where it differs.
+_MODEL_REMEDIES = {
+    "architecture": "serve the same model on both",
+    "num_layers": "serve the same model on both",
+    "num_kv_heads": "serve the same model on both",
+    "head_size": "serve the same model on both",
+    "dtype": "give both the same KV cache dtype",
+    "rope": "give both the same rope and context-scaling settings",
+    "config_digest": "give both the same model config",
+    "weights_digest": "load the same checkpoint on both; equal shapes are not enough",
+}
+
+
+def validate(description: EngineDescription) -> None:
+    """Checks that a description makes sense and that its memory stays inside its regions.
+
+    Raises:
+        ProtocolError: names the place, the value and the limit.
+    """
+    where = f"engine {description.engine_id[:MAX_NAME_CHARS]!r}"
+    try:
+        _check_names(description)
+        geometries = _geometries(description)
+        for number, rank in enumerate(description.ranks):
+            _check_rank(rank, number, geometries)
+    except ValueError as error:
+        raise ProtocolError(f"{where}: {error}") from error
+
+
+def compare(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
+    """Every reason why two engines, both valid, can never exchange KV; empty if there is none.
+
+    Layout, block size, TP, PP and DCP may differ; blocks are converted on the way.
+    """
+    return [
+        *_compare_engines(ours, theirs),
+        *_compare_models(ours, theirs),
+        *_compare_groups(ours, theirs),
+        *_compare_transports(ours, theirs),
+    ]
+
+
+# ---- one description ---------------------------------------------------------------------------
+
+
+def _check_names(description: EngineDescription) -> None:
+    for field in ("engine_id", "incarnation"):
+        length = len(getattr(description, field))
+        if not 1 <= length <= MAX_NAME_CHARS:
+            raise ValueError(f"{field}: {length} characters, allowed are 1 to {MAX_NAME_CHARS}")
+    if not 0 <= description.protocol_min <= description.protocol_max:
+        raise ValueError(
+            f"protocol_min: {description.protocol_min} to protocol_max "
+            f"{description.protocol_max} is no range of versions"
+        )
+
+
+def _geometries(description: EngineDescription) -> list[EngineGeometry]:
+    ranks, groups = len(description.ranks), description.groups
+    if not 1 <= ranks <= MAX_RANKS:
+        raise ValueError(f"ranks: {ranks} described, allowed are 1 to {MAX_RANKS}")
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise ValueError(f"groups: {len(groups)} described, allowed are 1 to {MAX_GROUPS}")
+    geometries = []
+    for number, group in enumerate(groups):
+        # Before the geometry: its arithmetic takes time that grows with the ranks.
+        world_size = group.tp * group.pp * group.pcp
+        if world_size != ranks:
+            raise ValueError(
+                f"group {number}: tp * pp * pcp = {group.tp} * {group.pp} * {group.pcp} makes "
+                f"{world_size} ranks, {ranks} are described"
+            )
+        try:
+            geometries.append(EngineGeometry.from_description(group))
+        except ValueError as error:
+            raise ValueError(f"group {number}: {error}") from error
+    return geometries
+
+
+def _check_rank(rank: RankDescription, number: int, geometries: list[EngineGeometry]) -> None:
+    where = f"rank {number}"
+    if rank.rank != number:
+        raise ValueError(f"{where}: describes itself as rank {rank.rank}; ranks come in order")
+    if not rank.endpoints:
+        raise ValueError(f"{where}: endpoints: none; every rank serves at least one transport")
+    if len(rank.memory) != len(geometries):
+        raise ValueError(
+            f"{where}: memory: {len(rank.memory)} entries for {len(geometries)} groups"
+        )
+    for group, (memory, geometry) in enumerate(zip(rank.memory, geometries, strict=True)):
+        _check_memory(memory, geometry, number, f"{where}: group {group}")
+
+
+def _check_memory(memory: RankMemory, geometry: EngineGeometry, rank: int, where: str) -> None:
+    if not 1 <= memory.num_blocks <= MAX_BYTES:
+        raise ValueError(f"{where}: num_blocks: {memory.num_blocks} is not 1 or more")
+    for region, size in enumerate(memory.region_bytes):
+        if not 0 <= size <= MAX_BYTES:
+            raise ValueError(f"{where}: region {region}: {size} bytes, at most {MAX_BYTES}")
+    expected = geometry.tensor_names(rank)
+    found = [tensor.name for tensor in memory.tensors]
+    if sorted(found) != sorted(expected):
+        missing = sorted(set(expected) - set(found))
+        raise ValueError(
+            f"{where}: tensors: {len(found)} described, {len(expected)} expected; "
+            f"missing: {', '.join(missing[:8]) or 'none'}"
+        )
+    box = geometry.box(rank, memory.num_blocks)
+    for tensor in memory.tensors:
+        _check_tensor(tensor, memory.region_bytes, box, geometry, f"{where}: {tensor.name}")
+
+
+def _check_tensor(
+    tensor: TensorMemory,
+    region_bytes: tuple[int, ...],
+    box: Box,
+    geometry: EngineGeometry,
+    where: str,
+) -> None:
+    if not 0 <= tensor.region < len(region_bytes):
+        raise ValueError(f"{where}: region: {tensor.region}, there are {len(region_bytes)}")
+    sizes = {part.name: part for part in geometry.parts}
+    if tensor.parts.keys() != sizes.keys():
+        raise ValueError(f"{where}: parts: {sorted(tensor.parts)}, expected {sorted(sizes)}")
+    size = region_bytes[tensor.region]
+    for name, strides in tensor.parts.items():
+        first, end = _extent(strides, box, sizes[name].head_size, sizes[name].itemsize)
+        first, end = tensor.offset + first, tensor.offset + end
+        if first < 0 or end > size:
+            raise ValueError(
+                f"{where}: part {name}: spans bytes {first} to {end} of region {tensor.region}, "
+                f"which has {size} bytes"
+            )
+        _check_strides(strides, tensor.offset, f"{where}: part {name}")
+
+
+def _extent(strides: PartStrides, box: Box, elements: int, itemsize: int) -> tuple[int, int]:
+    """First byte and byte after the last one that a part's cells cover, from the tensor's start."""
+    extents = (box.layers, box.blocks, box.tokens, box.heads, elements)
+    first = last = strides.offset
+    for field, extent in zip(_STRIDE_FIELDS, extents, strict=True):
+        reach = getattr(strides, field) * (extent - 1)
+        first, last = first + min(reach, 0), last + max(reach, 0)
+    return first, last + itemsize
+
+
+def _check_strides(strides: PartStrides, offset: int, where: str) -> None:
+    """Bounds also the strides of dims with extent 1, which no cell feels but 64-bit sums do."""
+    for field, value in [
+        ("tensor offset", offset),
+        ("offset", strides.offset),
+        *((field, getattr(strides, field)) for field in _STRIDE_FIELDS),
+    ]:
+        if abs(value) > MAX_BYTES:
+            raise ValueError(f"{where}: {field}: {value} bytes, at most {MAX_BYTES}")
+
+
+# ---- a pair ------------------------------------------------------------------------------------
+
+
+def _differs(
+    field: str,
+    ours: EngineDescription,
+    theirs: EngineDescription,
+    values: tuple[object, object],
+    remedy: str,
+) -> str:
+    return (
+        f"{field}: engine {ours.engine_id!r} has {values[0]}, engine {theirs.engine_id!r} has "
+        f"{values[1]}; {remedy}"
+    )
+
+
+def _compare_engines(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
+    if ours.engine_id == theirs.engine_id:
+        yield (
+            f"engine_id: both engines are named {ours.engine_id!r}; give each engine its own "
+            "engine_id"
+        )
+    if max(ours.protocol_min, theirs.protocol_min) > min(ours.protocol_max, theirs.protocol_max):
+        ranges = tuple(f"versions {d.protocol_min} to {d.protocol_max}" for d in (ours, theirs))
+        yield _differs(
+            "protocol", ours, theirs, (ranges[0], ranges[1]), "upgrade the older release"
+        )
+
+
+def _compare_models(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
+    for field, remedy in _MODEL_REMEDIES.items():
+        values = (getattr(ours.model, field), getattr(theirs.model, field))
+        if values[0] != values[1]:
+            yield _differs(f"model.{field}", ours, theirs, values, remedy)
+
+
+#: Field of a KV cache group that decides what a cell is → what to do where it differs.
+_GROUP_REMEDIES = {
+    "num_layers": "let the groups of both cover the same layers",
+    "num_kv_heads": "serve the same model on both",
+    "head_size": "serve the same model on both",
+    "head_size_v": "serve the same model on both",
+    "dtype": "give both the same KV cache dtype",
+    "use_mla": "switch MLA on or off on both",
+}
+
+
+def _compare_groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
+    if len(ours.groups) != len(theirs.groups):
+        counts = (f"{len(ours.groups)} KV cache groups", f"{len(theirs.groups)}")
+        yield _differs("groups", ours, theirs, counts, "give both the same KV cache groups")
+        return
+    for number, pair in enumerate(zip(ours.groups, theirs.groups, strict=True)):
+        for field, remedy in _GROUP_REMEDIES.items():
+            values = (_group_value(pair[0], field), _group_value(pair[1], field))
+            if values[0] != values[1]:
+                yield _differs(f"groups[{number}].{field}", ours, theirs, values, remedy)
+
+
+def _group_value(group: GroupDescription, field: str) -> object:
+    value = getattr(group, field)
+    return group.head_size if field == "head_size_v" and value is None else value
+
+
+def _compare_transports(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
+    values = (_transports(ours.ranks), _transports(theirs.ranks))
+    if not values[0] & values[1]:
+        names = tuple(", ".join(sorted(value)) or "none on every rank" for value in values)
+        yield _differs(
+            "transports", ours, theirs, (names[0], names[1]), "enable one transport on both"
+        )
+
+
+def _transports(ranks: Iterable[RankDescription]) -> set[str]:
+    """Transports that every rank serves."""
+    found = [set(rank.endpoints) for rank in ranks]
+    return set.intersection(*found) if found else set()

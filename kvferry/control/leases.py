@@ -1,0 +1,377 @@
+"""Leases: the source's promise to keep blocks until a target engine has read them.
+
+A lease moves through these states; every arrow is taken under one lock and judged by one
+monotonic clock, the source's:
+
+    grant ──> untaken ──renew/finish──> held ──every rank finished──> done
+                 │  <──given up with keep──┘ │
+                 │  <──holder restarted──────┤
+                 │      other target takes over once the holder stopped renewing
+                 └──────────── release / expiry / revoke ─────────> released, expired, revoked
+
+An ended lease never comes back to life, and a target (an engine and its incarnation) that has lost
+a lease never gets it again: what it read before and what it would read after could not be told
+apart. That leaves the target one duty: within one incarnation each rank reads a lease at most
+once (:class:`~kvferry.control.tickets.SeenTickets` sees to it).
+
+So ``HELD`` in answer to a finish proves that the blocks were kept while that rank was reading:
+they are freed only after :meth:`LeaseTable.sweep` returned the lease, a lease is returned only
+once it has ended, and an ended lease confirms nothing but repetitions of reports that were
+confirmed while it was held.
+"""
+
+import enum
+import heapq
+import secrets
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvferry.control.messages import FinishAnswer, LeaseAnswer, LeaseStatus
+from kvferry.errors import BoundsError
+
+Target: TypeAlias = tuple[str, str]
+"""A target engine: its engine id and its incarnation."""
+
+
+class LeaseOutcome(enum.StrEnum):
+    """How a lease ended."""
+
+    DONE = "done"
+    """Every rank of the target reported."""
+    RELEASED = "released"
+    """The target gave it up."""
+    EXPIRED = "expired"
+    """Nobody renewed it for its duration."""
+    REVOKED = "revoked"
+    """The source took it back itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease as it was granted."""
+
+    lease_id: str
+    """Random; the key of everything that belongs to this lease."""
+    request_id: str
+    """The source's request whose blocks are kept."""
+    num_blocks: int
+    duration_s: float
+    """Seconds it lives without being renewed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseRefusal:
+    """No lease: the blocks of this request are freed at once and the target computes them."""
+
+    reason: str
+    """Names the limit, both values and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedLease:
+    """A lease that ended; its blocks may be freed."""
+
+    lease_id: str
+    request_id: str
+    num_blocks: int
+    outcome: LeaseOutcome
+    target: Target | None
+    """Its last holder."""
+    reports: dict[int, bool]
+    """Rank of the holder → whether its reads succeeded."""
+
+
+@dataclass(slots=True)
+class _Open:
+    """One open lease."""
+
+    lease: Lease
+    granted: float
+    deadline: float
+    """Clock reading at which it expires."""
+    holder: Target | None = None
+    heard: float = 0.0
+    """Clock reading of the holder's last renewal."""
+    reports: dict[int, bool] = field(default_factory=dict)
+    """Rank of the holder → whether its reads succeeded."""
+    former: set[Target] = field(default_factory=set)
+    """Targets that have lost it."""
+
+    def take(self, target: Target, now: float) -> None:
+        self.holder = target
+        self.heard = now
+        self.reports = {}
+
+    def drop_holder(self) -> None:
+        if self.holder is not None:
+            self.former.add(self.holder)
+        self.holder = None
+        self.reports = {}
+
+
+class LeaseTable:
+    """All leases of one source engine. Thread-safe; no method waits for anything but its lock."""
+
+    def __init__(
+        self,
+        *,
+        duration_s: float = 30.0,
+        max_blocks: int,
+        takeover_after_s: float | None = None,
+        remembered: int = 16384,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        duration_s: seconds that a lease lives without being renewed.
+        max_blocks: blocks that leases may pin together, those not yet swept included.
+        takeover_after_s: seconds of the holder's silence after which another target may take a
+            lease; half of ``duration_s`` unless given.
+        remembered: ended leases whose late messages are still answered as before.
+        clock: seconds that never run backwards; the only judge of expiry.
+        """
+        self.duration_s = duration_s
+        self.max_blocks = max_blocks
+        self._takeover_after_s = duration_s / 2 if takeover_after_s is None else takeover_after_s
+        self._remembered = remembered
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[str, _Open] = {}
+        self._ended: OrderedDict[str, EndedLease] = OrderedDict()
+        self._unswept: list[EndedLease] = []
+        self._deadlines: list[tuple[float, str]] = []  # one entry per open lease, maybe too early
+        self._pinned = 0
+        self._outcomes: Counter[str] = Counter()
+
+    def grant(self, request_id: str, num_blocks: int) -> Lease | LeaseRefusal:
+        """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits."""
+        if num_blocks < 0:
+            raise ValueError(f"num_blocks: {num_blocks} is negative")
+        with self._lock:
+            if self._pinned + num_blocks > self.max_blocks:
+                self._outcomes["refused"] += 1
+                return LeaseRefusal(
+                    f"max_leased_blocks: {self._pinned} of {self.max_blocks} blocks are leased and "
+                    f"request {request_id!r} needs {num_blocks} more; raise max_leased_blocks or "
+                    f"add decode capacity"
+                )
+            lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
+            now = self._clock()
+            self._open[lease.lease_id] = _Open(lease, now, now + self.duration_s)
+            heapq.heappush(self._deadlines, (now + self.duration_s, lease.lease_id))
+            self._pinned += num_blocks
+            return lease
+
+    def renew(
+        self, engine_id: str, incarnation: str, lease_ids: Iterable[str]
+    ) -> dict[str, LeaseAnswer]:
+        """Takes leases for a target, or extends those it holds by one duration.
+
+        The caller has made sure that ``incarnation`` is the engine's current one.
+        """
+        target = (engine_id, incarnation)
+        with self._lock:
+            now = self._clock()
+            return {lease_id: self._renew(lease_id, target, now) for lease_id in lease_ids}
+
+    def finish(
+        self,
+        lease_id: str,
+        engine_id: str,
+        incarnation: str,
+        *,
+        rank: int,
+        ok: bool,
+        world_size: int,
+    ) -> FinishAnswer:
+        """Notes that all reads of one rank of the target are terminal; answers the confirm.
+
+        The first report of a rank stands. A repetition of it gets the same answer, also after the
+        lease is done; a report that contradicts it gets ``REVOKED``. An untaken lease is taken by
+        the report: its blocks were kept all the time.
+
+        Args:
+            world_size: ranks of the *target*; the lease is done when each has reported.
+
+        Raises:
+            BoundsError: ``rank`` is not a rank of the target.
+        """
+        if not 0 <= rank < world_size:
+            raise BoundsError(
+                f"rank: engine {engine_id!r} reports rank {rank}, its description has ranks "
+                f"0 to {world_size - 1}"
+            )
+        target = (engine_id, incarnation)
+        with self._lock:
+            now = self._clock()
+            entry = self._live(lease_id, now)
+            if entry is None:
+                return self._late_finish(lease_id, target, rank, ok)
+            if target in entry.former or entry.holder not in (None, target):
+                return FinishAnswer.REVOKED
+            if entry.holder is None:
+                entry.take(target, now)
+            answer = self._report(entry, rank, ok)
+            if self._is_done(entry, world_size):
+                self._end(entry, LeaseOutcome.DONE)
+            return answer
+
+    def release(
+        self, engine_id: str, incarnation: str, lease_ids: Iterable[str], *, keep: bool = False
+    ) -> None:
+        """The target gives leases up and will count no read of them.
+
+        Leases that it does not hold, and that somebody else holds, are left alone.
+
+        Args:
+            keep: leave the lease to other targets until it expires, instead of ending it.
+        """
+        target = (engine_id, incarnation)
+        with self._lock:
+            now = self._clock()
+            for lease_id in lease_ids:
+                entry = self._live(lease_id, now)
+                if entry is None or target in entry.former or entry.holder not in (None, target):
+                    continue
+                if keep:
+                    entry.former.add(target)
+                    entry.drop_holder()
+                else:
+                    entry.holder = target
+                    self._end(entry, LeaseOutcome.RELEASED)
+
+    def revoke(self, lease_ids: Iterable[str]) -> None:
+        """The source takes leases back; unknown ids are ignored."""
+        with self._lock:
+            for lease_id in lease_ids:
+                entry = self._open.get(lease_id)
+                if entry is not None:
+                    self._end(entry, LeaseOutcome.REVOKED)
+
+    def drop_older(self, engine_id: str, incarnation: str) -> None:
+        """An engine came back as ``incarnation``: leases of its older starts lose their holder.
+
+        The memory those starts were reading into is gone, or belongs to a process that must not
+        be trusted any more; neither can confirm a read. The leases keep their deadline, so that
+        another target, the restarted engine included, may still take them.
+        """
+        with self._lock:
+            for entry in self._open.values():
+                holder = entry.holder
+                if holder is not None and holder[0] == engine_id and holder[1] != incarnation:
+                    entry.drop_holder()
+
+    def sweep(self) -> list[EndedLease]:
+        """The leases that ended since the last call, each exactly once: free their blocks."""
+        with self._lock:
+            self._expire(self._clock())
+            swept, self._unswept = self._unswept, []
+            self._pinned -= sum(ended.num_blocks for ended in swept)
+            return swept
+
+    @property
+    def num_open(self) -> int:
+        """Leases that have not ended."""
+        return len(self._open)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks that leases pin, those of ended but not yet swept leases included."""
+        return self._pinned
+
+    def counters(self) -> dict[str, int]:
+        """How many leases ended in which way, and how many grants were refused."""
+        with self._lock:
+            return dict(self._outcomes)
+
+    def snapshot(self) -> tuple[LeaseStatus, ...]:
+        """The open leases, oldest first."""
+        with self._lock:
+            now = self._clock()
+            return tuple(
+                LeaseStatus(
+                    lease_id=entry.lease.lease_id,
+                    request_id=entry.lease.request_id,
+                    num_blocks=entry.lease.num_blocks,
+                    age_s=now - entry.granted,
+                    remaining_s=max(0.0, entry.deadline - now),
+                    target=entry.holder[0] if entry.holder else "",
+                    ranks_done=tuple(sorted(entry.reports)),
+                )
+                for entry in self._open.values()
+            )
+
+    # All below is called with the lock held.
+
+    def _live(self, lease_id: str, now: float) -> _Open | None:
+        """The open lease; one whose deadline has passed is ended first, swept or not."""
+        entry = self._open.get(lease_id)
+        if entry is not None and now >= entry.deadline:
+            self._end(entry, LeaseOutcome.EXPIRED)
+            return None
+        return entry
+
+    def _renew(self, lease_id: str, target: Target, now: float) -> LeaseAnswer:
+        entry = self._live(lease_id, now)
+        if entry is None:
+            ended = self._ended.get(lease_id)
+            done = ended is not None and ended.outcome is LeaseOutcome.DONE
+            return LeaseAnswer.DONE if ended and done and ended.target == target else (
+                LeaseAnswer.REVOKED
+            )
+        if target in entry.former:
+            return LeaseAnswer.REVOKED
+        if entry.holder not in (None, target):
+            if now - entry.heard < self._takeover_after_s:
+                return LeaseAnswer.TAKEN
+            entry.drop_holder()
+        if entry.holder is None:
+            entry.take(target, now)
+        entry.heard = now
+        entry.deadline = now + self.duration_s
+        return LeaseAnswer.HELD
+
+    def _report(self, entry: _Open, rank: int, ok: bool) -> FinishAnswer:
+        first = entry.reports.setdefault(rank, ok)
+        return FinishAnswer.HELD if first == ok else FinishAnswer.REVOKED
+
+    def _is_done(self, entry: _Open, world_size: int) -> bool:
+        return len(entry.reports) == world_size
+
+    def _late_finish(self, lease_id: str, target: Target, rank: int, ok: bool) -> FinishAnswer:
+        """Answers a report on an ended lease: only a repetition of a confirmed one is confirmed."""
+        ended = self._ended.get(lease_id)
+        if ended is None or ended.outcome is not LeaseOutcome.DONE or ended.target != target:
+            return FinishAnswer.REVOKED
+        return FinishAnswer.HELD if ended.reports.get(rank) == ok else FinishAnswer.REVOKED
+
+    def _end(self, entry: _Open, outcome: LeaseOutcome) -> None:
+        lease = entry.lease
+        del self._open[lease.lease_id]
+        ended = EndedLease(
+            lease.lease_id,
+            lease.request_id,
+            lease.num_blocks,
+            outcome,
+            entry.holder,
+            entry.reports,
+        )
+        self._outcomes[outcome.value] += 1
+        self._unswept.append(ended)
+        self._ended[lease.lease_id] = ended
+        while len(self._ended) > self._remembered:
+            self._ended.popitem(last=False)
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, lease_id = heapq.heappop(self._deadlines)
+            entry = self._open.get(lease_id)
+            if entry is None:
+                continue
+            if now >= entry.deadline:
+                self._end(entry, LeaseOutcome.EXPIRED)
+            else:  # it was renewed since
+                heapq.heappush(self._deadlines, (entry.deadline, lease_id))

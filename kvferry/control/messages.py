@@ -1,0 +1,277 @@
+"""The wire schema of the control channel: tagged structs, MessagePack, one frame per message.
+
+A request carries an ``id`` that its reply echoes. Structs are frozen and evolve by optional fields
+at the end, so that releases of one protocol range understand each other; a field that is unknown
+here is ignored. Requests:
+
+==================  ==================================  ===================================
+request             who sends it                        answer
+==================  ==================================  ===================================
+:class:`Handshake`  scheduler half, once per pair       :class:`HandshakeReply`, :class:`Refused`
+:class:`Renew`      target's scheduler half             :class:`Renewed`
+:class:`Finishes`   target's ranks                      :class:`FinishReply`
+:class:`Release`    target's scheduler half             :class:`Released`
+:class:`StatusRequest`  anyone                          :class:`StatusReply`
+==================  ==================================  ===================================
+
+Any request may be answered by :class:`ErrorReply`, whose ``name`` is a class of
+:mod:`kvferry.errors`. ``engine_id`` and ``incarnation`` always speak of the target (the engine
+whose blocks are filled), ``source_incarnation`` of the engine whose blocks are read.
+"""
+
+import enum
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+
+from kvferry.errors import DecodeError
+from kvferry.topology.description import EngineDescription
+
+T = TypeVar("T")
+
+
+class LeaseAnswer(enum.StrEnum):
+    """What the source says of a lease when its target renews it."""
+
+    HELD = "held"
+    """The blocks are kept for this target for one more lease duration."""
+    TAKEN = "taken"
+    """Another target engine holds the lease now."""
+    DONE = "done"
+    """Every rank of this target has reported; there is nothing left to renew."""
+    REVOKED = "revoked"
+    """The lease will never be held by this target again; what it reads must not be used."""
+
+
+class FinishAnswer(enum.StrEnum):
+    """The confirm: may the rank use what it has read?"""
+
+    HELD = "held"
+    """The blocks were kept until the rank had finished; the data is good."""
+    REVOKED = "revoked"
+    """They may have been reused while the rank was reading; drop the data."""
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Describes the sender and asks for the receiver's description."""
+
+    id: int
+    description: EngineDescription
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Takes leases (the first time) and extends them, all of one target at one source."""
+
+    id: int
+    engine_id: str
+    incarnation: str
+    source_incarnation: str
+    lease_ids: tuple[str, ...]
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """All reads of one rank for one lease are terminal."""
+
+    lease_id: str
+    rank: int
+    ok: bool
+    """Whether they all succeeded; a rank that needed nothing says true."""
+
+
+class Finishes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Finishes of ranks of one target, together."""
+
+    id: int
+    engine_id: str
+    incarnation: str
+    source_incarnation: str
+    items: tuple[Finish, ...]
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The target gives leases up: it needs nothing of them any more and counts no read."""
+
+    id: int
+    engine_id: str
+    incarnation: str
+    source_incarnation: str
+    lease_ids: tuple[str, ...]
+    keep: bool = False
+    """Whether another target engine may take the leases; otherwise their blocks are freed."""
+
+
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the engine's :class:`StatusReport`."""
+
+    id: int
+
+
+class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The pair fits; this is the answering engine."""
+
+    id: int
+    description: EngineDescription
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The pair can never exchange KV."""
+
+    id: int
+    engine_id: str
+    """The answering engine."""
+    mismatches: tuple[str, ...]
+    """One sentence per difference, each with both values and the remedy."""
+
+
+class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers a :class:`Renew`, lease by lease."""
+
+    id: int
+    states: dict[str, LeaseAnswer]
+
+
+class FinishReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers :class:`Finishes`, in the order of its items."""
+
+    id: int
+    answers: tuple[FinishAnswer, ...]
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The release is noted."""
+
+    id: int
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The request was refused; nothing changed."""
+
+    id: int
+    """0 when the request could not be decoded."""
+    name: str
+    """Name of a class of :mod:`kvferry.errors`."""
+    message: str
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One other engine, as this one sees it."""
+
+    engine_id: str
+    incarnation: str
+    state: str
+    """``"ready"`` or ``"refused"``."""
+    age_s: float
+    """Seconds since it was first seen in this incarnation."""
+    last_seen_s: float
+    """Seconds since its last message."""
+    ranks: int
+    last_error: str = ""
+
+
+class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One open lease on blocks of this engine."""
+
+    lease_id: str
+    request_id: str
+    num_blocks: int
+    age_s: float
+    remaining_s: float
+    """Seconds until it expires unless it is renewed."""
+    target: str
+    """Engine id of its holder; empty until one takes it."""
+    ranks_done: tuple[int, ...]
+    """Ranks of the target that have reported."""
+
+
+class TransferStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One load under way into this engine."""
+
+    request_id: str
+    lease_id: str
+    peer: str
+    """Engine id of the source."""
+    bytes_done: int
+    bytes_total: int
+    age_s: float
+    progress_s: float
+    """Seconds since the last progress."""
+
+
+class ErrorEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An error that this engine noted."""
+
+    time: float
+    """Unix seconds of this machine's wall clock."""
+    message: str
+
+
+class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``kvferry status`` shows."""
+
+    engine_id: str
+    incarnation: str
+    role: str
+    """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
+    ready: bool
+    """Whether it answers handshakes."""
+    uptime_s: float
+    peers: tuple[PeerStatus, ...]
+    leases: tuple[LeaseStatus, ...]
+    transfers: tuple[TransferStatus, ...]
+    counters: dict[str, int]
+    """Messages, errors and lease outcomes since the start, by name."""
+    errors: tuple[ErrorEvent, ...]
+    """The last ones, oldest first."""
+
+
+class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers a :class:`StatusRequest`."""
+
+    id: int
+    report: StatusReport
+
+
+Request: TypeAlias = Handshake | Renew | Finishes | Release | StatusRequest
+Reply: TypeAlias = (
+    HandshakeReply | Refused | Renewed | FinishReply | Released | StatusReply | ErrorReply
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Any) -> bytes:
+    """The MessagePack of a struct of this module."""
+    return _encoder.encode(message)
+
+
+def decode_request(payload: bytes) -> Request:
+    """Decodes what a client sent.
+
+    Raises:
+        DecodeError: the bytes are not a request of this schema; the message says what is wrong.
+    """
+    return decode_with(_requests, payload, "request")
+
+
+def decode_reply(payload: bytes) -> Reply:
+    """Decodes what a server sent.
+
+    Raises:
+        DecodeError: the bytes are not a reply of this schema.
+    """
+    return decode_with(_replies, payload, "reply")
+
+
+def decode_with(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
+    """Runs a decoder over bytes that somebody else wrote.
+
+    Raises:
+        DecodeError: for whatever such bytes can provoke: schema errors, bad UTF-8 and recursion
+            (msgspec raises three unrelated classes for these).
+    """
+    try:
+        return decoder.decode(payload)
+    except (ValueError, RecursionError) as error:
+        raise DecodeError(f"{what} of {len(payload)} bytes does not decode: {error}") from error

@@ -1,0 +1,112 @@
+"""Every timeout and limit of the control channel, with unit and default; and the CURVE keys."""
+
+import msgspec
+
+from kvferry.errors import ConfigError
+
+
+class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that encrypt the control channel and say who may speak on it.
+
+    The plain setup gives every process of a cluster one pair (:func:`make_keys`): servers admit
+    the clients that own it. A client with a pair of its own (a monitor, say) sets ``server_key``,
+    and its public key is listed in the servers' ``allowed_keys``.
+    """
+
+    public_key: str
+    """This process's public key: 40 characters of Z85."""
+    secret_key: str
+    """This process's secret key: 40 characters of Z85."""
+    server_key: str | None = None
+    """Public key of the servers it connects to; its own ``public_key`` unless given."""
+    allowed_keys: tuple[str, ...] = ()
+    """Public keys of clients that its server admits beside its own."""
+
+    def __post_init__(self) -> None:
+        named = [("public_key", self.public_key), ("secret_key", self.secret_key)]
+        if self.server_key is not None:
+            named.append(("server_key", self.server_key))
+        named += [("allowed_keys", key) for key in self.allowed_keys]
+        for field, key in named:
+            # The value is left out of the message: it may be the secret one.
+            if len(key) != 40 or not key.isascii():
+                raise ValueError(f"{field}: a CURVE key is 40 characters of Z85, got {len(key)}")
+
+    def __repr__(self) -> str:
+        return f"CurveKeys(public_key={self.public_key!r}, secret_key='...')"
+
+
+class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the control channel behaves. All engines of a cluster may differ in any of these."""
+
+    lease_duration_s: float = 30.0
+    """Seconds that a lease lives without being renewed, by the source's monotonic clock."""
+    renewals_per_lease: int = 6
+    """How often the target renews within one lease duration."""
+    takeover_after_s: float | None = None
+    """Seconds without renewal after which another target may take a lease over; half of
+    ``lease_duration_s`` unless given."""
+    max_leased_blocks: int | None = None
+    """KV blocks that leases may pin together; half of the pool unless given."""
+    request_timeout_s: float = 5.0
+    """Seconds after which a request without an answer counts as lost."""
+    heartbeat_s: float = 5.0
+    """Seconds between ZeroMQ heartbeats; a peer that misses three is disconnected."""
+    max_message_bytes: int = 16 << 20
+    """Bytes of the largest message that is accepted or sent."""
+    max_peers: int = 1024
+    """Peers that are remembered; the one silent for longest makes room."""
+    remembered_leases: int = 16384
+    """Ended leases whose late messages are still answered as before."""
+    remembered_errors: int = 64
+    """Errors kept for ``kvferry status``."""
+    curve: CurveKeys | None = None
+    """Keys; without them the channel is neither encrypted nor authenticated."""
+
+    def __post_init__(self) -> None:
+        for field in ("lease_duration_s", "request_timeout_s", "heartbeat_s"):
+            value = getattr(self, field)
+            if not 0 < value < 1e6:
+                raise ValueError(f"{field}: {value} is not a number of seconds above 0")
+        for field in (
+            "renewals_per_lease",
+            "max_message_bytes",
+            "max_peers",
+            "remembered_leases",
+            "remembered_errors",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+        if self.takeover_after_s is not None and not (
+            0 < self.takeover_after_s <= self.lease_duration_s
+        ):
+            raise ValueError(
+                f"takeover_after_s: {self.takeover_after_s} is not between 0 and "
+                f"lease_duration_s ({self.lease_duration_s})"
+            )
+
+    @property
+    def renew_interval_s(self) -> float:
+        """Seconds between two renewals of a lease by its target."""
+        return self.lease_duration_s / self.renewals_per_lease
+
+    def leased_blocks_cap(self, num_blocks: int) -> int:
+        """Blocks that leases may pin in a pool of ``num_blocks`` (the null block included)."""
+        return num_blocks // 2 if self.max_leased_blocks is None else self.max_leased_blocks
+
+
+def make_keys() -> CurveKeys:
+    """A new CURVE key pair for a cluster.
+
+    Raises:
+        ConfigError: the installed libzmq was built without CURVE.
+    """
+    import zmq
+
+    try:
+        public, secret = zmq.curve_keypair()
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            "this libzmq was built without CURVE; install pyzmq from its wheels"
+        ) from error
+    return CurveKeys(public_key=public.decode(), secret_key=secret.decode())

@@ -1,0 +1,217 @@
+"""Tickets: what the source tells the target through the router, in one string.
+
+A ticket is MessagePack of named fields in base64url, a dot, and an HMAC-SHA256 of these bytes under
+the cluster's key; without a key there is no dot. The router and the client carry it, so the target
+trusts nothing else of what they send: host, port and block ids come from the verified ticket. This
+protects against clients, not against a hostile engine, which knows the key.
+
+A ticket carries durations, never times, because two machines' clocks need not agree: whether a
+lease has expired is the source's to say.
+"""
+
+import base64
+import hashlib
+import hmac
+import threading
+from collections import OrderedDict
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from kvferry.control.messages import decode_with
+from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
+
+TICKET_VERSION = 1
+"""The version that this release writes and reads."""
+MAX_TICKET_CHARS = 1 << 20
+"""Characters of the longest ticket that is looked at."""
+MIN_KEY_BYTES = 16
+"""Bytes of the shortest key."""
+
+_DOMAIN = b"kvferry ticket\n"  # so that a MAC made for something else under the key is no ticket
+
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the target needs to load one request's KV."""
+
+    version: int = TICKET_VERSION
+    lease_id: Name
+    engine_id: Name
+    """The source engine."""
+    incarnation: Name
+    """The start of the source engine that granted the lease."""
+    host: Name
+    """Address of the source's control channel."""
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    """TCP port of the source's control channel."""
+    request_id: Name
+    """The request's id at the source; for people and logs, never a key."""
+    num_tokens: Count
+    """Tokens whose KV lies in ``block_ids``, from token 0."""
+    block_ids: tuple[tuple[BlockId, ...], ...]
+    """The source's whole block tables, one per KV cache group."""
+    lease_duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+    """Seconds that the lease lives without being renewed."""
+    tp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Tensor-parallel ranks of the source; for information."""
+    pp: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Pipeline stages of the source; for information."""
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the source's control channel."""
+        return f"{self.host}:{self.port}"
+
+
+class _Header(msgspec.Struct):
+    """Read first, so that a ticket of another version is called that."""
+
+    version: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+_ticket: msgspec.msgpack.Decoder[Ticket] = msgspec.msgpack.Decoder(Ticket)
+
+
+def sign(ticket: Ticket, key: bytes | None) -> str:
+    """The ticket as one string of URL-safe characters; unsigned without a key.
+
+    Raises:
+        ValueError: the key is shorter than 16 bytes.
+    """
+    payload = _encoder.encode(ticket)
+    if key is None:
+        return _to_text(payload)
+    return f"{_to_text(payload)}.{_to_text(_mac(payload, key))}"
+
+
+def verify(text: str, key: bytes | None) -> Ticket:
+    """Checks a ticket's signature, then its schema, and returns it.
+
+    With a key an unsigned ticket is refused. Without one every ticket that decodes is accepted,
+    signed ones too: nothing can be said about their signature.
+
+    Raises:
+        TicketForgedError: the signature is missing or wrong.
+        TicketError: it is no ticket of this version: too long, cut off, random, a newer release's.
+        ValueError: the key is shorter than 16 bytes.
+    """
+    if not isinstance(text, str):
+        raise TicketError(f"ticket: expected a string, got {type(text).__name__}")
+    if len(text) > MAX_TICKET_CHARS:
+        raise TicketError(f"ticket: {len(text)} characters, at most {MAX_TICKET_CHARS} are read")
+    body, dot, signature = text.partition(".")
+    payload = _to_bytes(body)
+    if key is not None:
+        if not dot:
+            raise TicketForgedError(
+                "ticket: it is not signed and this engine has a ticket key; give all engines of "
+                "the cluster the same key"
+            )
+        if not hmac.compare_digest(_mac(payload, key), _to_bytes(signature)):
+            raise TicketForgedError(
+                "ticket: the signature does not match this engine's key; it was changed on its "
+                "way, or the engines have different keys"
+            )
+    return _decode(payload)
+
+
+def check_incarnation(ticket: Ticket, incarnation: str) -> None:
+    """Compares a ticket with the source's present incarnation, known from the handshake.
+
+    Raises:
+        TicketExpiredError: the source was restarted since, and its blocks are gone.
+    """
+    if ticket.incarnation != incarnation:
+        raise TicketExpiredError(
+            f"incarnation: the ticket is from start {ticket.incarnation} of engine "
+            f"{ticket.engine_id!r}, which now runs as {incarnation}; compute the prompt again"
+        )
+
+
+class SeenTickets:
+    """Lets each lease serve one request only, in this incarnation of the target. Thread-safe.
+
+    Leases of live requests are never forgotten; of the others the last ``limit`` are remembered.
+    (A lease that is forgotten here has long ended at its source, which says so.)
+    """
+
+    def __init__(self, limit: int = 65536) -> None:
+        """Args:
+        limit: ended leases that are remembered.
+        """
+        if limit < 1:
+            raise ValueError(f"limit: {limit} is less than 1")
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._live: dict[str, str] = {}  # lease id -> request id
+        self._used: OrderedDict[str, None] = OrderedDict()
+
+    def claim(self, lease_id: str, request_id: str) -> None:
+        """Ties a lease to a live request; may be repeated for the same request.
+
+        Raises:
+            TicketExpiredError: the lease belongs, or belonged, to another request, or this
+                request was ended already.
+        """
+        with self._lock:
+            owner = self._live.get(lease_id)
+            if lease_id in self._used or owner not in (None, request_id):
+                used_by = "an earlier request" if owner is None else f"request {owner!r}"
+                raise TicketExpiredError(
+                    f"lease_id: {lease_id} was used by {used_by}, now request {request_id!r} "
+                    f"brings it again; each ticket serves one request"
+                )
+            self._live[lease_id] = request_id
+
+    def retire(self, lease_id: str) -> None:
+        """The request is over; its lease can never be claimed again. Unknown ids are ignored."""
+        with self._lock:
+            if self._live.pop(lease_id, None) is None:
+                return
+            self._used[lease_id] = None
+            while len(self._used) > self._limit:
+                self._used.popitem(last=False)
+
+
+def _mac(payload: bytes, key: bytes) -> bytes:
+    if len(key) < MIN_KEY_BYTES:
+        raise ValueError(
+            f"key: {len(key)} bytes, a ticket key has at least {MIN_KEY_BYTES}; "
+            "take 32 random ones"
+        )
+    return hmac.new(key, _DOMAIN + payload, hashlib.sha256).digest()
+
+
+def _to_text(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode("ascii")
+
+
+def _to_bytes(text: str) -> bytes:
+    """Strict: exactly one text decodes to given bytes, so that a ticket has one spelling."""
+    try:
+        padded = text.encode("ascii") + b"=" * (-len(text) % 4)
+        data = base64.b64decode(padded, altchars=b"-_", validate=True)
+    except ValueError as error:  # UnicodeEncodeError and binascii.Error are ValueErrors
+        raise TicketError(f"ticket: {len(text)} characters that are not base64url") from error
+    if _to_text(data) != text:
+        raise TicketError(f"ticket: {len(text)} characters that are not base64url as we write it")
+    return data
+
+
+def _decode(payload: bytes) -> Ticket:
+    try:
+        version = decode_with(_header, payload, "ticket").version
+        if version == TICKET_VERSION:
+            return decode_with(_ticket, payload, "ticket")
+    except DecodeError as error:
+        raise TicketError(str(error)) from error
+    raise TicketError(
+        f"version: the ticket has {version}, this release reads {TICKET_VERSION}; run one release "
+        "range on all engines"
+    )
