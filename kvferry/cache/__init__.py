@@ -1,0 +1,28 @@
+"""Who owns which blocks: specs, groups, block pool, prefix cache, manager, block tables."""
+
+from kvferry.cache.block_pool import BlockPool
+from kvferry.cache.block_table import BlockTable
+from kvferry.cache.blocks import KVCacheBlock, KVCacheBlocks
+from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvferry.cache.manager import KVCacheManager
+from kvferry.cache.request import CacheRequest, Request
+from kvferry.cache.specs import AttentionSpec, CacheLimits, FullAttentionSpec, KVCacheSpec
+from kvferry.cache.stats import PrefixCacheStats
+
+__all__ = [
+    "AttentionSpec",
+    "BlockPool",
+    "BlockTable",
+    "CacheLimits",
+    "CacheRequest",
+    "FullAttentionSpec",
+    "KVCacheBlock",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "PrefixCacheStats",
+    "Request",
+]

@@ -1,0 +1,235 @@
+"""The pool: which blocks are free, which are shared, and what the free ones still remember.
+
+A free block that is hashed keeps its content until it is taken, so the order of reuse decides what
+the prefix cache forgets:
+
+    reused first                                                        reused last
+    | unhashed blocks, last freed first |  hashed blocks, longest unused first |
+      a stack (a list)                     a ring through `prev` and `next`
+
+A hit takes its block out of the middle of the ring in constant time. Unhashed blocks are worth
+nothing, so they never stand between two hashed ones, and a list serves.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvferry.cache.blocks import KVCacheBlock
+
+
+class BlockPool:
+    """All blocks of a KV cache. Not thread-safe: it belongs to the scheduler's thread.
+
+    Args:
+        num_blocks: blocks in all, the null block included.
+        num_groups: KV cache groups; groups share blocks, never hits.
+
+    Raises:
+        ValueError: fewer than two blocks.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks: {num_blocks} leaves nothing beside the null block; take 2 or more"
+            )
+        self.blocks: Sequence[KVCacheBlock] = [KVCacheBlock(i) for i in range(num_blocks)]
+        """Every block, by id."""
+        self.null_block = self.blocks[0]
+        """Block 0: taken before any other, never freed, never hashed."""
+        self.null_block.ref_cnt = 1
+        # Ascending ids leave the stack first: neighbours in a table are neighbours in memory.
+        self._unhashed = list(self.blocks[:0:-1])
+        self._ring = KVCacheBlock(-1)  # no block: it joins the youngest end to the oldest
+        self._ring.prev = self._ring.next = self._ring
+        self._num_in_ring = 0
+        self._cached: tuple[dict[bytes, KVCacheBlock], ...] = tuple({} for _ in range(num_groups))
+        # Further blocks of a hash that is cached already. They are kept, because a table's blocks
+        # never change under the request, but rarely met: the common lookup sees one dict only.
+        self._duplicates: tuple[dict[bytes, list[KVCacheBlock]], ...] = tuple(
+            {} for _ in range(num_groups)
+        )
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that are in use, from 0 to 1; the null block does not count."""
+        return 1.0 - self.get_num_free_blocks() / (len(self.blocks) - 1)
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that :meth:`get_new_blocks` could hand out now, hashed ones included."""
+        return len(self._unhashed) + self._num_in_ring
+
+    def get_free_block_ids(self) -> list[int]:
+        """Ids of the free blocks in the order in which they will be reused."""
+        ids = [block.block_id for block in reversed(self._unhashed)]
+        block = self._ring.next
+        while block is not self._ring:
+            ids.append(block.block_id)
+            block = block.next
+        return ids
+
+    def cached_blocks(self, group_id: int = 0) -> Mapping[bytes, KVCacheBlock]:
+        """Block hash → block, for every hash that a request of this group may hit. A live view."""
+        return self._cached[group_id]
+
+    def get_cached_block(self, block_hash: bytes, group_id: int = 0) -> KVCacheBlock | None:
+        """The block that holds this content for this group, or ``None``."""
+        return self._cached[group_id].get(block_hash)
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Takes free blocks, each with one reference; hashed ones forget their content.
+
+        Raises:
+            ValueError: more than are free, or fewer than none.
+        """
+        if not 0 <= num_blocks <= self.get_num_free_blocks():
+            raise ValueError(
+                f"num_blocks: {num_blocks} wanted, {self.get_num_free_blocks()} are free"
+            )
+        stack = self._unhashed
+        taken = stack[: -num_blocks - 1 : -1]
+        del stack[len(stack) - len(taken) :]
+        if len(taken) < num_blocks:
+            taken += self._evict(num_blocks - len(taken))
+        for block in taken:
+            block.ref_cnt = 1
+        return taken
+
+    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Adds one reference to each block; free ones leave the free list with their content.
+
+        Raises:
+            ValueError: a block is free and not hashed: there is nothing in it to share. Blocks
+                before it are touched.
+        """
+        for block in blocks:
+            if block.ref_cnt == 0:
+                if block.block_hash is None:
+                    raise ValueError(f"block {block.block_id} is free and holds nothing to share")
+                before, after = block.prev, block.next
+                before.next = after
+                after.prev = before
+                self._num_in_ring -= 1
+            block.ref_cnt += 1
+
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+        """Drops one reference from each block; the null block is passed over.
+
+        Args:
+            ordered_blocks: hashed ones are reused in this order, after all that were freed
+                earlier. Give a request's tail first: the head of a prefix is worth more.
+
+        Raises:
+            ValueError: a block has no reference left to drop. Blocks before it are freed.
+        """
+        youngest = self._ring.prev
+        num_linked = 0
+        error = None
+        for block in ordered_blocks:
+            ref_cnt = block.ref_cnt - 1
+            if ref_cnt > 0:
+                block.ref_cnt = ref_cnt
+            elif ref_cnt < 0:
+                error = f"block {block.block_id} is freed more often than it was taken"
+                break
+            elif block.block_hash is not None:
+                block.ref_cnt = 0
+                youngest.next = block
+                block.prev = youngest
+                youngest = block
+                num_linked += 1
+            elif block is not self.null_block:
+                block.ref_cnt = 0
+                self._unhashed.append(block)
+        youngest.next = self._ring
+        self._ring.prev = youngest
+        self._num_in_ring += num_linked
+        if error:
+            raise ValueError(error)
+
+    def cache_full_blocks(
+        self,
+        blocks: Sequence[KVCacheBlock],
+        block_hashes: Sequence[bytes],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        group_id: int = 0,
+    ) -> None:
+        """Makes blocks of a table hits for later requests.
+
+        A hash that another block has already is kept as a duplicate: the older block stays the
+        hit, and this one takes over when that is reused.
+
+        Args:
+            blocks: a request's block table for the group.
+            block_hashes: the request's block hashes, one for each full block at least.
+            num_cached_blocks: leading blocks that are cached already.
+            num_full_blocks: leading blocks that are cached afterwards.
+            group_id: KV cache group of the table.
+
+        Raises:
+            ValueError: a block to be cached is hashed already or is the null block, or the table
+                or the hashes are shorter than ``num_full_blocks``. Blocks before it are cached.
+        """
+        if min(len(blocks), len(block_hashes)) < num_full_blocks:
+            raise ValueError(
+                f"num_full_blocks: {num_full_blocks}, but the table has {len(blocks)} blocks and "
+                f"{len(block_hashes)} hashes"
+            )
+        cached = self._cached[group_id]
+        for index in range(num_cached_blocks, num_full_blocks):
+            block, block_hash = blocks[index], block_hashes[index]
+            if block.block_hash is not None or block is self.null_block:
+                raise ValueError(f"block {block.block_id} is hashed already, or the null block")
+            block.block_hash = block_hash
+            block.group_id = group_id
+            if cached.setdefault(block_hash, block) is not block:
+                self._duplicates[group_id].setdefault(block_hash, []).append(block)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all content, if no block but the null block is in use; says whether it did."""
+        if self.get_num_free_blocks() != len(self.blocks) - 1:
+            return False
+        # Downwards, so that the order of reuse stays as it was.
+        order = self.get_free_block_ids()
+        self._unhashed = [self.blocks[block_id] for block_id in reversed(order)]
+        for block in self._unhashed:
+            block.block_hash = None
+        self._ring.prev = self._ring.next = self._ring
+        self._num_in_ring = 0
+        for cached in self._cached:
+            cached.clear()
+        for duplicates in self._duplicates:
+            duplicates.clear()
+        return True
+
+    def _evict(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Takes the hashed blocks that were unused for longest out of ring and cache."""
+        evicted = []
+        block = self._ring.next
+        for _ in range(num_blocks):
+            self._forget(block)
+            evicted.append(block)
+            block = block.next
+        self._ring.next = block
+        block.prev = self._ring
+        self._num_in_ring -= num_blocks
+        # Tables are freed tail first, so the reverse is mostly ascending: a transfer merges
+        # blocks that lie side by side.
+        evicted.reverse()
+        return evicted
+
+    def _forget(self, block: KVCacheBlock) -> None:
+        block_hash = block.block_hash
+        assert block_hash is not None
+        cached, duplicates = self._cached[block.group_id], self._duplicates[block.group_id]
+        others = duplicates.get(block_hash)
+        if others is None:
+            del cached[block_hash]
+        else:
+            if cached[block_hash] is block:
+                cached[block_hash] = others.pop(0)
+            else:
+                others.remove(block)
+            if not others:
+                del duplicates[block_hash]
+        block.block_hash = None

@@ -1,0 +1,122 @@
+"""Block tables on a worker: where in the KV cache a token's slot is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BlockTableError
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockTable:
+    """The block tables of a batch for one KV cache group, as one array.
+
+    Every lookup takes whole arrays of (row, position) pairs; nothing loops over tokens.
+
+    >>> table = BlockTable.from_lists(4, [[7, 3], [5]])
+    >>> rows, positions = BlockTable.expand_spans([2, 0], [3, 1])
+    >>> rows.tolist(), positions.tolist()
+    ([0, 0, 0, 1], [2, 3, 4, 0])
+    >>> table.slot_mapping(rows, positions).tolist()
+    [30, 31, 12, 20]
+    """
+
+    block_size: int
+    """Tokens per block."""
+    block_ids: IntArray
+    """Shape ``[rows, blocks of the longest row]``, int64; shorter rows end in 0, the null block."""
+    num_blocks: IntArray
+    """Shape ``[rows]``, int64: blocks of each row."""
+
+    @classmethod
+    def from_lists(cls, block_size: int, tables: Sequence[Sequence[int]]) -> "BlockTable":
+        """Builds the table of a batch.
+
+        Args:
+            block_size: tokens per block.
+            tables: block ids in token order, one list per row.
+
+        Raises:
+            ValueError: ``block_size`` is below 1.
+        """
+        if block_size < 1:
+            raise ValueError(f"block_size: {block_size} is less than 1")
+        num_blocks = np.fromiter(map(len, tables), np.int64, count=len(tables))
+        width = int(num_blocks.max(initial=0))
+        block_ids = np.zeros((len(tables), width), np.int64)
+        is_used = np.arange(width) < num_blocks[:, None]
+        block_ids[is_used] = np.fromiter(
+            chain.from_iterable(tables), np.int64, count=int(num_blocks.sum())
+        )
+        return cls(block_size, block_ids, num_blocks)
+
+    @staticmethod
+    def expand_spans(
+        first_positions: npt.ArrayLike, num_tokens: npt.ArrayLike
+    ) -> tuple[IntArray, IntArray]:
+        """The tokens of a batch, row after row: row ``i`` has ``num_tokens[i]`` from its first on.
+
+        Args:
+            first_positions: shape ``[rows]``.
+            num_tokens: shape ``[rows]``, 0 or more.
+
+        Returns:
+            ``(rows, positions)``, each int64 of shape ``[sum(num_tokens)]``.
+
+        Raises:
+            ValueError: the shapes differ, or a number of tokens is negative.
+        """
+        firsts = np.asarray(first_positions, np.int64)
+        counts = np.asarray(num_tokens, np.int64)
+        if firsts.shape != counts.shape or firsts.ndim != 1:
+            raise ValueError(
+                f"first_positions and num_tokens: shapes {firsts.shape} and {counts.shape}; give "
+                "one number per row in both"
+            )
+        rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+        ends = np.cumsum(counts)
+        # Subtracting where a row starts in the batch turns a running index into one per row.
+        positions = np.arange(len(rows), dtype=np.int64) + np.repeat(
+            firsts - (ends - counts), counts
+        )
+        return rows, positions
+
+    def locate(self, rows: npt.ArrayLike, positions: npt.ArrayLike) -> tuple[IntArray, IntArray]:
+        """Where tokens lie.
+
+        Args:
+            rows: row of each token; broadcasts against ``positions``.
+            positions: position of each token in its sequence.
+
+        Returns:
+            ``(block ids, offsets in the block)``, int64, of the broadcast shape.
+
+        Raises:
+            BlockTableError: a row does not exist, or a position lies outside its row's blocks.
+        """
+        row, position = np.broadcast_arrays(
+            np.asarray(rows, np.int64), np.asarray(positions, np.int64)
+        )
+        index, offset = np.divmod(position, self.block_size)
+        if np.any((row < 0) | (row >= len(self.num_blocks))):
+            raise BlockTableError(
+                f"rows from {row.min()} to {row.max()} of a table with {len(self.num_blocks)} rows"
+            )
+        outside = (index < 0) | (index >= self.num_blocks[row])
+        if np.any(outside):
+            bad_row, bad_position = row[outside][0], position[outside][0]
+            raise BlockTableError(
+                f"position {bad_position} of row {bad_row}, which has "
+                f"{self.num_blocks[bad_row]} blocks of {self.block_size} tokens"
+            )
+        return self.block_ids[row, index], offset
+
+    def slot_mapping(self, rows: npt.ArrayLike, positions: npt.ArrayLike) -> IntArray:
+        """Slots of tokens: ``block id * block_size + offset``. See :meth:`locate`."""
+        block_ids, offsets = self.locate(rows, positions)
+        return block_ids * self.block_size + offsets

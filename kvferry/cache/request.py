@@ -1,0 +1,157 @@
+"""Requests, as far as the cache core knows them."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvferry.cache.hashing import chain_root, extend_chain
+
+
+class CacheRequest(Protocol):
+    """What :class:`~kvferry.cache.KVCacheManager` needs of a request.
+
+    An engine's own request class may be anything with these members that compares by identity
+    (the default of Python classes). :class:`Request` is a complete one to inherit from.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests that hold blocks of one manager."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far; drafts excluded."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the cache; the scheduler keeps it."""
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Prompt logprobs wanted; they need every prompt token computed, so no hit is used."""
+
+    def hash_blocks(self, block_size: int) -> Sequence[bytes]:
+        """Chained hashes of all full blocks of the tokens so far.
+
+        Raises:
+            ValueError: the request is hashed with another block size already.
+        """
+
+
+class Request:
+    """A sequence of tokens under way: the prompt, the output so far, and their block hashes.
+
+    Args:
+        request_id: unique among the live requests of an engine.
+        prompt_token_ids: the prompt, at least one token.
+        cache_salt: requests share blocks only with requests of the same salt.
+        lora_name: name of the LoRA adapter; likewise.
+        mm_inputs: multimodal inputs; none are supported yet.
+        prompt_logprobs: number of logprobs wanted per prompt token; with it the prefix cache is
+            not read.
+        hash_block_size: tokens per block hash. When given, blocks are hashed here and now and as
+            tokens are appended; otherwise from the first use by a manager on.
+
+    Raises:
+        ValueError: an empty prompt, a block size below 1, multimodal inputs, or a token id that
+            is not an integer in ``[0, 2**32)`` (found when it is hashed).
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        lora_name: str | None = None,
+        mm_inputs: Sequence[Any] = (),
+        prompt_logprobs: int | None = None,
+        hash_block_size: int | None = None,
+    ) -> None:
+        if not len(prompt_token_ids):
+            raise ValueError(
+                f"request {request_id!r}: the prompt is empty; give at least one token"
+            )
+        if mm_inputs:
+            raise ValueError(
+                f"request {request_id!r}: mm_inputs: multimodal inputs are not supported yet"
+            )
+        self.request_id = request_id
+        self.prompt_token_ids: Sequence[int] = list(prompt_token_ids)
+        self.cache_salt = cache_salt
+        self.lora_name = lora_name
+        self.prompt_logprobs = prompt_logprobs
+        self.num_computed_tokens = 0
+        self._all_token_ids = list(prompt_token_ids)
+        self._hash_block_size: int | None = None
+        self._block_hashes: list[bytes] = []
+        if hash_block_size is not None:
+            self.hash_blocks(hash_block_size)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.request_id!r}, tokens={self.num_tokens}, "
+            f"computed={self.num_computed_tokens})"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self._all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output tokens so far; a live view, not to be written."""
+        return self._all_token_ids
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """Output tokens so far, as a copy."""
+        return self._all_token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """Hashes of the full blocks; empty until the request is hashed. A live view."""
+        return self._block_hashes
+
+    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
+        """Appends one output token, or several.
+
+        Raises:
+            ValueError: a token id is not an integer in ``[0, 2**32)`` (found when its block is
+                hashed).
+        """
+        if isinstance(token_ids, int):
+            self._all_token_ids.append(token_ids)
+        else:
+            self._all_token_ids.extend(token_ids)
+        if self._hash_block_size is not None:
+            self._extend_hashes(self._hash_block_size)
+
+    def hash_blocks(self, block_size: int) -> Sequence[bytes]:
+        """See :meth:`CacheRequest.hash_blocks`. The first call fixes the block size."""
+        if self._hash_block_size != block_size:
+            self._start_hashing(block_size)
+        return self._block_hashes
+
+    def _start_hashing(self, block_size: int) -> None:
+        if self._hash_block_size is not None:
+            raise ValueError(
+                f"request {self.request_id!r}: hashed per {self._hash_block_size} tokens, and the "
+                f"manager's block size is {block_size}; create it with "
+                f"hash_block_size={block_size} or without one"
+            )
+        if block_size < 1:
+            raise ValueError(f"hash_block_size: {block_size} is less than 1")
+        self._extend_hashes(block_size)
+        self._hash_block_size = block_size
+
+    def _extend_hashes(self, block_size: int) -> None:
+        # The common call, one token into a block that it does not fill, must stay cheap.
+        if len(self._all_token_ids) // block_size > len(self._block_hashes):
+            root = chain_root(self.cache_salt, self.lora_name)
+            extend_chain(self._block_hashes, root, self._all_token_ids, block_size)
