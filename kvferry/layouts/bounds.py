@@ -1,0 +1,118 @@
+"""Whether copies stay inside the memory they speak of, whoever wrote their numbers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BoundsError
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+
+Int64s = npt.NDArray[np.int64]
+
+_LIMIT = float(1 << 62)
+
+
+def check_bounds(
+    tiles: Tiles,
+    runs: Runs,
+    source_region_bytes: Sequence[int] | None,
+    target_region_bytes: Sequence[int] | None,
+) -> None:
+    """Checks every byte that ``tiles`` × ``runs`` read and write. Changes nothing.
+
+    Args:
+        tiles: a 1-d array of ``TILE_DTYPE``.
+        runs: a 1-d array of ``RUN_DTYPE``.
+        source_region_bytes: size of each source region in bytes; ``None`` leaves the source
+            side unchecked (its owner checks it).
+        target_region_bytes: the same for the target side.
+
+    Raises:
+        BoundsError: an extent below 1, an unknown region, or an address outside its region; the
+            message names the row, the region and both values.
+    """
+    if tiles.dtype != TILE_DTYPE or runs.dtype != RUN_DTYPE or tiles.ndim != 1 or runs.ndim != 1:
+        raise BoundsError(
+            f"tiles and runs are tables of TILE_DTYPE and RUN_DTYPE, got {tiles.dtype} with "
+            f"{tiles.ndim} dims and {runs.dtype} with {runs.ndim} dims"
+        )
+    for table, name, fields in (
+        (tiles, "tile", ("heads", "elements", "itemsize")),
+        (runs, "run", ("tokens",)),
+    ):
+        for field in fields:
+            _refuse(table[field] < 1, f"{name} {{row}}: {field} is {{value}}", table[field])
+    if not (len(tiles) and len(runs)):
+        return
+    for side, sizes in (("source", source_region_bytes), ("target", target_region_bytes)):
+        if sizes is not None:
+            _check_side(side, tiles, runs, np.array(sizes, dtype=np.int64))
+
+
+def _check_side(side: str, tiles: Tiles, runs: Runs, sizes: Int64s) -> None:
+    region = tiles[f"{side}_region"]
+    _refuse(
+        (region < 0) | (region >= len(sizes)),
+        f"tile {{row}}: {side} region {{value}} is not one of the {len(sizes)} regions",
+        region,
+    )
+    for field in ("block", "token"):
+        values = runs[f"{side}_{field}"]
+        _refuse(values < 0, f"run {{row}}: {side}_{field} is {{value}}", values)
+    _check_magnitudes(side, tiles, runs)
+    low, high = _run_spans(side, tiles, runs)
+    low = low + tiles[f"{side}_offset"]
+    high = high + tiles[f"{side}_offset"] + tiles["itemsize"]
+    for stride, extent in (("head_stride", "heads"), ("element_stride", "elements")):
+        reach = tiles[f"{side}_{stride}"] * (tiles[extent] - 1)
+        low = low + np.minimum(reach, 0)
+        high = high + np.maximum(reach, 0)
+    bad = (low < 0) | (high > sizes[region])
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise BoundsError(
+            f"tile {row}: bytes {int(low[row])} to {int(high[row])} of {side} region "
+            f"{int(region[row])}, which has {int(sizes[region[row]])} bytes"
+        )
+
+
+def _check_magnitudes(side: str, tiles: Tiles, runs: Runs) -> None:
+    """Refuses numbers whose int64 sums could wrap; in floats, which cannot."""
+
+    def largest(values: Any) -> Any:
+        return np.abs(values.astype(np.float64))
+
+    tokens = runs[f"{side}_token"].astype(np.float64) + runs["tokens"].astype(np.float64)
+    reach = (
+        largest(tiles[f"{side}_offset"])
+        + largest(tiles[f"{side}_block_stride"]) * largest(runs[f"{side}_block"]).max()
+        + largest(tiles[f"{side}_token_stride"]) * tokens.max()
+        + largest(tiles[f"{side}_head_stride"]) * largest(tiles["heads"])
+        + largest(tiles[f"{side}_element_stride"]) * largest(tiles["elements"])
+        + largest(tiles["itemsize"])
+    )
+    _refuse(reach >= _LIMIT, f"tile {{row}}: {side} addresses reach {{value:.3g}} bytes", reach)
+
+
+def _run_spans(side: str, tiles: Tiles, runs: Runs) -> tuple[Int64s, Int64s]:
+    """Lowest and highest first-element offset over all runs, for each tile."""
+    block, first = runs[f"{side}_block"], runs[f"{side}_token"]
+    last = first + runs["tokens"] - 1
+    low = np.empty(len(tiles), dtype=np.int64)
+    high = np.empty(len(tiles), dtype=np.int64)
+    # Tiles share a handful of strides, so the runs are looked at once per pair of them.
+    pairs = np.stack([tiles[f"{side}_block_stride"], tiles[f"{side}_token_stride"]], axis=1)
+    different, which = np.unique(pairs, axis=0, return_inverse=True)
+    for index, (block_stride, token_stride) in enumerate(different):
+        at = np.stack([first, last]) * token_stride + block * block_stride
+        low[which.ravel() == index] = at.min()
+        high[which.ravel() == index] = at.max()
+    return low, high
+
+
+def _refuse(bad: npt.NDArray[np.bool_], message: str, values: Any) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise BoundsError(message.format(row=row, value=values[row]))

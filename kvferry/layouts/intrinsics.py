@@ -1,0 +1,107 @@
+"""Loads, stores and copies on raw addresses, as LLVM instructions for Numba kernels.
+
+Addresses and sizes are int64. Nothing is checked: callers have checked the bounds. Kernels that
+use these are cached on disk by their own file's age, so touch that file after a change here.
+"""
+# ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.extending import intrinsic as _numba_intrinsic
+
+_BYTE = ir.IntType(8)
+
+
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    made: Callable[..., Any] = _numba_intrinsic(function)
+    return made
+
+
+def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _mover(width: int, *, stream: bool) -> Callable[..., Any]:
+    """``move(target, source)`` of ``width`` bytes; streaming stores want an aligned target."""
+    pointee = ir.VectorType(ir.IntType(64), width // 8) if width > 8 else ir.IntType(8 * width)
+
+    def move(_context: Any, target: Any, source: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            value = builder.load(_pointer(builder, args[1], pointee), align=1)
+            store = builder.store(
+                value, _pointer(builder, args[0], pointee), align=width if stream else 1
+            )
+            if stream:
+                one = ir.Constant(ir.IntType(32), 1)
+                store.set_metadata("nontemporal", builder.module.add_metadata([one]))
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    return _intrinsic(move)
+
+
+move_1 = _mover(1, stream=False)
+move_2 = _mover(2, stream=False)
+move_4 = _mover(4, stream=False)
+move_8 = _mover(8, stream=False)
+move_16 = _mover(16, stream=False)
+
+#: Stores that go around the cache: a large copy then reads each target line not even once. The
+#: target must be aligned to the width, and :func:`fence` must follow before others may look.
+stream_16 = _mover(16, stream=True)
+stream_64 = _mover(64, stream=True)
+
+
+@_intrinsic
+def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """``memcpy(target, source, nbytes)``; the two do not overlap."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        byte_pointer = _BYTE.as_pointer()
+        function = builder.module.declare_intrinsic(
+            "llvm.memcpy", [byte_pointer, byte_pointer, ir.IntType(64)]
+        )
+        builder.call(
+            function,
+            [
+                _pointer(builder, args[0], _BYTE),
+                _pointer(builder, args[1], _BYTE),
+                args[2],
+                ir.Constant(ir.IntType(1), 0),
+            ],
+        )
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@_intrinsic
+def fence(_context: Any) -> Any:
+    """Orders streaming stores before everything that follows."""
+
+    def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@_intrinsic
+def prefetch(_context: Any, address: Any) -> Any:
+    """Asks for a cache line into the second level; harmless where there is no memory."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), i32, i32, i32])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, kind, "llvm.prefetch.p0"
+        )
+        hints = [ir.Constant(i32, value) for value in (0, 2, 1)]  # a read, second level, data
+        builder.call(function, [_pointer(builder, args[0], _BYTE), *hints])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -1,0 +1,348 @@
+"""The strided copy itself: Numba kernels on raw addresses.
+
+A tile and a run make one box of at most three dims: token, head, element. Each kernel first sorts
+the dims by the target's strides and melts those that lie without a gap on both sides into one
+*piece*. What is left are at most three loops around a piece, written in the order of the target's
+addresses, so that stores go out sequentially.
+
+Three things make it as fast as one large ``memcpy``, measured: streaming stores for large jobs
+(each target line is written once and never read), a prefetch of the next run's source while this
+one is copied (a shuffled block table defeats the hardware's prefetcher), and the melting of
+adjacent runs into one piece.
+
+Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+
+from kvferry.layouts.intrinsics import (
+    fence,
+    memcpy,
+    move_1,
+    move_2,
+    move_4,
+    move_8,
+    move_16,
+    prefetch,
+    stream_16,
+    stream_64,
+)
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def kernel(function: _Function) -> _Function:
+    """Compiles a function for use without the interpreter lock; keeps the result on disk."""
+    compiled: _Function = numba.njit(nogil=True, cache=True)(function)
+    return compiled
+
+
+# Columns of a tile and of a run as int64 tables; the order of TILE_DTYPE and RUN_DTYPE.
+S_REGION, S_OFFSET, S_BLOCK, S_TOKEN, S_HEAD, S_ELEMENT = range(6)
+T_REGION, T_OFFSET, T_BLOCK, T_TOKEN, T_HEAD, T_ELEMENT = range(6, 12)
+HEADS, ELEMENTS, ITEMSIZE = range(12, 15)
+R_S_BLOCK, R_S_TOKEN, R_T_BLOCK, R_T_TOKEN, R_TOKENS = range(5)
+
+_LARGE = 4096
+"""Bytes from which a piece is worth aligning on its own."""
+_PREFETCH_LIMIT = 65536
+"""Bytes of a piece above which the hardware's prefetcher needs no help."""
+_TRANSPOSE = 32
+"""Edge of the square, in elements, in which elements are transposed."""
+
+
+@kernel
+def melt(tile: Any, tokens: int, dims: Any) -> tuple[int, int]:
+    """Bytes of a piece, and how many dims are left around it.
+
+    Args:
+        tile: one row of the tile table.
+        tokens: tokens of the run.
+        dims: int64[3, 3], filled with (extent, source stride, target stride) of the dims that
+            are left, innermost on the target first.
+    """
+    count = 0
+    for dim in range(3):
+        if dim == 0:
+            extent, source, target = tokens, tile[S_TOKEN], tile[T_TOKEN]
+        elif dim == 1:
+            extent, source, target = tile[HEADS], tile[S_HEAD], tile[T_HEAD]
+        else:
+            extent, source, target = tile[ELEMENTS], tile[S_ELEMENT], tile[T_ELEMENT]
+        if extent == 1:
+            continue
+        place = count
+        while place > 0 and abs(dims[place - 1, 2]) > abs(target):
+            dims[place] = dims[place - 1]
+            place -= 1
+        dims[place, 0] = extent
+        dims[place, 1] = source
+        dims[place, 2] = target
+        count += 1
+    piece = tile[ITEMSIZE]
+    melted = 0
+    while melted < count and dims[melted, 1] == piece and dims[melted, 2] == piece:
+        piece *= dims[melted, 0]
+        melted += 1
+    for left in range(count - melted):
+        dims[left] = dims[left + melted]
+    return piece, count - melted
+
+
+@kernel
+def _copy_piece(target: int, source: int, nbytes: int, stream: bool, sequential: bool) -> None:
+    if not stream or nbytes < 64:
+        memcpy(target, source, nbytes)
+        return
+    if sequential and target & 63 and target & 15 == 0:
+        # Its neighbours complete the first and the last line, so nothing need be aligned.
+        whole = nbytes & ~15
+        for at in range(0, whole, 16):
+            stream_16(target + at, source + at)
+        if whole < nbytes:
+            memcpy(target + whole, source + whole, nbytes - whole)
+        return
+    if target & 63:
+        lead = 64 - (target & 63)
+        memcpy(target, source, lead)
+        target += lead
+        source += lead
+        nbytes -= lead
+    whole = nbytes & ~63
+    for at in range(0, whole, 64):
+        stream_64(target + at, source + at)
+    if whole < nbytes:
+        memcpy(target + whole, source + whole, nbytes - whole)
+
+
+@kernel
+def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) -> None:
+    """One long piece; meanwhile asks for what lies ``ahead`` bytes from its source."""
+    if ahead == 0 or nbytes > _PREFETCH_LIMIT:
+        _copy_piece(target, source, nbytes, stream, False)
+        return
+    at = 0
+    while at < nbytes:
+        step = min(nbytes - at, 256)
+        if at == 0 and step == 256:
+            step -= target & 63  # the later steps then begin on a line
+        for line in range(at, at + step, 64):
+            prefetch(source + ahead + line)
+        _copy_piece(target + at, source + at, step, stream, False)
+        at += step
+
+
+@kernel
+def _copy_pieces(
+    target: int, source: int, dims: Any, left: int, piece: int, stream: bool, ahead: int
+) -> None:
+    """Up to three loops around a piece."""
+    outer = dims[2, 0] if left > 2 else 1
+    middle = dims[1, 0] if left > 1 else 1
+    inner_source, inner_target = dims[0, 1], dims[0, 2]
+    sequential = inner_target == piece and piece < _LARGE
+    for k in range(outer):
+        for j in range(middle):
+            source_row, target_row = source, target
+            if left > 1:
+                source_row += j * dims[1, 1]
+                target_row += j * dims[1, 2]
+            if left > 2:
+                source_row += k * dims[2, 1]
+                target_row += k * dims[2, 2]
+            for i in range(dims[0, 0]):
+                from_ = source_row + i * inner_source
+                if ahead != 0:
+                    for line in range(0, min(piece, _PREFETCH_LIMIT), 64):
+                        prefetch(from_ + ahead + line)
+                _copy_piece(target_row + i * inner_target, from_, piece, stream, sequential)
+
+
+@kernel
+def _copy_row(
+    target: int, source: int, count: int, target_step: int, source_step: int, width: int
+) -> None:
+    """``count`` single elements of ``width`` bytes."""
+    if width == 1:
+        for i in range(count):
+            move_1(target + i * target_step, source + i * source_step)
+    elif width == 2:
+        for i in range(count):
+            move_2(target + i * target_step, source + i * source_step)
+    elif width == 4:
+        for i in range(count):
+            move_4(target + i * target_step, source + i * source_step)
+    elif width == 8:
+        for i in range(count):
+            move_8(target + i * target_step, source + i * source_step)
+    else:
+        for i in range(count):
+            move_16(target + i * target_step, source + i * source_step)
+
+
+@kernel
+def _copy_elements(target: int, source: int, dims: Any, left: int, width: int) -> None:
+    """Single elements: transposes, in squares that fit the first-level cache."""
+    across = 0  # the dim along which the source lies closest
+    for dim in range(1, left):
+        if abs(dims[dim, 1]) < abs(dims[across, 1]):
+            across = dim
+    if across == 0:
+        across = 1
+    rest = 3 - across
+    rest_extent = dims[rest, 0] if rest < left else 1
+    across_extent = dims[across, 0] if across < left else 1
+    for k in range(rest_extent):
+        source_plane, target_plane = source, target
+        if rest < left:
+            source_plane += k * dims[rest, 1]
+            target_plane += k * dims[rest, 2]
+        for j_first in range(0, across_extent, _TRANSPOSE):
+            j_last = min(j_first + _TRANSPOSE, across_extent)
+            for i_first in range(0, dims[0, 0], _TRANSPOSE):
+                count = min(_TRANSPOSE, dims[0, 0] - i_first)
+                for j in range(j_first, j_last):
+                    source_row = source_plane + i_first * dims[0, 1]
+                    target_row = target_plane + i_first * dims[0, 2]
+                    if across < left:
+                        source_row += j * dims[across, 1]
+                        target_row += j * dims[across, 2]
+                    _copy_row(target_row, source_row, count, dims[0, 2], dims[0, 1], width)
+
+
+@kernel
+def _copy_box(
+    target: int, source: int, dims: Any, left: int, piece: int, stream: bool, ahead: int
+) -> int:
+    """One run of one tile that is not a single piece; returns its number of pieces."""
+    if piece in {1, 2, 4, 8, 16}:
+        _copy_elements(target, source, dims, left, piece)
+    else:
+        _copy_pieces(target, source, dims, left, piece, stream, ahead)
+    pieces = 1
+    for dim in range(left):
+        pieces *= dims[dim, 0]
+    return pieces
+
+
+@kernel
+def copy_table(
+    source_addresses: Any, target_addresses: Any, tiles: Any, runs: Any, dims: Any, stream: bool
+) -> int:
+    """Copies every tile of every run; returns the number of contiguous pieces, after merging.
+
+    Args:
+        source_addresses: int64, address of each source region.
+        target_addresses: int64, address of each target region.
+        tiles: int64[T, 15].
+        runs: int64[R, 5].
+        dims: int64[3, 3], scratch of this call.
+        stream: whether stores go around the cache.
+    """
+    pieces = 0
+    for t in range(len(tiles)):
+        tile = tiles[t]
+        source_base = source_addresses[tile[S_REGION]] + tile[S_OFFSET]
+        target_base = target_addresses[tile[T_REGION]] + tile[T_OFFSET]
+        tokens, piece, left = -1, 0, 0
+        held_source, held_target, held = 0, 0, 0  # a piece that may still grow
+        for r in range(len(runs)):
+            source = source_base + (
+                runs[r, R_S_BLOCK] * tile[S_BLOCK] + runs[r, R_S_TOKEN] * tile[S_TOKEN]
+            )
+            target = target_base + (
+                runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
+            )
+            if runs[r, R_TOKENS] != tokens:
+                tokens = runs[r, R_TOKENS]
+                piece, left = melt(tile, tokens, dims)
+            if left == 0 and held and held_source + held == source and held_target + held == target:
+                held += piece
+                continue
+            if held:
+                _copy_long(held_target, held_source, held, stream, source - held_source)
+                pieces += 1
+                held = 0
+            if left == 0:
+                held_source, held_target, held = source, target, piece
+                continue
+            ahead = 0
+            if r + 1 < len(runs):
+                ahead = (
+                    source_base
+                    - source
+                    + (
+                        runs[r + 1, R_S_BLOCK] * tile[S_BLOCK]
+                        + runs[r + 1, R_S_TOKEN] * tile[S_TOKEN]
+                    )
+                )
+            pieces += _copy_box(target, source, dims, left, piece, stream, ahead)
+        if held:
+            _copy_long(held_target, held_source, held, stream, 0)
+            pieces += 1
+    fence()
+    return pieces
+
+
+@kernel
+def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
+    """What :func:`copy_table` would copy, as rows; returns their number.
+
+    Args:
+        tiles: int64[T, 15].
+        runs: int64[R, 5].
+        dims: int64[3, 3], scratch of this call.
+        out: int64[M, 5] for (source region, source offset, target region, target offset, bytes);
+            rows beyond M are counted and not written, so that M = 0 only counts.
+    """
+    count = 0
+    for t in range(len(tiles)):
+        tile = tiles[t]
+        tokens, piece, left = -1, 0, 0
+        end_source, end_target, held = 0, 0, False
+        for r in range(len(runs)):
+            source = tile[S_OFFSET] + (
+                runs[r, R_S_BLOCK] * tile[S_BLOCK] + runs[r, R_S_TOKEN] * tile[S_TOKEN]
+            )
+            target = tile[T_OFFSET] + (
+                runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
+            )
+            if runs[r, R_TOKENS] != tokens:
+                tokens = runs[r, R_TOKENS]
+                piece, left = melt(tile, tokens, dims)
+            if left == 0 and held and end_source == source and end_target == target:
+                if count <= len(out):
+                    out[count - 1, 4] += piece
+            else:
+                count = _list_box(tile, source, target, dims, left, piece, out, count)
+            held = left == 0
+            end_source, end_target = source + piece, target + piece
+    return count
+
+
+@kernel
+def _list_box(
+    tile: Any, source: int, target: int, dims: Any, left: int, piece: int, out: Any, count: int
+) -> int:
+    total = 1
+    for dim in range(left):
+        total *= dims[dim, 0]
+    if count >= len(out):
+        return count + total
+    for index in range(total):
+        if count + index >= len(out):
+            break
+        rest, source_at, target_at = index, source, target
+        for dim in range(left):
+            step = rest % dims[dim, 0]
+            rest //= dims[dim, 0]
+            source_at += step * dims[dim, 1]
+            target_at += step * dims[dim, 2]
+        row = out[count + index]
+        row[0], row[1] = tile[S_REGION], source_at
+        row[2], row[3] = tile[T_REGION], target_at
+        row[4] = piece
+    return count + total
