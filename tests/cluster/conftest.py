@@ -1,0 +1,300 @@
+"""Fake engines behind real HTTP, a byte-level tokenizer, and servers in a thread."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry.cluster import sse
+from kvferry.cluster.router import EngineAddress, Router, RouterSettings
+from kvferry.cluster.text import TextCodec
+
+EOS = 256
+"""Id after the 256 bytes."""
+
+
+@dataclass
+class FakeEngine:
+    """Answers like an engine: the tokens that follow the prompt in its script."""
+
+    name: str
+    role: str
+    script: list[int] = field(default_factory=list)
+    """Tokens of the answer; drawn by how many of them the prompt already ends with."""
+    prompt: list[int] = field(default_factory=list)
+    """The prompt the script belongs to."""
+    max_model_len: int = 512
+    refuse: tuple[int, str] | None = None
+    """Answer every completion with this status and message."""
+    break_after: int | None = None
+    """Drop the stream after so many tokens."""
+    error_after: int | None = None
+    """Send an error event after so many tokens."""
+    hang: bool = False
+    """Take requests and never answer."""
+    pause_s: float = 0.0
+    params: dict[str, Any] | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    aborted: threading.Event = field(default_factory=threading.Event)
+    healthy: bool = True
+    url: str = ""
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+            ]
+        )
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.ids.append(request.headers["x-request-id"])
+        if self.hang:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            self.aborted.set()
+            return Response(status_code=499)
+        if self.refuse:
+            status, message = self.refuse
+            return JSONResponse({"error": {"message": message, "code": None}}, status)
+        tokens, reason = self._draw(body)
+        if body["stream"]:
+            return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
+        choice = {"index": 0, "token_ids": tokens, "finish_reason": reason}
+        usage = {"prompt_tokens_details": {"cached_tokens": 3}}
+        reply = {"choices": [choice], "usage": usage}
+        if body.get("kv_transfer_params", {}).get("do_remote_decode") and reason == "length":
+            reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}
+        return JSONResponse(reply)
+
+    def _draw(self, body: dict[str, Any]) -> tuple[list[int], str]:
+        assert body["prompt"][: len(self.prompt)] == self.prompt
+        drawn = len(body["prompt"]) - len(self.prompt)
+        assert body["prompt"][len(self.prompt) :] == self.script[:drawn]
+        assert body.get("seed_offset", 0) == drawn
+        tokens = self.script[drawn : drawn + body["max_tokens"]]
+        if EOS in tokens:
+            return tokens[: tokens.index(EOS) + 1], "stop"
+        return tokens, "length"
+
+    async def _events(self, tokens: list[int], reason: str):
+        try:
+            for count, token in enumerate(tokens):
+                if count == self.break_after:
+                    raise ConnectionResetError("as told by the test")
+                if count == self.error_after:
+                    yield sse.event({"error": {"message": "the load failed", "code": 500}})
+                    return
+                last = count == len(tokens) - 1
+                choice = {"token_ids": [token], "finish_reason": reason if last else None}
+                yield sse.event({"choices": [choice]})
+                await asyncio.sleep(self.pause_s)
+            yield sse.event({"choices": [], "usage": {}})
+            yield sse.DONE
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted.set()
+            raise
+
+
+class Servers:
+    """uvicorn servers on free ports, all in the event loop of one thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._running: list[tuple[uvicorn.Server, Any, socket.socket]] = []
+        self._ending: list[tuple[uvicorn.Server, Any, socket.socket]] = []
+
+    def start(self, app: Any) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            app, log_level="critical", timeout_graceful_shutdown=1, ws="none", access_log=False
+        )
+        server = uvicorn.Server(config)
+        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+        future = asyncio.run_coroutine_threadsafe(server.serve([listener]), self._loop)
+        self._running.append((server, future, listener))
+        return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def stop(self, url: str) -> None:
+        """Ends one server at once, connections included."""
+        for entry in list(self._running):
+            server, future, listener = entry
+            if not url.endswith(f":{listener.getsockname()[1]}"):
+                continue
+            server.force_exit = server.should_exit = True
+            future.result(10)
+            listener.close()
+            self._running.remove(entry)
+
+    def end_all(self) -> None:
+        """Tells every server to end; `close` waits for them."""
+        for server, _, _ in self._running:
+            server.should_exit = True
+        self._ending += self._running
+        self._running = []
+
+    def close(self) -> None:
+        self.end_all()
+        for _, future, listener in self._ending:
+            future.result(10)
+            listener.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def server_thread() -> Iterator[Servers]:
+    running = Servers()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def servers(server_thread: Servers) -> Iterator[Servers]:
+    yield server_thread
+    server_thread.end_all()
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer whose ids 0 to 255 are bytes and 256 ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    symbols = bytes_to_unicode()
+    vocab = {symbols[byte]: byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
+    )
+    folder = tmp_path_factory.mktemp("byte_model")
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def codec(byte_model: Path) -> TextCodec:
+    return TextCodec.open(byte_model)
+
+
+@dataclass
+class Setup:
+    """A router with its fake engines."""
+
+    prefill: list[FakeEngine]
+    decode: list[FakeEngine]
+    client: httpx.Client
+    servers: Servers
+
+    @property
+    def engines(self) -> list[FakeEngine]:
+        return self.prefill + self.decode
+
+    def says(self, text: str | bytes, prompt: str = "Hi", *, eos: bool = False) -> None:
+        """From now on every engine answers ``prompt`` with ``text``."""
+        data = text.encode() if isinstance(text, str) else text
+        for engine in self.engines:
+            engine.prompt = list(prompt.encode())
+            engine.script = list(data) + ([EOS] if eos else [])
+
+    def complete(self, **body: Any) -> httpx.Response:
+        body = {"prompt": "Hi", "temperature": 0, "max_tokens": 100, **body}
+        return self.client.post("/v1/completions", json=body)
+
+    def stream(self, path: str = "/v1/completions", **body: Any) -> list[Any]:
+        """The decoded events of a stream; ``"[DONE]"`` as it is."""
+        if path.endswith("/completions") and "messages" not in body:
+            body = {"prompt": "Hi", "temperature": 0, "max_tokens": 100, **body}
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+        import msgspec
+
+        return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
+
+    def stop(self, engine: FakeEngine) -> None:
+        self.servers.stop(engine.url)
+
+
+@pytest.fixture
+def make_setup(
+    servers: Servers, codec: TextCodec, byte_model: Path
+) -> Iterator[Callable[..., Setup]]:
+    clients: list[httpx.Client] = []
+
+    def make(prefill: int = 1, decode: int = 1, *, wait: bool = True, **settings: Any) -> Setup:
+        fakes = [FakeEngine(f"p{i}", "prefill") for i in range(prefill)]
+        fakes += [FakeEngine(f"d{i}", "decode") for i in range(decode)]
+        for fake in fakes:
+            fake.url = servers.start(fake.app())
+        addresses = tuple(
+            EngineAddress(name=fake.name, role=fake.role, url=fake.url)  # type: ignore[arg-type]
+            for fake in fakes
+        )
+        router = Router(
+            RouterSettings(
+                engines=addresses, model_folder=str(byte_model), model_name="fake", **settings
+            ),
+            codec,
+        )
+        client = httpx.Client(base_url=servers.start(router.app()), timeout=20, trust_env=False)
+        clients.append(client)
+        setup = Setup(fakes[:prefill], fakes[prefill:], client, servers)
+        setup.says("Hello")
+        if wait:
+            _until_ready(client)
+        return setup
+
+    yield make
+    for client in clients:
+        client.close()
+
+
+def _until_ready(client: httpx.Client) -> None:
+    import time
+
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.ConnectError):
+            health = client.get("/health").json()
+            if all(engine["healthy"] for engine in health["engines"]):
+                return
+        time.sleep(0.02)
+    raise AssertionError("the router saw no healthy engines")
+
+
+@pytest.fixture
+def setup(make_setup: Callable[..., Setup]) -> Setup:
+    """One prefill engine, one decode engine."""
+    return make_setup()

@@ -1,0 +1,461 @@
+"""The router over fake engines: what clients get, and what engines are asked."""
+
+import threading
+import time
+
+import pytest
+
+
+def text_of(events):
+    return "".join(e["choices"][0]["text"] for e in events if e != "[DONE]" and e.get("choices"))
+
+
+def test_first_token_comes_from_prefill_and_the_rest_from_decode(setup):
+    response = setup.complete(max_tokens=5, seed=7, top_k=-1, return_token_ids=True)
+
+    assert response.status_code == 200
+    body = response.json()
+    assert body["choices"][0]["text"] == "Hello"
+    assert body["choices"][0]["token_ids"] == list(b"Hello")
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["model"] == "fake"
+    assert body["object"] == "text_completion"
+    (asked_p,) = setup.prefill[0].bodies
+    (asked_d,) = setup.decode[0].bodies
+    assert asked_p["prompt"] == list(b"Hi")
+    assert (asked_p["max_tokens"], asked_p.get("seed_offset")) == (1, 0)
+    assert asked_p["kv_transfer_params"]["do_remote_decode"] is True
+    assert asked_d["prompt"] == list(b"HiH")
+    assert (asked_d["max_tokens"], asked_d["seed_offset"], asked_d["seed"]) == (4, 1, 7)
+    assert asked_d["kv_transfer_params"] == {"ticket": "from p0"}
+    assert setup.prefill[0].ids == setup.decode[0].ids == [body["id"]]
+    assert response.headers["x-request-id"] == body["id"]
+
+
+def test_usage_counts_the_prompt_and_each_token_once(setup):
+    usage = setup.complete(max_tokens=4).json()["usage"]
+
+    assert usage == {
+        "prompt_tokens": 2,
+        "completion_tokens": 4,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def test_transfer_parameters_of_a_client_are_dropped(setup):
+    setup.complete(max_tokens=3, kv_transfer_params={"remote_host": "evil", "ticket": "forged"})
+
+    assert "evil" not in str(setup.prefill[0].bodies + setup.decode[0].bodies)
+    assert setup.decode[0].bodies[0]["kv_transfer_params"] == {"ticket": "from p0"}
+
+
+def test_one_token_needs_no_decode_engine_and_no_lease(setup):
+    body = setup.complete(max_tokens=1).json()
+
+    assert body["choices"][0] == {
+        "index": 0,
+        "text": "H",
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert "kv_transfer_params" not in setup.prefill[0].bodies[0]
+    assert setup.decode[0].bodies == []
+
+
+def test_end_of_text_as_first_token_needs_no_decode_engine(setup):
+    setup.says("", eos=True)
+
+    body = setup.complete().json()
+
+    assert body["choices"][0]["text"] == ""
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert body["usage"]["completion_tokens"] == 1
+    assert setup.decode[0].bodies == []
+
+
+def test_stop_token_ends_the_text_without_being_part_of_it(setup):
+    setup.says("Yes", eos=True)
+
+    choice = setup.complete(return_token_ids=True).json()["choices"][0]
+
+    assert (choice["text"], choice["finish_reason"]) == ("Yes", "stop")
+    assert choice["token_ids"] == [*b"Yes", 256]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_cuts_the_text_and_ends_the_decode_request(setup, stream):
+    setup.says("one two three four" + "." * 40)
+    setup.decode[0].pause_s = 0.01
+
+    if stream:
+        events = setup.stream(stop=["three"], stream_options={"include_usage": True})
+        text, reason = text_of(events), events[-3]["choices"][0]["finish_reason"]
+        usage = events[-2]["usage"]
+    else:
+        body = setup.complete(stop="three").json()
+        text, reason = body["choices"][0]["text"], body["choices"][0]["finish_reason"]
+        usage = body["usage"]
+
+    assert (text, reason) == ("one two ", "stop")
+    assert usage["completion_tokens"] == len("one two three")
+    assert setup.decode[0].aborted.wait(5)
+
+
+def test_stop_string_in_the_first_token_needs_no_decode_engine(setup):
+    body = setup.complete(stop=["H"]).json()
+
+    assert body["choices"][0]["text"] == ""
+    assert body["choices"][0]["finish_reason"] == "stop"
+    assert setup.decode[0].bodies == []
+
+
+def test_text_that_only_looked_like_a_stop_string_is_released(setup):
+    setup.says("ab ab abc")
+
+    events = setup.stream(stop=["abcd"], max_tokens=9)
+
+    assert text_of(events) == "ab ab abc"
+
+
+def test_characters_are_streamed_whole(setup):
+    setup.says("né🤷🏽日")
+    size = len("né🤷🏽日".encode())
+
+    events = setup.stream(max_tokens=size)
+
+    pieces = [e["choices"][0]["text"] for e in events if e != "[DONE]"]
+    assert pieces == ["n", "é", "🤷", "🏽", "日"]
+
+
+def test_a_character_that_never_completes_becomes_a_replacement_character(setup):
+    setup.says(b"a" + "日".encode()[:2])
+
+    assert text_of(setup.stream(max_tokens=3)) == "a\ufffd"
+    assert setup.complete(max_tokens=3).json()["choices"][0]["text"] == "a\ufffd"
+
+
+def test_stream_of_a_chat_has_openais_chunks(setup):
+    setup.says("Hey", prompt="user:Hi\nassistant:", eos=True)
+
+    events = setup.stream(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        stream_options={"include_usage": True},
+        temperature=0,
+    )
+
+    assert events[-1] == "[DONE]"
+    assert [e["object"] for e in events[:-1]] == ["chat.completion.chunk"] * 5
+    assert len({e["id"] for e in events[:-1]}) == 1
+    assert events[0]["id"].startswith("chatcmpl-")
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": "H"}
+    assert [e["choices"][0]["delta"] for e in events[1:4]] == [
+        {"content": "e"},
+        {"content": "y"},
+        {},
+    ]
+    assert events[3]["choices"][0]["finish_reason"] == "stop"
+    assert all(e["usage"] is None for e in events[:4])
+    assert events[4]["choices"] == []
+    assert events[4]["usage"]["prompt_tokens"] == len("user:Hi\nassistant:")
+    assert events[4]["usage"]["completion_tokens"] == 4
+
+
+def test_chat_without_a_limit_may_fill_the_longest_sequence(setup):
+    setup.says("Hey", prompt="user:Hi\nassistant:", eos=True)
+
+    setup.client.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]}
+    )
+
+    prompt = len("user:Hi\nassistant:")
+    assert setup.decode[0].bodies[0]["max_tokens"] == 512 - prompt - 1
+
+
+def test_lists_of_prompts_and_n_give_one_choice_each(setup):
+    body = setup.complete(prompt=["Hi", list(b"Hi")], n=2, max_tokens=3, seed=5).json()
+
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in body["choices"]] == ["Hel"] * 4
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 12
+    assert sorted(asked["seed"] for asked in setup.decode[0].bodies) == [5, 5, 6, 6]
+    assert len(set(setup.prefill[0].ids)) == 4
+
+
+def test_the_first_token_is_streamed_before_decode_answers(setup):
+    setup.decode[0].hang = True
+
+    request = setup.client.stream(
+        "POST", "/v1/completions", json={"prompt": "Hi", "stream": True, "max_tokens": 5}
+    )
+    with request as response:
+        lines = response.iter_lines()
+        assert '"text":"H"' in next(lines)
+    assert setup.decode[0].aborted.wait(5)
+
+
+def test_a_client_that_leaves_aborts_the_prefill(setup):
+    setup.prefill[0].hang = True
+
+    with pytest.raises(Exception, match="timed out"):
+        setup.client.post("/v1/completions", json={"prompt": "Hi"}, timeout=0.3)
+
+    assert setup.prefill[0].aborted.wait(5)
+
+
+def test_a_client_that_leaves_a_stream_aborts_the_decode(setup):
+    setup.says("x" * 90)
+    setup.decode[0].pause_s = 0.05
+    body = {"prompt": "Hi", "stream": True, "max_tokens": 90}
+
+    with setup.client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+
+    assert setup.decode[0].aborted.wait(5)
+
+
+def test_requests_are_spread_over_engines(make_setup):
+    setup = make_setup(prefill=2, decode=3)
+
+    for _ in range(6):
+        assert setup.complete(max_tokens=3).status_code == 200
+
+    assert [len(engine.bodies) for engine in setup.engines] == [3, 3, 2, 2, 2]
+
+
+def test_the_engine_with_the_least_work_is_chosen(make_setup):
+    setup = make_setup(prefill=2)
+    setup.prefill[0].hang = True
+
+    def leave() -> None:
+        with pytest.raises(Exception, match="timed out"):
+            setup.client.post("/v1/completions", json={"prompt": "Hi"}, timeout=2)
+
+    stuck = threading.Thread(target=leave)
+    stuck.start()
+    while not setup.prefill[0].bodies:
+        time.sleep(0.01)
+    for _ in range(3):
+        assert setup.complete(max_tokens=2).status_code == 200
+    stuck.join()
+
+    assert [len(engine.bodies) for engine in setup.prefill] == [1, 3]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_down_is_replaced(make_setup, role):
+    setup = make_setup(prefill=2, decode=2)
+    setup.stop(getattr(setup, role)[0])
+
+    for _ in range(4):
+        assert setup.complete(max_tokens=4).json()["choices"][0]["text"] == "Hell"
+
+    states = {e["name"]: e["healthy"] for e in setup.client.get("/health").json()["engines"]}
+    assert states[f"{role[0]}0"] is False
+    assert sum(states.values()) == 3
+
+
+def test_a_decode_engine_that_dies_before_its_first_token_starts_the_request_anew(make_setup):
+    setup = make_setup(decode=2)
+    setup.decode[0].break_after = 0
+
+    body = setup.complete(max_tokens=5).json()
+
+    assert body["choices"][0]["text"] == "Hello"
+    assert body["usage"]["completion_tokens"] == 5
+    # The first lease may be in the dead engine's hands: a second prefill gives another.
+    assert [asked["prompt"] for asked in setup.prefill[0].bodies] == [list(b"Hi"), list(b"HiH")]
+    assert setup.decode[1].bodies[0]["prompt"] == list(b"HiHe")
+
+
+def test_a_decode_engine_that_dies_in_the_middle_is_an_error(make_setup):
+    setup = make_setup(decode=2)
+    for engine in setup.decode:
+        engine.break_after = 2
+
+    response = setup.complete(max_tokens=5)
+    assert response.status_code == 503
+    assert "decode engine 'd0'" in response.json()["error"]["message"]
+
+    setup.client.get("/health")
+    events = setup.stream(max_tokens=5)
+    assert text_of(events[:-2]) == "Hel"
+    assert "decode engine 'd1'" in events[-2]["error"]["message"]
+    assert events[-1] == "[DONE]"
+
+
+def test_a_failed_load_is_an_error_and_not_retried(setup):
+    setup.decode[0].refuse = (500, "the KV of this request could not be loaded")
+
+    response = setup.complete(max_tokens=5)
+
+    assert response.status_code == 500
+    error = response.json()["error"]
+    assert error["message"] == ("decode engine 'd0': the KV of this request could not be loaded")
+    assert error["type"] == "server_error"
+    assert len(setup.decode[0].bodies) == 1
+    events = setup.stream(max_tokens=5)
+    assert text_of(events[:1]) == "H"
+    assert "could not be loaded" in events[1]["error"]["message"]
+    assert events[2:] == ["[DONE]"]
+
+
+def test_an_error_event_of_an_engine_ends_the_answer(setup):
+    setup.decode[0].error_after = 1
+
+    response = setup.complete(max_tokens=5)
+
+    assert response.status_code == 500
+    assert "the load failed" in response.json()["error"]["message"]
+
+
+def test_no_engine_left_names_each_and_why(make_setup):
+    setup = make_setup(prefill=2)
+    for engine in setup.prefill:
+        setup.stop(engine)
+
+    response = setup.complete()
+
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "engine_unavailable"
+    assert "no prefill engine can serve this" in error["message"]
+    assert "'p0'" in error["message"]
+    assert "'p1'" in error["message"]
+    assert setup.client.get("/health").status_code == 503
+
+
+def test_an_engine_that_comes_back_serves_again(setup):
+    setup.decode[0].healthy = False
+    deadline = time.monotonic() + 10
+    while setup.client.get("/health").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert setup.complete().status_code == 503
+
+    setup.decode[0].healthy = True
+    while setup.client.get("/health").status_code != 200 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert setup.complete(max_tokens=3).status_code == 200
+
+
+def test_time_up_is_a_504(make_setup):
+    setup = make_setup(request_timeout_s=0.2)
+    setup.decode[0].hang = True
+
+    response = setup.complete()
+
+    assert response.status_code == 504
+    assert "0.2 s" in response.json()["error"]["message"]
+    assert setup.decode[0].aborted.wait(5)
+
+
+def test_a_prompt_longer_than_the_model_is_refused_with_both_numbers(setup):
+    for prompt, max_tokens in (("x" * 512, 1), ("x" * 600, 16), ("x" * 500, 13)):
+        response = setup.complete(prompt=prompt, max_tokens=max_tokens)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "512 tokens" in error["message"]
+        assert str(len(prompt)) in error["message"]
+    assert setup.prefill[0].bodies == []
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_token": 5}, "did you mean 'max_tokens'"),
+        ({"logprobs": 3}, "logprobs: 3 is not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"echo": True}, "echo"),
+        ({"n": 0}, "n: 0"),
+        ({"n": 1000}, "1000 choices"),
+        ({"temperature": 3}, "temperature: 3"),
+        ({"top_p": 0}, "top_p: 0"),
+        ({"top_k": -7}, "top_k: -7"),
+        ({"max_tokens": 0}, "max_tokens: 0"),
+        ({"stop": ["a", ""]}, "stop: holds an empty string"),
+        ({"stop": 5}, "stop"),
+        ({"prompt": ""}, "prompt: ''"),
+        ({"prompt": []}, "prompt: []"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, -5]}, "token id -5 is outside the vocabulary of 257"),
+        ({"stream_options": {"include_usage": True}}, "needs stream"),
+    ],
+)
+def test_what_cannot_be_served_is_a_400_that_names_it(setup, body, message):
+    response = setup.complete(**body)
+
+    assert response.status_code == 400, response.text
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_neutral_values_of_unsupported_fields_are_accepted(setup):
+    response = setup.complete(
+        max_tokens=2, presence_penalty=0.0, best_of=1, echo=False, logprobs=None, user="me"
+    )
+
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages: is empty"),
+        ([{"content": "x"}], "role is missing"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of type 'text'"),
+        ([{"role": "tool", "content": "x"}], "the chat template refuses these messages"),
+    ],
+)
+def test_bad_conversations_are_refused(setup, messages, message):
+    response = setup.client.post("/v1/chat/completions", json={"messages": messages})
+
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_another_model_is_not_found(setup):
+    response = setup.complete(model="gpt-9")
+
+    assert response.status_code == 404
+    assert "'fake' is" in response.json()["error"]["message"]
+
+
+def test_what_is_not_json_is_a_400(setup):
+    assert setup.client.post("/v1/completions", content=b"\xff{").status_code == 400
+    assert setup.client.post("/v1/completions", content=b"[1]").status_code == 400
+
+
+def test_metrics_count_requests_tokens_and_engines(setup):
+    setup.complete(max_tokens=5)
+    setup.complete(n=0)
+
+    text = setup.client.get("/metrics").text
+
+    assert 'kvferry_router_requests_total{status="200"} 1.0' in text
+    assert 'kvferry_router_requests_total{status="400"} 1.0' in text
+    assert "kvferry_router_completion_tokens_total 5.0" in text
+    assert 'kvferry_router_engine_up{engine="p0",role="prefill"} 1.0' in text
+    assert "kvferry_router_time_to_first_token_seconds_count 1.0" in text
+
+
+def test_openai_client_streams_a_chat(setup):
+    import openai
+
+    setup.says("Hello you", prompt="user:Hi\nassistant:", eos=True)
+    base_url = str(setup.client.base_url.join("/v1"))
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "Hi"}], stream=True
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == "Hello you"
+
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.chat.completions.create(
+                model="fake", messages=[{"role": "user", "content": "Hi"}], logprobs=True
+            )
