@@ -1,0 +1,51 @@
+"""The plugin API, the registry, the connectors that ship, and the output aggregator."""
+
+from typing import TYPE_CHECKING, Any
+
+from kvferry.connectors.aggregator import KVOutputAggregator
+from kvferry.connectors.base import (
+    BlocksView,
+    ConnectorContext,
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    RequestView,
+    ScheduledRequestView,
+    SchedulerConnector,
+    SchedulerOutputView,
+    TransferRecord,
+    WorkerConnector,
+)
+from kvferry.connectors.helpers import yield_req_data
+from kvferry.connectors.registry import connector_context, load_connector
+
+if TYPE_CHECKING:
+    from kvferry.connectors.pull import PullConnector as PullConnector
+
+__all__ = [
+    "BlocksView",
+    "ConnectorContext",
+    "KVConnector",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVOutputAggregator",
+    "PullConnector",
+    "RequestView",
+    "ScheduledRequestView",
+    "SchedulerConnector",
+    "SchedulerOutputView",
+    "TransferRecord",
+    "WorkerConnector",
+    "connector_context",
+    "load_connector",
+    "yield_req_data",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: an author's connector needs none of the one that ships.
+    if name == "PullConnector":
+        from kvferry.connectors.pull import PullConnector
+
+        return PullConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -127,8 +127,36 @@ class BlocksView(Protocol):
         """The whole block tables, one list per KV cache group."""
 
 
+class ScheduledRequestView(Protocol):
+    """What a connector may know of one request's part of a step."""
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+
+    @property
+    def first_position(self) -> int:
+        """Position of the first token computed in this step."""
+
+    @property
+    def block_ids(self) -> tuple[list[int], ...]:
+        """The request's whole block tables, one list per KV cache group."""
+
+    @property
+    def num_new_blocks(self) -> tuple[int, ...]:
+        """Entries at the end of each table that the request did not have in its last step."""
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the request was preempted after its last step."""
+
+
 class SchedulerOutputView(Protocol):
     """What a connector may know of one step's schedule."""
+
+    @property
+    def requests(self) -> Sequence[ScheduledRequestView]:
+        """The requests that compute in this step."""
 
     @property
     def finished_req_ids(self) -> set[str]:

@@ -38,6 +38,11 @@ class ScheduledRequest(msgspec.Struct, kw_only=True):
     """Position of ``token_ids[0]`` in the sequence; KV of all earlier positions is in the cache."""
     block_ids: tuple[list[int], ...]
     """The whole block tables, one list per KV cache group, covering all positions computed."""
+    num_new_blocks: tuple[int, ...] = ()
+    """Entries at the end of each table that the request did not have in its last step: all of
+    them in its first, and when ``resumed``."""
+    resumed: bool = False
+    """Whether the request was preempted after its last step."""
     sample: SamplingParams | None = None
     """Given when the last token's logits are to be sampled (the prompt is complete)."""
     output_index: int = 0

@@ -1,0 +1,85 @@
+"""Finds a connector by what the user wrote, and prepares what its halves are built from."""
+
+import inspect
+from collections.abc import Sequence
+
+import msgspec
+
+from kvferry.config import KVTransferConfig, parse_struct
+from kvferry.connectors.base import ConnectorContext, KVConnector, KVConnectorMetadata
+from kvferry.errors import PluginError
+from kvferry.plugins import CONNECTORS, load_from_module, load_plugin
+from kvferry.topology.description import ModelFingerprint
+from kvferry.topology.geometry import EngineGeometry
+
+
+def load_connector(config: KVTransferConfig) -> type[KVConnector]:
+    """The plugin class that ``kv_connector`` names; its module is imported now.
+
+    With ``kv_connector_module_path`` it is a class of that module, even where an installed plugin
+    has the same name; otherwise an entry point of the group ``kvferry.connectors``.
+
+    Raises:
+        PluginError: it is unknown or does not load, is no :class:`KVConnector`, or does not
+            declare its ``ExtraConfig`` and ``Metadata``.
+    """
+    if config.kv_connector_module_path is not None:
+        found = load_from_module(config.kv_connector_module_path, config.kv_connector, KVConnector)
+    else:
+        found = load_plugin(CONNECTORS, config.kv_connector, KVConnector)
+    _check_declared(found, "ExtraConfig", msgspec.Struct)
+    _check_declared(found, "Metadata", KVConnectorMetadata)
+    return found
+
+
+def connector_context(
+    config: KVTransferConfig,
+    *,
+    incarnation: str,
+    groups: Sequence[EngineGeometry],
+    model: ModelFingerprint,
+    num_blocks: int,
+    world_size: int,
+) -> tuple[type[KVConnector], ConnectorContext]:
+    """Loads the connector and checks its extra keys.
+
+    Args:
+        config: what the user wrote.
+        incarnation: random per start of the engine; the same in all its processes.
+        groups: one geometry per KV cache group.
+        model: fingerprint of model and weights.
+        num_blocks: KV blocks per rank, the null block included.
+        world_size: ranks of the engine.
+
+    Returns:
+        The plugin class and what its ``scheduler`` and ``worker`` factories take.
+
+    Raises:
+        PluginError: see :func:`load_connector`.
+        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+    """
+    connector = load_connector(config)
+    extra = parse_struct(
+        connector.ExtraConfig,
+        config.kv_connector_extra_config,
+        f"kv_connector_extra_config of {config.kv_connector}",
+    )
+    context = ConnectorContext(
+        config=config,
+        extra=extra,
+        incarnation=incarnation,
+        groups=tuple(groups),
+        model=model,
+        num_blocks=num_blocks,
+        world_size=world_size,
+    )
+    return connector, context
+
+
+def _check_declared(connector: type[KVConnector], name: str, base: type) -> None:
+    declared = getattr(connector, name, None)
+    if not (inspect.isclass(declared) and issubclass(declared, base)):
+        raise PluginError(
+            f"connector {connector.__qualname__!r}: {name} is {declared!r}; declare a subclass of "
+            f"{base.__module__}.{base.__qualname__} as its class attribute"
+        )
