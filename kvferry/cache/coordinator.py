@@ -94,9 +94,8 @@ class KVCacheCoordinator:
 
     def cache_blocks(self, tables: Tables, request: CacheRequest, num_tokens: int) -> None:
         """Makes the full blocks of the first ``num_tokens`` tokens hits for later requests."""
-        block_hashes = self.hash_blocks(request)
         for manager, table in zip(self.managers, tables, strict=True):
-            manager.cache_blocks(table, block_hashes, num_tokens)
+            manager.cache_blocks(table, request, num_tokens)
 
     def free(self, tables: Tables) -> None:
         """Gives all blocks back."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.request import CacheRequest
 from kvferry.cache.specs import FullAttentionSpec, KVCacheSpec
 
 
@@ -87,12 +88,11 @@ class SingleTypeManager(ABC):
         table.blocks.extend(new_blocks)
         return new_blocks
 
-    def cache_blocks(
-        self, table: GroupTable, block_hashes: Sequence[bytes], num_tokens: int
-    ) -> None:
+    def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
         """Makes the full blocks of the first ``num_tokens`` tokens hits for later requests."""
         num_full = num_tokens // self.block_size
         if num_full > table.num_cached:
+            block_hashes = request.hash_blocks(self.block_size)
             self.pool.cache_full_blocks(
                 table.blocks, block_hashes, table.num_cached, num_full, self.group_id
             )
