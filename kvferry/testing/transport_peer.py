@@ -1,0 +1,221 @@
+"""A serving rank in a process of its own, for the transport conformance tests.
+
+:class:`PeerProcess` is the handle; ``python -m kvferry.testing.transport_peer`` is what it starts.
+The two speak JSON lines over the child's stdin and stdout. The child ends when its stdin closes,
+so none outlives the tests.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import KVFerryError, TransferError
+from kvferry.transports.base import ByteArray, Transport, TransportOptions
+
+
+def pattern(nbytes: int, seed: int) -> ByteArray:
+    """Bytes that both processes can make: ``uint8`` of ``nbytes``, random by ``seed``."""
+    rng = np.random.Generator(np.random.SFC64(seed))
+    words: npt.NDArray[np.uint64] = rng.integers(0, 2**64, -(-nbytes // 8), dtype=np.uint64)
+    return words.view(np.uint8)[:nbytes]
+
+
+class _Open(msgspec.Struct, tag="open"):
+    file: str
+    module: str
+    qualname: str
+    host: str
+    threads: int
+    stall_timeout_s: float
+    extra: dict[str, Any]
+
+
+class _Allocate(msgspec.Struct, tag="allocate"):
+    nbytes: int
+    seed: int
+
+
+class _Refill(msgspec.Struct, tag="refill"):
+    region: int
+    seed: int
+
+
+class _Endpoint(msgspec.Struct, tag="endpoint"):
+    pass
+
+
+_Command: TypeAlias = _Open | _Allocate | _Refill | _Endpoint
+
+
+class _Answer(msgspec.Struct):
+    number: int = 0
+    data: bytes = b""
+    error: str = ""
+
+
+class PeerProcess:
+    """A child process that serves memory through a transport. A context manager."""
+
+    def __init__(self, transport: type[Transport], options: TransportOptions) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry.testing.transport_peer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        try:
+            self._ask(
+                _Open(
+                    file=inspect.getfile(transport),
+                    module=transport.__module__,
+                    qualname=transport.__qualname__,
+                    host=options.host,
+                    threads=options.threads,
+                    stall_timeout_s=options.stall_timeout_s,
+                    extra=dict(options.extra),
+                )
+            )
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._process.pid
+
+    def allocate(self, nbytes: int, seed: int) -> int:
+        """Allocates a region there and fills it with ``pattern(nbytes, seed)``; returns its id."""
+        return self._ask(_Allocate(nbytes, seed)).number
+
+    def refill(self, region: int, seed: int) -> None:
+        """Overwrites a region there with another pattern."""
+        self._ask(_Refill(region, seed))
+
+    def endpoint(self) -> bytes:
+        """The endpoint that covers what was allocated so far."""
+        return self._ask(_Endpoint()).data
+
+    def suspend(self) -> None:
+        """Stops the child (SIGSTOP) as if its host had frozen, and waits until it has stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitpid(self.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        """Lets a suspended child go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends the child at once (SIGKILL), and waits until it has ended. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def close(self) -> None:
+        """Ends the child, after it has closed its transport. Idempotent."""
+        if self._process.poll() is None and self._process.stdin is not None:
+            self._process.stdin.close()
+            # It may hang in its close, or be suspended.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=10)
+        self.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def _ask(self, command: _Command) -> _Answer:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise TransferError(f"the peer process ended with status {self._process.wait()}")
+        answer = msgspec.json.decode(line, type=_Answer)
+        if answer.error:
+            raise TransferError(f"the peer process: {answer.error}")
+        return answer
+
+
+def _transport_class(command: _Open) -> type[Transport]:
+    try:
+        module = importlib.import_module(command.module)
+    except ImportError:  # a test file, which no path leads to
+        spec = importlib.util.spec_from_file_location(command.module, Path(command.file))
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[command.module] = module
+        spec.loader.exec_module(module)
+    found: Any = module
+    for name in command.qualname.split("."):
+        found = getattr(found, name)
+    transport: type[Transport] = found
+    return transport
+
+
+class _Child:
+    """What runs in the child."""
+
+    def __init__(self) -> None:
+        self._transport: Transport | None = None
+        self._regions: dict[int, ByteArray] = {}
+
+    def answer(self, command: _Command) -> _Answer:
+        if isinstance(command, _Open):
+            options = TransportOptions(
+                host=command.host,
+                threads=command.threads,
+                stall_timeout_s=command.stall_timeout_s,
+                extra=command.extra,
+            )
+            self._transport = _transport_class(command).open(options)
+            return _Answer()
+        assert self._transport is not None
+        if isinstance(command, _Allocate):
+            region, memory = self._transport.allocate(command.nbytes)
+            memory[:] = pattern(command.nbytes, command.seed)
+            self._regions[region] = memory
+            return _Answer(number=region)
+        if isinstance(command, _Refill):
+            memory = self._regions[command.region]
+            memory[:] = pattern(memory.nbytes, command.seed)
+            return _Answer()
+        return _Answer(data=self._transport.endpoint())
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
+def main() -> None:
+    """Serves commands until stdin closes."""
+    child = _Child()
+    for line in sys.stdin.buffer:
+        command = msgspec.json.decode(line, type=_Command)
+        try:
+            answer = child.answer(command)
+        except (KVFerryError, ValueError, OSError, ImportError) as error:
+            answer = _Answer(error=f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.buffer.flush()
+    child.close()
+
+
+if __name__ == "__main__":
+    main()

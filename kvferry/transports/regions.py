@@ -1,0 +1,54 @@
+"""The regions of one transport."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.transports.base import ByteArray
+
+
+class Regions:
+    """Memory by region id, in the order of registration. Only ever grows. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrays: tuple[ByteArray, ...] = ()
+        self._served: tuple[int, ...] = ()
+        self._addresses: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def add(self, memory: ByteArray, *, serve: bool) -> int:
+        """Adds a region; returns its id.
+
+        Raises:
+            ValueError: not a C-contiguous, writable 1-d ``uint8`` array.
+        """
+        flat = memory.dtype == np.uint8 and memory.ndim == 1
+        if not flat or not memory.flags.c_contiguous or not memory.flags.writeable:
+            raise ValueError("memory: expected a contiguous, writable 1-d array of uint8")
+        with self._lock:
+            self._arrays = (*self._arrays, memory)
+            self._served = (*self._served, memory.nbytes if serve else 0)
+            self._addresses = np.array([each.ctypes.data for each in self._arrays], dtype=np.int64)
+            return len(self._arrays) - 1
+
+    @property
+    def nbytes(self) -> Sequence[int]:
+        """Bytes of each region."""
+        return [array.nbytes for array in self._arrays]
+
+    @property
+    def served_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each region that peers may read; 0 where they may not."""
+        return self._served
+
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Address of each region in this process."""
+        return self._addresses
+
+    @property
+    def arrays(self) -> tuple[ByteArray, ...]:
+        """The memory itself."""
+        return self._arrays

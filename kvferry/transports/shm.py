@@ -1,0 +1,346 @@
+"""The transport of one host: sources keep their memory in POSIX shared memory, readers map it.
+
+A read is one strided pass from the source's memory to its final place, on the reader's mover
+threads; the source's process takes no part in it. So a stopped source stalls nothing, and a dead
+one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm_segment`).
+"""
+
+import logging
+import threading
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.config import parse_struct
+from kvferry.errors import (
+    CancelledError,
+    DecodeError,
+    KVFerryError,
+    PeerLostError,
+    TransferError,
+)
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, warm
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.regions import Regions
+from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the endpoint; both sides run on one host, so a range is not needed."""
+
+_PREFAULT_BYTES = 8 << 20
+"""Bytes of a peer's segment whose page tables are filled at a time, about half a millisecond."""
+
+
+class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One region as peers see it."""
+
+    segment: str
+    """Name in ``/dev/shm``; empty for a region that is not served."""
+    nbytes: int
+
+
+class ShmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to map a rank's memory."""
+
+    transport: str = "shm"
+    version: int = VERSION
+    host: str
+    """Boot id of the host: the names mean nothing on another."""
+    regions: tuple[SharedRegion, ...]
+
+
+class ShmExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the ``shm`` transport."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    """Bytes a mover copies at a time; between two of them a read can be cancelled."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
+
+
+class ShmPeer(Peer):
+    """The mapped memory of one rank."""
+
+    def __init__(self, segments: dict[int, PeerSegment], region_bytes: tuple[int, ...]) -> None:
+        self.region_bytes = region_bytes
+        """By region id; 0 where nothing is served."""
+        self.segments = segments
+        self.addresses = np.zeros(len(region_bytes), dtype=np.int64)
+        for region, segment in segments.items():
+            self.addresses[region] = segment.array.ctypes.data
+        self.reads: dict[Transfer, Landing] = {}
+        self.closed = False
+        self.lock = threading.Lock()
+
+    def error(self) -> KVFerryError | None:
+        """Why nothing can be read from it, or ``None``."""
+        if self.closed:
+            return PeerLostError("the connection was closed")
+        if not all(segment.owner_is_alive() for segment in self.segments.values()):
+            return PeerLostError("the process that owns the memory has ended or closed it")
+        return None
+
+    def close(self) -> None:
+        """Drops the mappings; running reads fail with ``PeerLostError``."""
+        with self.lock:
+            self.closed = True
+            reads = list(self.reads.values())
+        for landing in reads:
+            landing.fail(PeerLostError("the connection was closed"))
+        with self.lock:
+            self._drop_if_idle()
+
+    def forget(self, transfer: Transfer) -> None:
+        """A read has ended."""
+        with self.lock:
+            self.reads.pop(transfer, None)
+            self._drop_if_idle()
+
+    def _drop_if_idle(self) -> None:
+        # A mover may still be inside a chunk: the memory must outlive it.
+        if self.closed and not self.reads:
+            for segment in self.segments.values():
+                segment.close()
+
+
+class _Read:
+    """One read: a copy job that the movers step through, and its fence."""
+
+    def __init__(self, copy: CopyJob, landing: Landing, pool: MoverPool) -> None:
+        self._copy = copy
+        self._landing = landing
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._bytes_seen = 0
+        self._segments_seen = 0
+
+    def start(self) -> None:
+        """Puts as many movers on it as there are; each takes the next chunk when it has turn."""
+        for _ in range(self._pool.size):
+            self._pool.submit(self._step)
+
+    def _step(self) -> None:
+        if not self._landing.enter():
+            return
+        more, nbytes, segments = False, 0, 0
+        try:
+            more = self._copy.step()
+            nbytes, segments = self._progress()
+        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+            logger.exception("a copy failed")
+            self._landing.fail(TransferError(f"the copy failed: {error!r}"))
+        finally:
+            self._landing.leave(nbytes, segments)
+        if more:
+            self._pool.submit(self._step)
+
+    def _progress(self) -> tuple[int, int]:
+        """Bytes and segments since the last call, by whichever mover."""
+        with self._lock:
+            nbytes = self._copy.bytes_done - self._bytes_seen
+            segments = self._copy.segments - self._segments_seen
+            self._bytes_seen += nbytes
+            self._segments_seen += segments
+        return nbytes, segments
+
+
+class ShmTransport(Transport):
+    """Shared memory between the processes of one host."""
+
+    name = "shm"
+    fences = True
+    ExtraConfig = ShmExtraConfig
+
+    def __init__(self, options: TransportOptions, extra: ShmExtraConfig) -> None:
+        self._extra = extra
+        self._regions = Regions()
+        self._shared: list[SharedRegion] = []
+        self._segments: list[OwnedSegment] = []
+        self._peers: list[ShmPeer] = []
+        self._landings: dict[Transfer, Landing] = {}
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._pool = MoverPool("shm", options.threads)
+        self._closed = False
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "ShmTransport":
+        """Sweeps the segments of dead owners, loads the copier and starts the movers.
+
+        Raises:
+            ConfigError: unknown or wrong keys in ``options.extra``.
+        """
+        extra = parse_struct(ShmExtraConfig, options.extra, "shm")
+        swept = sweep_dead_segments()
+        if swept:
+            logger.info("removed %d shared memory segments of dead processes", len(swept))
+        warm()
+        return cls(options, extra)
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """See :meth:`Transport.allocate`."""
+        segment = OwnedSegment.create(nbytes)
+        with self._lock:
+            self._segments.append(segment)
+            self._shared.append(SharedRegion(segment.name, nbytes))
+            return self._regions.add(segment.array, serve=True), segment.array
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """See :meth:`Transport.register`; only ``serve=False`` is possible here."""
+        if serve:
+            raise TransferError(
+                "shm cannot serve memory that exists; take the memory from allocate(), or use "
+                "register(..., serve=False) for memory that is only read into"
+            )
+        with self._lock:
+            self._shared.append(SharedRegion("", 0))
+            return self._regions.add(memory, serve=False)
+
+    def endpoint(self) -> bytes:
+        """See :meth:`Transport.endpoint`."""
+        with self._lock:
+            regions = tuple(self._shared)
+        return msgspec.msgpack.encode(ShmEndpoint(host=_boot_id(), regions=regions))
+
+    def connect(self, endpoint: bytes) -> ShmPeer:
+        """Maps the peer's regions, once; page tables are filled in the background.
+
+        Raises:
+            DecodeError: the endpoint does not decode.
+            BoundsError: a segment is smaller than the endpoint says.
+            PeerLostError: the peer is gone, or on another host.
+            SharedMemoryError: a segment cannot be mapped.
+        """
+        described = _decode(endpoint)
+        segments: dict[int, PeerSegment] = {}
+        try:
+            for region, shared in enumerate(described.regions):
+                if shared.segment:
+                    segments[region] = PeerSegment.attach(shared.segment, shared.nbytes)
+        except KVFerryError:
+            for segment in segments.values():
+                segment.close()
+            raise
+        sizes = tuple(shared.nbytes if shared.segment else 0 for shared in described.regions)
+        peer = ShmPeer(segments, sizes)
+        with self._lock:
+            self._peers = [known for known in self._peers if not known.closed]
+            self._peers.append(peer)
+        self._prefault(peer)
+        return peer
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """See :meth:`Transport.read`."""
+        if not isinstance(peer, ShmPeer):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        landing = Landing(
+            transfer,
+            self._ledger,
+            verify=peer.error,
+            on_end=lambda ended: self._forget(peer, ended),
+        )
+        with self._lock, peer.lock:
+            error = TransferError("the transport is closed") if self._closed else peer.error()
+            self._landings[transfer] = landing
+            peer.reads[transfer] = landing
+        if error is not None:
+            landing.fail(error)
+            return transfer
+        copy = CopyJob(
+            peer.addresses, self._regions.addresses, tiles, runs, self._extra.chunk_bytes
+        )
+        start_after(after, landing, _Read(copy, landing, self._pool).start)
+        return transfer
+
+    def poll(self) -> list[Transfer]:
+        """See :meth:`Transport.poll`."""
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
+        with self._lock:
+            landing = self._landings.get(transfer)
+        if landing is not None:
+            landing.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
+        with self._lock:
+            self._closed = True
+            landings = list(self._landings.values())
+            peers, self._peers = self._peers, []
+            segments, self._segments = self._segments, []
+        for landing in landings:
+            landing.fail(TransferError("the transport was closed"))
+        self._pool.close()
+        for peer in peers:
+            peer.close()
+        for segment in segments:
+            segment.close()
+
+    def _forget(self, peer: ShmPeer, transfer: Transfer) -> None:
+        with self._lock:
+            self._landings.pop(transfer, None)
+        peer.forget(transfer)
+
+    def _prefault(self, peer: ShmPeer) -> None:
+        """Fills the page tables of a peer's memory a slice at a time, between reads.
+
+        Otherwise the first read of each page takes a fault, which makes it half as fast.
+        """
+        slices = (
+            (segment, first)
+            for segment in peer.segments.values()
+            for first in range(0, segment.array.nbytes, _PREFAULT_BYTES)
+        )
+
+        def step() -> None:
+            following = next(slices, None)
+            if following is None or self._closed or peer.closed:
+                return
+            segment, first = following
+            if segment.populate(first, _PREFAULT_BYTES):
+                self._pool.submit(step)
+
+        self._pool.submit(step)
+
+
+def _decode(endpoint: bytes) -> ShmEndpoint:
+    try:
+        described = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"shm endpoint of {len(endpoint)} bytes: {error}") from error
+    if described.transport != "shm" or described.version != VERSION:
+        raise DecodeError(
+            f"endpoint: is one of {described.transport!r} version {described.version}, "
+            f"expected 'shm' version {VERSION}"
+        )
+    if described.host != _boot_id():
+        raise PeerLostError(
+            "the peer runs on another host, where shared memory does not reach; use tcp"
+        )
+    return described
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

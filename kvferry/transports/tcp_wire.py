@@ -1,0 +1,236 @@
+"""What the tcp transport's two sides say to each other.
+
+Each message is one ZeroMQ message: a frame with a tagged msgspec struct, for :class:`Chunk`
+followed by one frame of bytes. The reader speaks first::
+
+    reader → server    Hello      once; the token proves that it knows the endpoint
+    server → reader    Welcome    reads may start
+    reader → server    Read       tiles, runs, and how they are cut into chunks
+    server → reader    Chunk …    one frame of bytes each, while the window lasts
+    reader → server    Taken …    opens the window again
+    reader → server    Cancel     the rest of a read is not wanted
+    server → reader    Refused    a read (or the connection) was refused, and why
+
+Fields are only ever added at the end, with defaults.
+"""
+
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry import errors
+from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferError
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+
+VERSION_MIN = 1
+VERSION_MAX = 1
+
+MAX_REQUEST_BYTES = 32 << 20
+"""Largest message to a server; a longer one ends the connection."""
+MAX_CHUNK_BYTES = 256 << 20
+"""Largest chunk that a reader may ask for."""
+
+#: The source half of :data:`~kvferry.layouts.tiles.TILE_DTYPE`, little-endian.
+SOURCE_TILE_DTYPE = np.dtype(
+    [
+        (name, "<i8")
+        for name in (
+            "source_region",
+            "source_offset",
+            "source_block_stride",
+            "source_token_stride",
+            "source_head_stride",
+            "source_element_stride",
+            "heads",
+            "elements",
+            "itemsize",
+        )
+    ]
+)
+#: The source half of :data:`~kvferry.layouts.tiles.RUN_DTYPE`, little-endian.
+SOURCE_RUN_DTYPE = np.dtype([(name, "<i8") for name in ("source_block", "source_token", "tokens")])
+#: One chunk: ``tiles`` tiles from ``first_tile`` on, times ``runs`` runs from ``first_run`` on. All
+#: its runs have the same number of tokens. Its bytes lie as :mod:`kvferry.layouts.staging` says.
+CHUNK_DTYPE = np.dtype([(name, "<i8") for name in ("first_tile", "tiles", "first_run", "runs")])
+
+Table: TypeAlias = npt.NDArray[np.void]
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank serves, and what. Travels in the engine's description."""
+
+    transport: str = "tcp"
+    version_min: int = VERSION_MIN
+    version_max: int = VERSION_MAX
+    host: str
+    port: int
+    token: bytes
+    """Random per start: tells this server from another that took over the port."""
+    regions: tuple[int, ...]
+    """Bytes of each region; 0 for one that is not served."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A reader opens the connection."""
+
+    token: bytes
+    version_min: int
+    version_max: int
+
+
+class Read(msgspec.Struct, frozen=True, tag="read"):
+    """A reader asks for tiles × runs. The bytes are arrays of the dtypes above."""
+
+    transfer: int
+    """Chosen by the reader, unique on the connection."""
+    tiles: bytes
+    runs: bytes
+    chunks: bytes
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """The reader drops what is still to come of a read."""
+
+    transfer: int
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """The reader has taken so many bytes of chunks since the connection began.
+
+    Those that it dropped are included.
+    """
+
+    nbytes: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The server accepts the connection."""
+
+    version: int
+
+
+class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
+    """One chunk of a read; the next frame holds its bytes."""
+
+    transfer: int
+    chunk: int
+    """Its row in the read's chunk table."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The server does not do what was asked; other reads go on."""
+
+    transfer: int | None
+    """``None``: the connection."""
+    error: str
+    """Name of the error in :mod:`kvferry.errors`."""
+    reason: str
+
+
+ToServer: TypeAlias = Hello | Read | Cancel | Taken
+ToReader: TypeAlias = Welcome | Chunk | Refused
+
+M = TypeVar("M")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+_to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+_endpoint = msgspec.msgpack.Decoder(Endpoint)
+
+
+def encode(message: ToServer | ToReader | Endpoint) -> bytes:
+    """The message's frame."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> ToServer:
+    """What a reader sent.
+
+    Raises:
+        DecodeError: it does not match the schema.
+    """
+    return _decode(_to_server, frame, "request")
+
+
+def decode_reply(frame: bytes | memoryview) -> ToReader:
+    """What a server sent.
+
+    Raises:
+        DecodeError: it does not match the schema.
+    """
+    return _decode(_to_reader, frame, "reply")
+
+
+def decode_endpoint(data: bytes) -> Endpoint:
+    """Where a rank serves.
+
+    Raises:
+        DecodeError: it does not match the schema, or names no possible address.
+    """
+    endpoint = _decode(_endpoint, data, "tcp endpoint")
+    if endpoint.transport != "tcp":
+        raise DecodeError(f"endpoint: is one of transport {endpoint.transport!r}, not of 'tcp'")
+    if endpoint.version_min > VERSION_MAX or endpoint.version_max < VERSION_MIN:
+        raise DecodeError(
+            f"endpoint: the peer speaks versions {endpoint.version_min} to "
+            f"{endpoint.version_max} of the tcp protocol, we {VERSION_MIN} to {VERSION_MAX}; "
+            "upgrade the older side"
+        )
+    if not 0 < endpoint.port < 65536 or not endpoint.host or not endpoint.host.isprintable():
+        raise DecodeError(f"endpoint: {endpoint.host[:80]!r}:{endpoint.port} is no address")
+    if any(size < 0 for size in endpoint.regions):
+        raise DecodeError(f"endpoint: a region of negative size among {endpoint.regions[:20]}")
+    return endpoint
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"{what} of {len(data)} bytes: {error}") from error
+
+
+def encode_table(table: Table, dtype: np.dtype[np.void]) -> bytes:
+    """The columns of ``dtype`` of a structured array, by name, as bytes."""
+    out = np.empty(table.shape, dtype)
+    for name in dtype.names or ():
+        out[name] = table[name]
+    return out.tobytes()
+
+
+def decode_table(data: bytes, dtype: np.dtype[np.void], what: str) -> Table:
+    """A read-only structured array over ``data``.
+
+    Raises:
+        DecodeError: empty, or not a whole number of rows.
+    """
+    if not data or len(data) % dtype.itemsize:
+        raise DecodeError(f"{what}: {len(data)} bytes are not rows of {dtype.itemsize} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def decode_read(message: Read) -> tuple[Tiles, Runs, Table]:
+    """The tables of a read: tiles, runs (both with target columns zero) and chunks, unchecked.
+
+    Raises:
+        DecodeError: see :func:`decode_table`.
+    """
+    source_tiles = decode_table(message.tiles, SOURCE_TILE_DTYPE, "tiles")
+    source_runs = decode_table(message.runs, SOURCE_RUN_DTYPE, "runs")
+    tiles = np.zeros(source_tiles.shape, TILE_DTYPE)
+    for name in SOURCE_TILE_DTYPE.names or ():
+        tiles[name] = source_tiles[name]
+    runs = np.zeros(source_runs.shape, RUN_DTYPE)
+    for name in SOURCE_RUN_DTYPE.names or ():
+        runs[name] = source_runs[name]
+    return tiles, runs, decode_table(message.chunks, CHUNK_DTYPE, "chunks")
+
+
+def error_of(refused: Refused) -> KVFerryError:
+    """The error that a server named; only a :class:`ProtocolError` or a :class:`TransferError`."""
+    kind = getattr(errors, refused.error, None)
+    fits = isinstance(kind, type) and issubclass(kind, ProtocolError | TransferError)
+    text = f"refused by the peer: {refused.reason[:2000]}"
+    return kind(text) if fits else TransferError(text)  # type: ignore[misc]
