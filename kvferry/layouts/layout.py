@@ -165,6 +165,10 @@ class Layout:
         """Whether one tensor holds every layer of a rank."""
         return "L" in self.order
 
+    def without_layers(self) -> "Layout":
+        """The layout of one layer's view of a cross-layer tensor."""
+        return Layout(self.order.replace("L", ""), self.inner)
+
     def dims(self, parts: tuple[tuple[str, int], ...]) -> str:
         """The letters of the tensor's dims for these parts; a flat inner content is ``*``."""
         order, inner = self.key

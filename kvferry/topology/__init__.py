@@ -1,5 +1,31 @@
-"""Who holds which cells: geometries, transfer plans, and what they cost."""
+"""Who holds which cells: geometries, transfer plans, and what they cost.
 
+Describe, plan, bind, run::
+
+    EngineGeometry      which cells each rank of an engine holds      geometry.py
+    memory_of           where they lie in real tensors                memory.py
+    plan_transfer       who gives what to whom; once per peer         plan.py
+    TransferPlan.bind   the copies of one request                     binding.py
+    run_copies          run them between tensors of this process      run.py
+"""
+
+from kvferry.topology.binding import BoundCopies, check_block_ids
 from kvferry.topology.geometry import EngineGeometry, ParallelShape, Part, RankCoordinates
+from kvferry.topology.memory import memory_of
+from kvferry.topology.plan import Piece, TransferPlan, geometry_mismatches, plan_transfer
+from kvferry.topology.run import run_copies
 
-__all__ = ["EngineGeometry", "ParallelShape", "Part", "RankCoordinates"]
+__all__ = [
+    "BoundCopies",
+    "EngineGeometry",
+    "ParallelShape",
+    "Part",
+    "Piece",
+    "RankCoordinates",
+    "TransferPlan",
+    "check_block_ids",
+    "geometry_mismatches",
+    "memory_of",
+    "plan_transfer",
+    "run_copies",
+]

@@ -197,7 +197,7 @@ class EngineGeometry:
             )
         self._check_layers()
         heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
-        box = Box(1, 1, self.block_size, heads, self._part_sizes)
+        box = Box(1, 1, self.block_size, heads, self.part_sizes)
         self.layout.shape(box)  # raises where the layout lacks a dim
 
     def _check_layers(self) -> None:
@@ -233,7 +233,8 @@ class EngineGeometry:
         )
 
     @property
-    def _part_sizes(self) -> tuple[tuple[str, int], ...]:
+    def part_sizes(self) -> tuple[tuple[str, int], ...]:
+        """Name and elements per head of each part."""
         return tuple((part.name, part.head_size) for part in self.parts)
 
     @property
@@ -330,7 +331,7 @@ class EngineGeometry:
     def box(self, rank: int, num_blocks: int) -> Box:
         """What one tensor of a rank holds."""
         layers = len(self.layers(rank)) if self.layout.is_cross_layer else 1
-        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), self._part_sizes)
+        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), self.part_sizes)
 
     def cache_shape(self, rank: int, num_blocks: int) -> tuple[int, ...]:
         """The shape of each of a rank's tensors.

@@ -1,0 +1,146 @@
+"""The memory of a rank, read off its real tensors."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layouts.arrays import ArrayView, bytes_at, view_of
+from kvferry.topology.description import RankMemory, TensorMemory
+from kvferry.topology.geometry import EngineGeometry, part_strides_of
+
+Regions: TypeAlias = tuple[npt.NDArray[np.uint8], ...]
+"""The bytes of each region of a rank, in the order of its region indices."""
+
+
+def memory_of(
+    geometry: EngineGeometry,
+    rank: int,
+    tensors: Mapping[str, Any],
+    *,
+    partial: bool = False,
+) -> tuple[RankMemory, Regions]:
+    """A rank's memory as its tensors really lie, and the regions they lie in.
+
+    >>> import numpy as np
+    >>> from kvferry.topology import ParallelShape
+    >>> geometry = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
+    ...                           block_size=2, layout="NHD", parallel=ParallelShape())
+    >>> storage = np.zeros((2, *geometry.cache_shape(0, num_blocks=3)), dtype=np.float32)
+    >>> memory, regions = memory_of(geometry, 0, dict(zip(geometry.tensor_names(0), storage)))
+    >>> [(tensor.region, tensor.offset) for tensor in memory.tensors], regions[0].nbytes
+    ([(0, 0), (0, 192)], 384)
+
+    Tensors that lie in one allocation share a region; where allocations are not known, a tensor
+    is a region of its own. The caller keeps the tensors alive as long as the regions are used.
+
+    Args:
+        geometry: what the rank holds.
+        rank: whose tensors.
+        tensors: name → NumPy array or torch tensor in host memory, of any strides, shaped
+            ``geometry.cache_shape(rank, num_blocks)``. For a cross-layer layout, views of single
+            layers (without the L dim) under the layers' names are accepted as well. Integers of
+            the same size may stand for a dtype that NumPy lacks.
+        partial: accept that some of the rank's tensors are missing.
+
+    Raises:
+        ValueError: a name, shape, dtype or number of blocks is wrong; the message names the
+            tensor and both values.
+    """
+    per_layer = tuple(geometry.layer_name(layer) for layer in geometry.layers(rank))
+    by_layer = geometry.layout.is_cross_layer and not set(tensors) & set(
+        geometry.tensor_names(rank)
+    )
+    expected = per_layer if by_layer else geometry.tensor_names(rank)
+    _check_names(rank, expected, tensors, partial)
+    views = {name: view_of(tensors[name]) for name in expected if name in tensors}
+    if not views:
+        raise ValueError(f"rank {rank}: no tensors given; expected {', '.join(expected)}")
+    if by_layer:
+        # Views of single layers of a cross-layer tensor: as if the layout had no L.
+        geometry = dataclasses.replace(geometry, layout=geometry.layout.without_layers())
+    num_blocks = _num_blocks(geometry, rank, views)
+    box = geometry.box(rank, num_blocks)
+    regions = _regions([view.storage for view in views.values()])
+    placed = []
+    for name, view in views.items():
+        region = _region_of(view, regions)
+        cells = geometry.layout.strides(box, view.strides)
+        placed.append(
+            TensorMemory(
+                name=name,
+                region=region,
+                offset=view.address - regions[region][0],
+                parts={part: part_strides_of(found) for part, found in cells.items()},
+            )
+        )
+    memory = RankMemory(
+        num_blocks=num_blocks,
+        region_bytes=tuple(nbytes for _, nbytes in regions),
+        tensors=tuple(placed),
+    )
+    return memory, tuple(bytes_at(address, nbytes) for address, nbytes in regions)
+
+
+def _check_names(
+    rank: int, expected: tuple[str, ...], tensors: Mapping[str, Any], partial: bool
+) -> None:
+    unknown = sorted(set(tensors) - set(expected))
+    missing = [name for name in expected if name not in tensors]
+    if unknown or (missing and not partial):
+        raise ValueError(
+            f"rank {rank}: tensors missing: {', '.join(missing) or 'none'}; unknown: "
+            f"{', '.join(unknown) or 'none'}; expected {', '.join(expected)}"
+        )
+
+
+def _num_blocks(geometry: EngineGeometry, rank: int, views: Mapping[str, ArrayView]) -> int:
+    """The number of blocks, after checking every tensor's shape and dtype."""
+    block_dim = geometry.layout.dims(geometry.part_sizes).index("B")
+    num_blocks = 0
+    for name, view in views.items():
+        found = view.shape[block_dim] if len(view.shape) > block_dim else 1
+        shape = geometry.cache_shape(rank, max(found, 1))
+        if view.shape != shape:
+            raise ValueError(
+                f"tensor {name!r}: shape {view.shape}, but rank {rank} with layout "
+                f"{geometry.layout} has {shape} for as many blocks"
+            )
+        # NumPy has no bfloat16; integers of its size may stand for it.
+        stands_in = view.itemsize == geometry.itemsize and view.dtype.startswith(("int", "uint"))
+        if view.dtype != geometry.dtype and not stands_in:
+            raise ValueError(
+                f"tensor {name!r}: dtype {view.dtype}, but the geometry says {geometry.dtype}"
+            )
+        if num_blocks not in (0, found):
+            raise ValueError(
+                f"tensor {name!r}: {found} blocks, but the others have {num_blocks}; give all "
+                "tensors of a group the same number"
+            )
+        num_blocks = found
+    return num_blocks
+
+
+def _regions(storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Storages that overlap, united; in the order in which they first appear."""
+    united: list[tuple[int, int]] = []
+    for address, nbytes in sorted(set(storages)):
+        if united and address < united[-1][0] + united[-1][1]:
+            first = united[-1][0]
+            united[-1] = (first, max(united[-1][1], address + nbytes - first))
+        else:
+            united.append((address, nbytes))
+    order = {storage: index for index, storage in reversed(list(enumerate(storages)))}
+    return sorted(
+        united,
+        key=lambda region: min(
+            index for (address, _), index in order.items() if region[0] <= address < sum(region)
+        ),
+    )
+
+
+def _region_of(view: ArrayView, regions: list[tuple[int, int]]) -> int:
+    address = view.storage[0]
+    return next(index for index, region in enumerate(regions) if region[0] <= address < sum(region))

@@ -1,0 +1,282 @@
+"""Transfer plans: which source rank gives which cells to a target rank, and as what tiles.
+
+A plan intersects the target's shard with every source shard. It knows no block ids and no bytes,
+so it is computed once per peer; binding block ids to it is :mod:`kvferry.topology.binding`.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BoundsError, ProtocolError
+from kvferry.layouts.tiles import TILE_DTYPE, Tiles
+from kvferry.topology.description import RankMemory, TensorMemory
+from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry, Part
+
+if TYPE_CHECKING:
+    from kvferry.topology.binding import BoundCopies
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The cells of one layer and some neighbouring heads that one source rank gives."""
+
+    source_rank: int
+    layer: int
+    """Index in the model."""
+    heads: range
+    """Indices in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Who gives what to one target rank. A value: equal plans are interchangeable."""
+
+    source: EngineGeometry
+    target: EngineGeometry
+    target_rank: int
+    pieces: tuple[Piece, ...]
+    """Ascending by layer, then by head. Together they cover the target's cells exactly once."""
+
+    @property
+    def source_ranks(self) -> tuple[int, ...]:
+        """The ranks that give anything, ascending."""
+        return tuple(sorted({piece.source_rank for piece in self.pieces}))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token moves."""
+        each = sum(part.head_size * part.itemsize for part in self.target.parts)
+        return each * sum(len(piece.heads) for piece in self.pieces)
+
+    def for_layers(self, layers: Iterable[int]) -> "TransferPlan":
+        """The part of the plan that concerns some of the model's layers."""
+        wanted = frozenset(layers)
+        return replace(self, pieces=tuple(p for p in self.pieces if p.layer in wanted))
+
+    def for_source(self, rank: int) -> "TransferPlan":
+        """The part of the plan that one source rank gives."""
+        return replace(self, pieces=tuple(p for p in self.pieces if p.source_rank == rank))
+
+    def bind(
+        self,
+        source_blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        target_blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        num_tokens: int,
+        first_token: int = 0,
+    ) -> "BoundCopies":
+        """The copies of one request; see :func:`kvferry.topology.binding.bind`."""
+        from kvferry.topology.binding import bind
+
+        return bind(self, source_blocks, target_blocks, num_tokens, first_token)
+
+    def lower(
+        self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
+    ) -> dict[int, Tiles]:
+        """Strided tiles per source rank; compute them once per peer.
+
+        Args:
+            source_memory: source rank → its memory, as the peer described it.
+            target_memory: the memory of ``target_rank``.
+
+        Raises:
+            ValueError: a source rank of the plan is missing.
+            ProtocolError: a memory lacks a tensor or a part that the plan needs.
+            BoundsError: numbers that do not fit 64 bits.
+        """
+        missing = [rank for rank in self.source_ranks if rank not in source_memory]
+        if missing:
+            raise ValueError(
+                f"source_memory: ranks {missing} are missing; the plan reads from ranks "
+                f"{list(self.source_ranks)}"
+            )
+        target = _Places(self.target, self.target_rank, target_memory)
+        return {
+            rank: _tiles(self.for_source(rank), _Places(self.source, rank, memory), target)
+            for rank, memory in source_memory.items()
+            if rank in self.source_ranks
+        }
+
+
+def geometry_mismatches(source: EngineGeometry, target: EngineGeometry) -> list[str]:
+    """Why two geometries can never exchange KV, one sentence per difference; empty if they can.
+
+    Parallel shapes, block sizes and layouts may differ at will.
+
+    >>> from kvferry.topology import ParallelShape
+    >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
+    ...                      block_size=2, layout="NHD", parallel=ParallelShape())
+    >>> geometry_mismatches(one, replace(one, dtype="bfloat16", block_size=3))
+    ['dtype: source has float32, target has bfloat16; they must be equal']
+    """
+    fields = ("num_layers", "num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla")
+    return [
+        f"{field}: source has {getattr(source, field)}, target has {getattr(target, field)}; "
+        "they must be equal"
+        for field in fields
+        if getattr(source, field) != getattr(target, field)
+    ]
+
+
+def plan_transfer(
+    *,
+    source: EngineGeometry,
+    target: EngineGeometry,
+    target_rank: int = 0,
+    target_engine_id: str = "",
+) -> TransferPlan:
+    """Plans what one target rank reads, and from whom.
+
+    >>> from kvferry.layouts import Layout
+    >>> from kvferry.topology import ParallelShape
+    >>> source = EngineGeometry(num_layers=2, num_kv_heads=3, head_size=4, dtype="float32",
+    ...                         block_size=16, layout="HND", parallel=ParallelShape(tp=3))
+    >>> target = replace(source, block_size=24, layout=Layout.named("NHD"),
+    ...                  parallel=ParallelShape(tp=2))
+    >>> plan_transfer(source=source, target=target, target_rank=1).source_ranks
+    (1, 2)
+
+    Where several source ranks hold replicas of a head, the choice goes round over them by layer
+    and target rank, with an offset from the target's engine id: both sides compute the same, and
+    all replicas share the work.
+
+    Raises:
+        ValueError: there is no such target rank, or the geometries can never match; the message
+            lists every mismatch.
+    """
+    mismatches = geometry_mismatches(source, target)
+    if mismatches:
+        raise ValueError("these geometries cannot exchange KV: " + "; ".join(mismatches))
+    start = zlib.crc32(target_engine_id.encode()) + target_rank
+    heads = target.heads(target_rank)
+    pieces = tuple(
+        piece
+        for layer in target.layers(target_rank)
+        for piece in _layer_pieces(source, layer, heads, start + layer)
+    )
+    return TransferPlan(source, target, target_rank, pieces)
+
+
+def _layer_pieces(source: EngineGeometry, layer: int, heads: range, choice: int) -> Iterator[Piece]:
+    """Splits the heads of one layer at the borders between source ranks."""
+    stage = stage_of(source, layer)
+    first, giver = heads.start, -1
+    for head in heads:
+        replicas = source.head_replicas(head)
+        tp_rank = replicas[choice % len(replicas)]
+        rank = stage * source.parallel.pcp * source.parallel.tp + tp_rank
+        if giver not in (-1, rank):
+            yield Piece(giver, layer, range(first, head))
+            first = head
+        giver = rank
+    yield Piece(giver, layer, range(first, heads.stop))
+
+
+def stage_of(geometry: EngineGeometry, layer: int) -> int:
+    """The pipeline stage that holds a layer of the model."""
+    for stage, count in enumerate(geometry.stage_layers):
+        if layer < count:
+            return stage
+        layer -= count
+    raise ValueError(f"layer: {layer} is beyond the model's {geometry.num_layers}")
+
+
+class _Side(NamedTuple):
+    """One side of a tile, fields in the order of ``TILE_DTYPE``; all but the region are bytes."""
+
+    region: int
+    offset: int
+    block: int
+    token: int
+    head: int
+    element: int
+
+
+class _Tile(NamedTuple):
+    """A row of ``TILE_DTYPE`` in the making."""
+
+    source: _Side
+    target: _Side
+    heads: int
+    elements: int
+    itemsize: int
+
+
+class _Places:
+    """Looks cells up in the memory of one rank."""
+
+    def __init__(self, geometry: EngineGeometry, rank: int, memory: RankMemory) -> None:
+        self._geometry = geometry
+        self._rank = rank
+        self._layers = geometry.layers(rank)
+        self._heads = geometry.heads(rank)
+        self._tensors = {tensor.name: tensor for tensor in memory.tensors}
+
+    def side(self, layer: int, first_head: int, part: Part) -> _Side:
+        """Where the part of one layer lies, from the first head on."""
+        tensor, index = self._tensor(layer)
+        strides = tensor.parts.get(part.name)
+        if strides is None:
+            raise ProtocolError(
+                f"memory of rank {self._rank}: tensor {tensor.name!r} has no part {part.name!r}"
+            )
+        offset = tensor.offset + strides.offset + strides.layer * index
+        offset += strides.head * (first_head - self._heads.start)
+        return _Side(
+            tensor.region, offset, strides.block, strides.token, strides.head, strides.element
+        )
+
+    def _tensor(self, layer: int) -> tuple[TensorMemory, int]:
+        name = self._geometry.layer_name(layer)
+        if name in self._tensors:
+            return self._tensors[name], 0
+        if CROSS_LAYER_NAME in self._tensors:
+            return self._tensors[CROSS_LAYER_NAME], layer - self._layers.start
+        raise ProtocolError(
+            f"memory of rank {self._rank}: has no tensor {name!r} nor {CROSS_LAYER_NAME!r}, only "
+            f"{', '.join(sorted(self._tensors)) or 'none'}"
+        )
+
+
+def _tiles(plan: TransferPlan, source: _Places, target: _Places) -> Tiles:
+    tiles = [
+        tile
+        for piece in plan.pieces
+        for tile in _fused(
+            _Tile(
+                source.side(piece.layer, piece.heads.start, part),
+                target.side(piece.layer, piece.heads.start, part),
+                len(piece.heads),
+                part.head_size,
+                part.itemsize,
+            )
+            for part in plan.target.parts
+        )
+    ]
+    try:
+        return np.array([(*t.source, *t.target, *t[2:]) for t in tiles], dtype=TILE_DTYPE)
+    except OverflowError as error:
+        raise BoundsError("a memory has offsets or strides that do not fit 64 bits") from error
+
+
+def _fused(tiles: Iterable[_Tile]) -> list[_Tile]:
+    """Joins parts whose elements follow each other on both sides: packed k and v."""
+    fused: list[_Tile] = []
+    for tile in tiles:
+        if fused and _follows(fused[-1], tile):
+            fused[-1] = fused[-1]._replace(elements=fused[-1].elements + tile.elements)
+        else:
+            fused.append(tile)
+    return fused
+
+
+def _follows(tile: _Tile, other: _Tile) -> bool:
+    width = tile.elements * tile.itemsize
+    return (tile.heads, tile.itemsize) == (other.heads, other.itemsize) and all(
+        one.element == tile.itemsize and two == one._replace(offset=one.offset + width)
+        for one, two in ((tile.source, other.source), (tile.target, other.target))
+    )
