@@ -1,0 +1,109 @@
+"""What a user may write in ``kv_connector_extra_config`` for the PullConnector."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvferry.config import parse_struct
+from kvferry.control.options import CurveKeys
+from kvferry.control.tickets import MIN_KEY_BYTES
+from kvferry.errors import ConfigError
+
+
+class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Extra keys of the PullConnector. Times are seconds."""
+
+    transport: str | tuple[str, ...] = "shm"
+    """Transports this engine offers, best first; a pair uses the first that both offer."""
+    transport_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
+    """Transport name → its own extra keys."""
+    host: str = "127.0.0.1"
+    """Address on which this engine listens and which its tickets name."""
+    peers: tuple[str, ...] = ()
+    """``host:port`` of engines to shake hands with at start. Without a cluster key, these are
+    the only ones a ticket may name."""
+    cluster_key: str | None = None
+    """Secret of the whole cluster; tickets are signed with it."""
+    cluster_key_file: str | None = None
+    """File that holds the secret; used instead of ``cluster_key``."""
+    curve_keys: str | None = None
+    """JSON file with the keys that ``kvferry keys`` made; encrypts the control channel."""
+    lease_duration_s: float = 30.0
+    """How long a lease lives without renewal; renewed every sixth of it."""
+    max_leased_fraction: float = 0.75
+    """Share of the KV blocks that leases may pin; beyond it a prompt is not lent out."""
+    request_timeout_s: float = 5.0
+    """Wait for the answer to one control message."""
+    handshake_timeout_s: float = 30.0
+    """Wait of a request for its peer's handshake and for its lease before the load fails."""
+    stall_timeout_s: float = 10.0
+    """Time without progress after which a read fails as stalled."""
+    mover_threads: int = 1
+    """Threads that copy, per rank."""
+    record_digests: bool = False
+    """Whether each rank adds a digest of the cells it lent or loaded to its transfer records."""
+
+    def __post_init__(self) -> None:
+        for field in (
+            "lease_duration_s",
+            "request_timeout_s",
+            "handshake_timeout_s",
+            "stall_timeout_s",
+        ):
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field}: {getattr(self, field)} s is not positive")
+        if not 0 < self.max_leased_fraction <= 1:
+            raise ValueError(f"max_leased_fraction: {self.max_leased_fraction} is not in (0, 1]")
+        if self.mover_threads < 1:
+            raise ValueError(f"mover_threads: {self.mover_threads} is less than 1")
+        if not self.transports:
+            raise ValueError("transport: name at least one")
+        if self.cluster_key is not None and self.cluster_key_file is not None:
+            raise ValueError("cluster_key and cluster_key_file: write one of them")
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """The offered transports, best first."""
+        return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    def key(self) -> bytes | None:
+        """The cluster's key.
+
+        Raises:
+            ConfigError: ``cluster_key_file`` cannot be read, or the key is too short.
+        """
+        if self.cluster_key is not None:
+            field, key = "cluster_key", self.cluster_key.encode()
+        elif self.cluster_key_file is not None:
+            field = f"cluster_key_file: {self.cluster_key_file}"
+            try:
+                key = Path(self.cluster_key_file).read_bytes().strip()
+            except OSError as error:
+                raise ConfigError(f"{field} cannot be read: {error.strerror}") from error
+        else:
+            return None
+        if len(key) < MIN_KEY_BYTES:
+            raise ConfigError(
+                f"{field}: the key has {len(key)} bytes, it needs at least {MIN_KEY_BYTES}; "
+                "take 32 random ones, for example from `kvferry keys`"
+            )
+        return key
+
+    def curve(self) -> CurveKeys | None:
+        """The CURVE keys of the control channel.
+
+        Raises:
+            ConfigError: ``curve_keys`` cannot be read, or does not hold keys.
+        """
+        if self.curve_keys is None:
+            return None
+        try:
+            values = msgspec.json.decode(Path(self.curve_keys).read_bytes())
+        except OSError as error:
+            raise ConfigError(
+                f"curve_keys: {self.curve_keys} cannot be read: {error.strerror}"
+            ) from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"curve_keys: {self.curve_keys} is not JSON: {error}") from error
+        return parse_struct(CurveKeys, values, f"curve_keys: {self.curve_keys}")

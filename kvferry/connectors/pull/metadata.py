@@ -1,0 +1,49 @@
+"""What the PullConnector's scheduler half tells its worker halves."""
+
+import msgspec
+
+from kvferry.connectors.base import KVConnectorMetadata
+from kvferry.topology.description import EngineDescription
+
+
+class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: which tokens of which leased blocks go into which of our blocks."""
+
+    request_id: str
+    lease_id: str
+    engine_id: str
+    """The source engine."""
+    incarnation: str
+    """Its start."""
+    address: str
+    """``host:port`` of its control channel, for the Finish."""
+    source_block_ids: tuple[list[int], ...]
+    """Whole block tables on the source, one list per group."""
+    target_block_ids: tuple[list[int], ...]
+    """Whole block tables here, one list per group."""
+    first_token: int
+    num_tokens: int
+    """The load moves the tokens ``[first_token, num_tokens)``."""
+
+
+class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks just lent out, for the source's digest."""
+
+    request_id: str
+    lease_id: str
+    block_ids: tuple[list[int], ...]
+    num_tokens: int
+
+
+class PullMetadata(KVConnectorMetadata, kw_only=True):
+    """One step's news for the ranks."""
+
+    peers: list[EngineDescription] = msgspec.field(default_factory=list)
+    """Engines whose handshake just succeeded; replaces an older start of the same engine."""
+    loads: list[LoadSpec] = msgspec.field(default_factory=list)
+    cancels: list[str] = msgspec.field(default_factory=list)
+    """Lease ids of loads to give up."""
+    released: list[str] = msgspec.field(default_factory=list)
+    """Requests whose lease ended; each rank echoes them once in ``finished_sending``."""
+    lent: list[LentSpec] = msgspec.field(default_factory=list)
+    """Filled only with ``record_digests``."""

@@ -1,0 +1,381 @@
+"""The deciding half of the PullConnector: leases out blocks, obtains leases for loads."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvferry.connectors.base import (
+    BlocksView,
+    ConnectorContext,
+    KVConnectorOutput,
+    RequestView,
+    SchedulerConnector,
+    SchedulerOutputView,
+    TransferRecord,
+)
+from kvferry.connectors.pull.config import PullConfig
+from kvferry.connectors.pull.control import control_options
+from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
+from kvferry.connectors.pull.sources import Load, LoadState, Sources
+from kvferry.control.client import ControlClient
+from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
+from kvferry.control.messages import TransferStatus
+from kvferry.control.server import ControlServer
+from kvferry.control.sockets import split_address
+from kvferry.control.tickets import SeenTickets, Ticket, sign, verify
+from kvferry.errors import ConfigError, TicketError
+from kvferry.topology.description import EngineDescription, RankDescription
+
+logger = logging.getLogger(__name__)
+
+_ranks = msgspec.msgpack.Decoder(RankDescription)
+
+
+class PullScheduler(SchedulerConnector):
+    """Scheduler half; see :class:`~kvferry.connectors.pull.PullConnector`."""
+
+    def __init__(
+        self,
+        context: ConnectorContext,
+        extra: PullConfig,
+        leases: LeaseTable,
+        server: ControlServer,
+        client: ControlClient,
+        sources: Sources,
+    ) -> None:
+        """Takes ownership of server, client and sources; use :meth:`open`."""
+        self._context = context
+        self._extra = extra
+        self._key = extra.key()
+        self._leases = leases
+        self._server = server
+        self._client = client
+        self._sources = sources
+        self._seen = SeenTickets()
+        self._loads: dict[str, Load] = {}
+        self._step = PullMetadata()
+        self._ended: list[EndedLease] = []
+        self._progress: dict[str, tuple[int, int, float]] = {}
+        self._records: list[TransferRecord] = []
+
+    @classmethod
+    def open(cls, context: ConnectorContext) -> "PullScheduler":
+        """Starts the control server and the client.
+
+        Raises:
+            ConfigError: a key cannot be read, or a peer's address is malformed.
+            PortInUseError: ``kv_port`` is taken.
+        """
+        extra = context.extra
+        assert isinstance(extra, PullConfig)  # the registry checked it
+        config = context.config
+        for address in extra.peers:
+            try:
+                split_address(address)
+            except ValueError as error:
+                raise ConfigError(f"peers: {error}") from error
+        if config.is_consumer and extra.key() is None and not extra.peers:
+            logger.warning(
+                "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
+                "request names; set cluster_key_file in kv_connector_extra_config",
+                config.engine_id,
+            )
+        options = control_options(extra, context.num_blocks)
+        leases = LeaseTable(
+            duration_s=options.lease_duration_s,
+            max_blocks=options.leased_blocks_cap(context.num_blocks),
+            takeover_after_s=options.takeover_after_s,
+            remembered=options.remembered_leases,
+        )
+        server = ControlServer.open(
+            engine_id=config.engine_id,
+            incarnation=context.incarnation,
+            host=extra.host,
+            port=config.kv_port,
+            role=config.kv_role,
+            leases=leases,
+            options=options,
+        )
+        client = ControlClient(
+            engine_id=config.engine_id, incarnation=context.incarnation, options=options
+        )
+        sources = Sources(
+            client,
+            addresses=extra.peers,
+            renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
+            handshake_timeout_s=extra.handshake_timeout_s,
+        )
+        return cls(context, extra, leases, server, client, sources)
+
+    @property
+    def port(self) -> int:
+        """TCP port of the control channel."""
+        return self._server.port
+
+    def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
+        """Completes this engine's description: from now on it answers and makes handshakes."""
+        config = self._context.config
+        description = EngineDescription(
+            engine_id=config.engine_id,
+            incarnation=self._context.incarnation,
+            model=self._context.model,
+            groups=tuple(group.description() for group in self._context.groups),
+            ranks=tuple(_ranks.decode(handshake) for handshake in handshakes),
+        )
+        self._server.set_description(description)
+        self._server.set_transfers(self._transfer_statuses)
+        self._sources.describe(description)
+
+    # ---- target side --------------------------------------------------------------------------
+
+    def on_new_request(self, request: RequestView) -> None:
+        """Checks the ticket of a request that was prefilled elsewhere and goes for its lease.
+
+        Raises:
+            TicketError: forged, malformed, used before, or it names an engine that is none of
+                our ``peers``; nobody was contacted.
+            ConfigError: this engine is a producer only.
+        """
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        if not self._context.config.is_consumer:
+            raise ConfigError(
+                "kv_role: this engine is kv_producer and was sent a request to load "
+                "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
+            )
+        text = params.get("ticket")
+        if not isinstance(text, str):
+            raise TicketError(
+                "kv_transfer_params: do_remote_prefill needs the ticket that the prefill engine "
+                "returned; forward its kv_transfer_params unchanged"
+            )
+        ticket = verify(text, self._key)
+        self._check_ticket(ticket)
+        self._seen.claim(ticket.lease_id, request.request_id)
+        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
+
+    def _check_ticket(self, ticket: Ticket) -> None:
+        peers = self._extra.peers
+        if self._key is None and peers and ticket.address not in peers:
+            raise TicketError(
+                f"ticket: it names {ticket.address}, which is not in peers "
+                f"({', '.join(peers)}); add it, or set a cluster_key"
+            )
+        if len(ticket.block_ids) != len(self._context.groups):
+            raise TicketError(
+                f"ticket: it has block tables for {len(ticket.block_ids)} KV cache groups, this "
+                f"engine has {len(self._context.groups)}"
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: RequestView, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See :meth:`SchedulerConnector.get_num_new_matched_tokens`.
+
+        Raises:
+            KVFerryError: the handshake was refused or the lease could not be had.
+        """
+        load = self._loads.get(request.request_id)
+        if load is None or load.state is LoadState.LOADING:
+            return 0, False
+        # One token must be computed here, for its logits.
+        available = min(load.ticket.num_tokens, request.num_tokens - 1) - num_computed_tokens
+        if available <= 0:
+            return 0, False
+        if load.state is LoadState.FAILED:
+            assert load.error is not None  # set with the state
+            raise load.error
+        if load.state is LoadState.WAITING:
+            return None, False
+        return available, True
+
+    def update_state_after_alloc(
+        self, request: RequestView, blocks: BlocksView, num_external_tokens: int
+    ) -> None:
+        """See :meth:`SchedulerConnector.update_state_after_alloc`."""
+        load = self._loads.get(request.request_id)
+        if load is None or load.state is LoadState.LOADING:
+            return
+        if num_external_tokens == 0:
+            self._give_back(request.request_id)
+            return
+        num_tokens = min(load.ticket.num_tokens, request.num_tokens - 1)
+        self._sources.start(load, num_tokens)
+        self._step.loads.append(
+            LoadSpec(
+                request_id=request.request_id,
+                lease_id=load.lease_id,
+                engine_id=load.ticket.engine_id,
+                incarnation=load.ticket.incarnation,
+                address=load.address,
+                source_block_ids=tuple(list(ids) for ids in load.ticket.block_ids),
+                target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
+                first_token=num_tokens - num_external_tokens,
+                num_tokens=num_tokens,
+            )
+        )
+
+    def _give_back(self, request_id: str) -> None:
+        """Nothing will be read under this request's lease."""
+        load = self._loads.pop(request_id)
+        self._seen.retire(load.lease_id)
+        self._sources.release(load)
+
+    def _loaded(self, request_id: str) -> None:
+        """Every rank has reported this request's load."""
+        load = self._loads.pop(request_id, None)
+        if load is not None:
+            self._seen.retire(load.lease_id)
+            self._sources.drop(load)
+        self._progress.pop(request_id, None)
+
+    # ---- source side --------------------------------------------------------------------------
+
+    def request_finished(
+        self, request: RequestView, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Cancels or gives back a load, or leases the prompt's blocks out."""
+        load = self._loads.get(request.request_id)
+        if load is not None and load.state is LoadState.LOADING:
+            if not load.cancelled:
+                load.cancelled = True
+                self._step.cancels.append(load.lease_id)
+            return True, None
+        if load is not None:
+            self._give_back(request.request_id)
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode"):
+            return False, None
+        ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
+        if ends_here or not request.finished_cleanly or not self._context.config.is_producer:
+            return False, None
+        return self._lend(request, block_ids)
+
+    def _lend(
+        self, request: RequestView, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
+        tables = tuple(
+            tuple(ids[: -(-num_tokens // group.block_size)])
+            for ids, group in zip(block_ids, self._context.groups, strict=True)
+        )
+        num_blocks = sum(len(ids) for ids in tables)
+        if num_blocks == 0:
+            return False, None
+        lease = self._leases.grant(request.request_id, num_blocks)
+        if isinstance(lease, LeaseRefusal):
+            self._server.note_error("lease", lease.reason)
+            return False, None
+        if self._extra.record_digests:
+            self._step.lent.append(
+                LentSpec(
+                    request_id=request.request_id,
+                    lease_id=lease.lease_id,
+                    block_ids=tuple(list(ids) for ids in tables),
+                    num_tokens=num_tokens,
+                )
+            )
+        parallel = self._context.groups[0].parallel
+        return True, self._params(
+            Ticket(
+                lease_id=lease.lease_id,
+                engine_id=self._context.config.engine_id,
+                incarnation=self._context.incarnation,
+                host=self._extra.host,
+                port=self._server.port,
+                request_id=request.request_id,
+                num_tokens=num_tokens,
+                block_ids=tables,
+                lease_duration_s=lease.duration_s,
+                tp=parallel.tp,
+                pp=parallel.pp,
+            )
+        )
+
+    def _params(self, ticket: Ticket) -> dict[str, Any]:
+        """The fields that vLLM's proxies look at, and the ticket, which alone counts."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": ticket.engine_id,
+            "remote_request_id": ticket.request_id,
+            "remote_block_ids": ticket.block_ids,
+            "remote_host": ticket.host,
+            "remote_port": ticket.port,
+            "remote_num_tokens": ticket.num_tokens,
+            "tp_size": ticket.tp,
+            "pp_size": ticket.pp,
+            "ticket": sign(ticket, self._key),
+        }
+
+    # ---- every step ---------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutputView) -> PullMetadata:
+        """See :meth:`SchedulerConnector.build_connector_meta`."""
+        step, self._step = self._step, PullMetadata()
+        self._sweep()
+        step.released = [ended.request_id for ended in self._ended]
+        self._ended = []
+        step.peers = self._sources.take_news()
+        return step
+
+    def _sweep(self) -> None:
+        self._ended += self._leases.sweep()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See :meth:`SchedulerConnector.update_connector_output`."""
+        now = time.monotonic()
+        for request_id, (done, total) in output.transfer_progress.items():
+            before = self._progress.get(request_id)
+            stood_still = before is not None and before[0] == done
+            progressed = before[2] if before is not None and stood_still else now
+            self._progress[request_id] = (done, total, progressed)
+        for record in output.transfer_records:
+            self._records.append(record)
+            if record.error:
+                self._server.note_error(
+                    "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
+                )
+        for request_id in output.finished_recving:
+            self._loaded(request_id)
+
+    def has_pending_work(self) -> bool:
+        """Whether ranks have loads under way, or news waits for them."""
+        self._sweep()
+        loading = any(load.state is LoadState.LOADING for load in self._loads.values())
+        step = self._step
+        return loading or bool(self._ended or step.loads or step.cancels or step.lent)
+
+    def take_records(self) -> list[TransferRecord]:
+        """See :meth:`SchedulerConnector.take_records`."""
+        records, self._records = self._records, []
+        return records
+
+    def _transfer_statuses(self) -> list[TransferStatus]:
+        """The loads under way, for ``kvferry status``; called on the server's thread."""
+        now = time.monotonic()
+        statuses = []
+        for load in list(self._loads.values()):
+            done, total, progressed = self._progress.get(load.request_id, (0, 0, load.started))
+            statuses.append(
+                TransferStatus(
+                    request_id=load.request_id,
+                    lease_id=load.lease_id,
+                    peer=load.ticket.engine_id,
+                    bytes_done=done,
+                    bytes_total=total,
+                    age_s=now - load.started,
+                    progress_s=now - progressed,
+                )
+            )
+        return statuses
+
+    def close(self) -> None:
+        """Ends threads and sockets. Idempotent."""
+        self._sources.close()
+        self._client.close()
+        self._server.close()

@@ -1,0 +1,346 @@
+"""The sources of a target engine: handshakes, and leases from first use to the end.
+
+One background thread speaks to all sources, so that neither a slow peer nor a busy step delays a
+renewal. The scheduler thread only reads states and adds or drops loads, under one lock.
+
+A load goes through ``WAITING`` (its source's handshake, then its lease, are awaited), ``READY``
+(the lease is ours), ``LOADING`` (the ranks read) and is dropped when the ranks have reported. At
+any of these it may become ``FAILED`` with an error that says why.
+"""
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvferry.control.client import ControlClient
+from kvferry.control.messages import LeaseAnswer
+from kvferry.control.tickets import Ticket
+from kvferry.errors import (
+    HandshakeNeededError,
+    IncompatibleError,
+    KVFerryError,
+    LeaseError,
+    LeaseRevokedError,
+    LeaseTakenError,
+    PeerLostError,
+    TicketExpiredError,
+)
+from kvferry.topology.description import EngineDescription
+
+RETRY_S = 0.5
+"""Pause after a failed handshake."""
+REFUSED_RETRY_S = 10.0
+"""Pause after a refused one: only a restart of the other side can change the answer."""
+
+
+class LoadState(enum.Enum):
+    """Where a load stands."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    LOADING = "loading"
+    FAILED = "failed"
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One request's load from one lease."""
+
+    request_id: str
+    ticket: Ticket
+    deadline: float
+    """``time.monotonic()`` by which the lease must be ours."""
+    started: float
+    """``time.monotonic()`` of its arrival."""
+    state: LoadState = LoadState.WAITING
+    error: KVFerryError | None = None
+    num_tokens: int = 0
+    """Tokens ``[0, num_tokens)`` are here once the load has ended well."""
+    next_renewal: float = 0.0
+    """``time.monotonic()`` of the next Renew."""
+    cancelled: bool = False
+    """Whether the ranks were told to give it up."""
+
+    @property
+    def lease_id(self) -> str:
+        """The lease it reads under."""
+        return self.ticket.lease_id
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the source's control channel."""
+        return self.ticket.address
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """One engine we load from, known by the address of its control channel."""
+
+    address: str
+    configured: bool
+    """Whether it stands in ``peers``, so that we keep trying without a request."""
+    description: EngineDescription | None = None
+    error: KVFerryError | None = None
+    """Why the last handshake failed; ``None`` after one that succeeded."""
+    handshake: "Future[EngineDescription] | None" = None
+    """The handshake under way."""
+    next_attempt: float = 0.0
+    """``time.monotonic()`` before which no handshake starts."""
+    stale: bool = False
+    """Whether a ticket or an answer spoke of another start of this engine than we know."""
+
+
+class Sources:
+    """All sources of this engine, and the loads that need them. Thread-safe."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        *,
+        addresses: Sequence[str],
+        renew_interval: Callable[[Ticket], float],
+        handshake_timeout_s: float,
+    ) -> None:
+        """Starts the thread; handshakes begin with :meth:`describe`.
+
+        Args:
+            client: speaks for this engine; stays the caller's.
+            addresses: ``host:port`` of the sources to shake hands with at start.
+            renew_interval: seconds between two renewals of a ticket's lease.
+            handshake_timeout_s: seconds a load may wait for its lease.
+        """
+        self._client = client
+        self._renew_interval = renew_interval
+        self._handshake_timeout_s = handshake_timeout_s
+        self._sources = {address: Source(address, configured=True) for address in addresses}
+        self._loads: dict[str, Load] = {}
+        self._ours: EngineDescription | None = None
+        self._news: list[EngineDescription] = []
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvferry-sources", daemon=True)
+        self._thread.start()
+
+    # ---- the scheduler thread -----------------------------------------------------------------
+
+    def describe(self, ours: EngineDescription) -> None:
+        """Sets what this engine tells its sources; from now on handshakes run."""
+        with self._wake:
+            self._ours = ours
+            self._wake.notify()
+
+    def add(self, request_id: str, ticket: Ticket) -> Load:
+        """Begins to obtain the lease of ``ticket`` for a request."""
+        now = time.monotonic()
+        load = Load(request_id, ticket, now + self._handshake_timeout_s, now)
+        with self._wake:
+            self._loads[load.lease_id] = load
+            source = self._sources.setdefault(load.address, Source(load.address, configured=False))
+            known = source.description
+            if known is not None and known.incarnation != ticket.incarnation:
+                source.stale = True
+            self._wake.notify()
+        return load
+
+    def start(self, load: Load, num_tokens: int) -> None:
+        """The ranks begin to read; the lease is renewed until :meth:`drop`."""
+        with self._wake:
+            if load.state is LoadState.READY:
+                load.state = LoadState.LOADING
+            load.num_tokens = num_tokens
+
+    def drop(self, load: Load) -> None:
+        """The ranks have reported the load; their Finishes have ended the lease."""
+        with self._wake:
+            self._loads.pop(load.lease_id, None)
+
+    def release(self, load: Load) -> None:
+        """Gives up a lease under which no rank will read; the source may free the blocks."""
+        self.drop(load)
+        self._client.release(load.address, load.ticket.incarnation, [load.lease_id])
+
+    def take_news(self) -> list[EngineDescription]:
+        """Sources whose handshake succeeded since the last call."""
+        with self._wake:
+            news, self._news = self._news, []
+            return news
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    # ---- the background thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        with self._wake:
+            while not self._closed:
+                now = time.monotonic()
+                if self._ours is not None:
+                    for source in self._sources.values():
+                        self._shake_hands(source, self._ours, now)
+                        self._renew(source, now)
+                self._expire(now)
+                self._wake.wait(self._pause(now))
+
+    def _pause(self, now: float) -> float | None:
+        """Seconds until something is due; ``None`` to sleep until woken."""
+        due = [load.deadline for load in self._loads.values() if load.state is LoadState.WAITING]
+        due += [load.next_renewal for load in self._loads.values() if self._is_renewable(load)]
+        due += [
+            source.next_attempt
+            for source in self._sources.values()
+            if source.handshake is None and self._needs_handshake(source)
+        ]
+        return max(min(due) - now, 0.001) if due and self._ours is not None else None
+
+    def _needs_handshake(self, source: Source) -> bool:
+        if source.description is not None and not source.stale:
+            return False
+        return source.configured or any(
+            load.address == source.address and load.state is LoadState.WAITING
+            for load in self._loads.values()
+        )
+
+    def _shake_hands(self, source: Source, ours: EngineDescription, now: float) -> None:
+        if source.handshake is not None or not self._needs_handshake(source):
+            return
+        if now < source.next_attempt:
+            if isinstance(source.error, IncompatibleError):
+                self._fail_all(source, source.error)
+            return
+        source.handshake = self._client.handshake(source.address, ours)
+        source.handshake.add_done_callback(lambda future: self._shaken(source, future))
+
+    def _shaken(self, source: Source, future: "Future[EngineDescription]") -> None:
+        """A handshake ended; runs on the client's thread."""
+        with self._wake:
+            source.handshake = None
+            error = future.exception()
+            if error is None:
+                source.description, source.error, source.stale = future.result(), None, False
+                self._news.append(source.description)
+            else:
+                source.error = _as_ours(error)
+                refused = isinstance(error, IncompatibleError)
+                source.next_attempt = time.monotonic() + (REFUSED_RETRY_S if refused else RETRY_S)
+                if refused:
+                    self._fail_all(source, source.error)
+            self._wake.notify()
+
+    def _is_renewable(self, load: Load) -> bool:
+        if load.state is LoadState.FAILED or load.next_renewal == float("inf"):
+            return False
+        source = self._sources[load.address]
+        return source.description is not None and not source.stale
+
+    def _renew(self, source: Source, now: float) -> None:
+        """Sends one Renew for every lease at a source if any of them is due."""
+        loads = [
+            load
+            for load in self._loads.values()
+            if load.address == source.address and self._is_renewable(load)
+        ]
+        if not any(load.next_renewal <= now for load in loads):
+            return
+        description = source.description
+        assert description is not None  # _is_renewable
+        fitting = []
+        for load in loads:
+            if load.ticket.incarnation == description.incarnation:
+                fitting.append(load)
+                load.next_renewal = now + self._renew_interval(load.ticket)
+            else:
+                self._give_up(load, _outdated(load.ticket, description))
+        if fitting:
+            ids = [load.lease_id for load in fitting]
+            future = self._client.renew(source.address, description.incarnation, ids)
+            future.add_done_callback(lambda done: self._renewed(source, fitting, done))
+
+    def _renewed(
+        self, source: Source, loads: list[Load], future: "Future[dict[str, LeaseAnswer]]"
+    ) -> None:
+        """A Renew was answered; runs on the client's thread."""
+        with self._wake:
+            error = future.exception()
+            if error is None:
+                answers = future.result()
+                for load in loads:
+                    self._answered(load, answers[load.lease_id])
+            else:
+                # The lease may live on: ask again soon; the load's deadline bounds it.
+                source.error = _as_ours(error)
+                source.stale |= isinstance(error, HandshakeNeededError)
+                for load in loads:
+                    load.next_renewal = time.monotonic() + RETRY_S
+            self._wake.notify()
+
+    def _answered(self, load: Load, answer: LeaseAnswer) -> None:
+        if answer is LeaseAnswer.HELD:
+            if load.state is LoadState.WAITING:
+                load.state = LoadState.READY
+        else:
+            self._give_up(load, _lost_lease(load.ticket, answer))
+
+    def _give_up(self, load: Load, error: KVFerryError) -> None:
+        """There is nothing left to renew."""
+        load.next_renewal = float("inf")
+        # While the ranks read, their confirm decides: a lost lease fails every one of them.
+        if load.state is not LoadState.LOADING:
+            self._fail(load, error)
+
+    def _expire(self, now: float) -> None:
+        for load in self._loads.values():
+            if load.state is not LoadState.WAITING or now < load.deadline:
+                continue
+            source = self._sources[load.address]
+            cause = f"; last error: {source.error}" if source.error is not None else ""
+            self._fail(
+                load,
+                PeerLostError(
+                    f"engine {load.ticket.engine_id!r} at {load.address} did not grant lease "
+                    f"{load.lease_id} within {self._handshake_timeout_s:g} s "
+                    f"(handshake_timeout_s){cause}"
+                ),
+            )
+
+    def _fail_all(self, source: Source, error: KVFerryError) -> None:
+        for load in self._loads.values():
+            if load.address == source.address and load.state is LoadState.WAITING:
+                self._fail(load, error)
+
+    @staticmethod
+    def _fail(load: Load, error: KVFerryError) -> None:
+        load.error = error
+        load.state = LoadState.FAILED
+
+
+def _lost_lease(ticket: Ticket, answer: LeaseAnswer) -> LeaseError:
+    if answer is LeaseAnswer.TAKEN:
+        return LeaseTakenError(
+            f"lease {ticket.lease_id} of engine {ticket.engine_id!r} is held by another target"
+        )
+    return LeaseRevokedError(
+        f"lease {ticket.lease_id} of engine {ticket.engine_id!r} has ended; its blocks may have "
+        "been reused"
+    )
+
+
+def _outdated(ticket: Ticket, description: EngineDescription) -> TicketExpiredError:
+    return TicketExpiredError(
+        f"the ticket of lease {ticket.lease_id} is from start {ticket.incarnation} of engine "
+        f"{ticket.engine_id!r}; at {ticket.host}:{ticket.port} runs start "
+        f"{description.incarnation} of {description.engine_id!r}"
+    )
+
+
+def _as_ours(error: BaseException) -> KVFerryError:
+    """Errors of the client are ours; anything else is a defect that must not be swallowed."""
+    if not isinstance(error, KVFerryError):
+        raise error
+    return error
