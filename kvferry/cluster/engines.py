@@ -8,21 +8,20 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import msgspec
 
 from kvferry.cluster import sse
 from kvferry.cluster.openai import ApiError
+from kvferry.cluster.settings import Role
 from kvferry.engine.messages import SamplingParams
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for an engine to accept a connection, and to answer a health check."""
-
-Role = Literal["prefill", "decode"]
 
 
 class EngineDownError(ApiError):

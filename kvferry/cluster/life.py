@@ -25,8 +25,10 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
+    "keep_first_token": True,
 }
-"""What asks a prefill engine to keep the prompt's KV for another engine."""
+"""What asks a prefill engine to keep the prompt's KV for another engine. ``keep_first_token`` tells
+it that its token counts: where that one ends the answer, nothing has to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class _Life:
     drawn: list[int]
     prefill_tried: set[Engine]
     decode_tried: set[Engine]
+    attempt: int = 1
+
+    @property
+    def engine_request_id(self) -> str:
+        """The id for engines, new for each attempt: the old one may still hold blocks."""
+        return self.request_id if self.attempt == 1 else f"{self.request_id}-try{self.attempt}"
 
     def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
         """An engine's request for the next ``max_tokens`` tokens."""
@@ -118,6 +126,7 @@ class Lives:
                     async for delta in deltas:
                         yield delta
             except _StartAgainError:
+                life.attempt += 1
                 continue
             return
 
@@ -127,7 +136,7 @@ class Lives:
         while True:
             engine = self.prefill.pick(life.prefill_tried)
             try:
-                return await engine.complete(life.body(1, keep), life.request_id)
+                return await engine.complete(life.body(1, keep), life.engine_request_id)
             except EngineDownError:
                 life.prefill_tried.add(engine)
 
@@ -139,7 +148,7 @@ class Lives:
             body = life.body(life.tokens_left, kv_transfer_params)
             began = False
             try:
-                async with aclosing(engine.stream(body, life.request_id)) as replies:
+                async with aclosing(engine.stream(body, life.engine_request_id)) as replies:
                     async for reply in replies:
                         if reply.choices:
                             began = True

@@ -22,32 +22,13 @@ from starlette.routing import Route
 
 from kvferry.cluster import sse, web
 from kvferry.cluster.answer import Answer, ChoiceDelta
-from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool, Role
+from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool
 from kvferry.cluster.life import Lives
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
+from kvferry.cluster.settings import Role, RouterSettings
 from kvferry.cluster.shapes import Shape, WholeChoice
 from kvferry.cluster.text import TextCodec
-
-
-class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an engine is."""
-
-    name: str
-    role: Role
-    url: str
-    """``http://host:port``, without a path."""
-
-
-class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a router is built from."""
-
-    engines: tuple[EngineAddress, ...]
-    model_folder: str
-    """Folder with the tokenizer and the chat template."""
-    model_name: str
-    """The name that clients write in ``model``."""
-    request_timeout_s: float = 600.0
 
 
 class Router:

@@ -111,7 +111,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
         with suppress(ClientGoneError):
             await until_disconnect(receive, self._send_all(send))

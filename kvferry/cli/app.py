@@ -1,0 +1,147 @@
+"""The commands and their options. What they do lives in a module each, loaded when it runs."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvferry import __version__
+from kvferry.errors import KVFerryError
+
+app = typer.Typer(
+    help="Move KV-cache blocks between prefill and decode engines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ERROR_EXIT_CODE = 2
+"""The exit code when something outside the command went wrong; the message says what."""
+
+ClusterFile = Annotated[
+    Path, typer.Argument(metavar="CLUSTER.toml", help="The cluster file.", show_default=False)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
+
+
+def run() -> None:
+    """Runs the command line; an expected error is one message and exit code 2."""
+    try:
+        app()
+    except KVFerryError as error:
+        if "--debug" in sys.argv:
+            raise
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            f"[bold red]kvferry:[/] {_escaped(str(error))}"
+        )
+        sys.exit(ERROR_EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def serve(
+    file: ClusterFile,
+    logs: Annotated[
+        Path | None,
+        typer.Option(help="Folder for one log per process.", show_default="a temporary one"),
+    ] = None,
+) -> None:
+    """Start every engine of a cluster file and an OpenAI-compatible router, until Ctrl-C."""
+    from kvferry.cli.serve import serve as command
+
+    command(file, logs)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the results.")] = Path(
+        "demo-out"
+    ),
+    transport: Annotated[
+        str, typer.Option(help="What moves the KV: shm or tcp, or another one installed.")
+    ] = "shm",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON list of prompts to send.", show_default="the ones that ship"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 40,
+    model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2",
+) -> None:
+    """Serve real prompts with a prefill/decode pair and compare with one undivided engine."""
+    from kvferry.cli.demo import demo as command
+
+    command(out, transport, prompts, max_tokens, model)
+
+
+@app.command()
+def plan(
+    file: ClusterFile,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request to plan for.")] = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Show who reads what from whom, in how many copies and bytes. Nothing is started."""
+    from kvferry.cli.plan import plan as command
+
+    command(file, tokens, as_json)
+
+
+@app.command()
+def status(
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT", help="An engine's control channel (kv_port).", show_default=False
+        ),
+    ],
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="File of CURVE keys, where the channel has some.", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show an engine's peers, leases, transfers and last errors."""
+    from kvferry.cli.status import status as command
+
+    command(address, keys, timeout, as_json)
+
+
+@app.command()
+def keys(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that gets the files; made if missing.")
+    ] = Path("kvferry-keys"),
+) -> None:
+    """Make a cluster key (signs tickets) and CURVE keys (encrypt the control channel)."""
+    from kvferry.cli.keys import keys as command
+
+    command(folder)

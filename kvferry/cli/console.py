@@ -1,0 +1,51 @@
+"""How commands show what is going on."""
+
+import re
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+
+class PartProgress:
+    """One line per part of the cluster: a live bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, str] = {}
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.fields[part]:<12}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+
+    def __call__(self, part: str, doing: str, done: float) -> None:
+        """Shows what ``part`` is doing, ``done`` (0 to 1) of it being done."""
+        if self._console.is_terminal:
+            if part not in self._tasks:
+                self._tasks[part] = self._progress.add_task(doing, total=1.0, part=part)
+            self._progress.update(self._tasks[part], description=doing, completed=done)
+            return
+        # "tensor 5 of 272" is no news after "tensor 4 of 272".
+        kind = re.sub(r"\d+", "#", doing)
+        if self._said.get(part) != kind:
+            self._said[part] = kind
+            self._console.print(f"{part}: {doing}", highlight=False)
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,139 @@
+"""``kvferry status``."""
+
+import datetime as dt
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvferry.cli.units import bytes_text, seconds_text
+from kvferry.config import parse_struct
+from kvferry.control.client import fetch_status
+from kvferry.control.messages import StatusReport
+from kvferry.control.options import CurveKeys
+from kvferry.errors import ConfigError
+
+
+def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> None:
+    """Prints the report of the engine at ``address``.
+
+    Raises:
+        ConfigError: the address or the keys cannot be used.
+        PeerLostError, ProtocolError: see :func:`~kvferry.control.client.fetch_status`.
+    """
+    host, port = parse_address(address)
+    report = fetch_status(host, port, timeout_s, load_keys(keys))
+    if as_json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    else:
+        show(report, Console())
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``HOST:PORT``, ``[HOST]:PORT`` or ``PORT`` in its parts.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{address!r} is not an address; write HOST:PORT, 127.0.0.1:14579 say")
+    return host, int(port)
+
+
+def load_keys(file: Path | None) -> CurveKeys | None:
+    """The CURVE keys that ``kvferry keys`` has written.
+
+    Raises:
+        ConfigError: the file cannot be read or holds something else.
+    """
+    if file is None:
+        return None
+    try:
+        values = msgspec.json.decode(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: not JSON: {error}") from error
+    return parse_struct(CurveKeys, values, str(file))
+
+
+def show(report: StatusReport, console: Console) -> None:
+    """Prints a report for people."""
+    ready = "ready" if report.ready else "starting"
+    console.print(
+        f"[bold]{report.engine_id}[/] ({report.role}), {ready}, "
+        f"up {seconds_text(report.uptime_s)}, incarnation {report.incarnation[:8]}",
+        highlight=False,
+    )
+    for table, empty in (
+        (_peers(report), "no peers"),
+        (_leases(report), "no leases"),
+        (_transfers(report), "no transfers"),
+        (_errors(report), "no errors"),
+    ):
+        if table.row_count:
+            console.print(table)
+        else:
+            console.print(f"[dim]{empty}[/]")
+    if report.counters:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(report.counters.items()))
+        console.print(f"[dim]counters:[/] {counts}", highlight=False)
+
+
+def _peers(report: StatusReport) -> Table:
+    table = Table("peer", "state", "ranks", "known", "last message", "last error", title="Peers")
+    for peer in report.peers:
+        table.add_row(
+            peer.engine_id,
+            peer.state,
+            str(peer.ranks),
+            seconds_text(peer.age_s),
+            f"{seconds_text(peer.last_seen_s)} ago",
+            peer.last_error,
+        )
+    return table
+
+
+def _leases(report: StatusReport) -> Table:
+    table = Table("lease", "request", "blocks", "age", "expires in", "target", "ranks done")
+    table.title = "Leases on this engine's blocks"
+    for lease in report.leases:
+        table.add_row(
+            lease.lease_id[:12],
+            lease.request_id,
+            str(lease.num_blocks),
+            seconds_text(lease.age_s),
+            seconds_text(lease.remaining_s),
+            lease.target or "nobody yet",
+            ", ".join(map(str, lease.ranks_done)) or "none",
+        )
+    return table
+
+
+def _transfers(report: StatusReport) -> Table:
+    table = Table("request", "from", "done", "of", "", "age", "last progress")
+    table.title = "Transfers into this engine"
+    for transfer in report.transfers:
+        share = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0
+        table.add_row(
+            transfer.request_id,
+            transfer.peer,
+            bytes_text(transfer.bytes_done),
+            bytes_text(transfer.bytes_total),
+            f"{share:.0%}",
+            seconds_text(transfer.age_s),
+            f"{seconds_text(transfer.progress_s)} ago",
+        )
+    return table
+
+
+def _errors(report: StatusReport) -> Table:
+    table = Table("time", "error", title="Last errors")
+    for error in report.errors:
+        moment = dt.datetime.fromtimestamp(error.time, dt.UTC).astimezone()
+        table.add_row(moment.strftime("%H:%M:%S"), error.message)
+    return table

@@ -1,0 +1,308 @@
+"""Starts a whole cluster on this machine and notices when a part of it dies."""
+
+import contextlib
+import queue
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import msgspec
+
+from kvferry.cluster.child import Bound, Failed, Loading, Ready
+from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
+from kvferry.cluster.settings import (
+    ConvertSettings,
+    EngineAddress,
+    EngineSettings,
+    Role,
+    RouterSettings,
+)
+from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
+from kvferry.errors import EngineError, KVFerryError
+
+Progress: TypeAlias = Callable[[str, str, float], None]
+"""Called with the name of a part, what it does now, and the fraction (0 to 1) of that done."""
+
+START_TIMEOUT_S = 600.0
+"""Seconds for all engines to become ready."""
+HOST = "127.0.0.1"
+"""Where engines serve HTTP. Never public: only the router may say where KV lies."""
+
+
+@dataclass(slots=True, eq=False)
+class RunningEngine:
+    """One engine of a running cluster."""
+
+    config: EngineConfig
+    role: Role
+    process: ChildProcess
+    port: int = 0
+    """Its HTTP port."""
+    control: str | None = None
+    """``host:port`` of its control channel, for ``kvferry status``."""
+    is_ready: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name in the cluster file."""
+        return self.config.name
+
+    @property
+    def url(self) -> str:
+        """Where it serves HTTP."""
+        return f"http://{HOST}:{self.port}"
+
+
+class Cluster:
+    """A running cluster. Close it; or use it as a context manager."""
+
+    def __init__(self, config: ClusterConfig, logs: Path, progress: Progress) -> None:
+        """Use :meth:`open`."""
+        self.config = config
+        self.logs = logs
+        """Folder with one log per process."""
+        self.engines: tuple[RunningEngine, ...] = ()
+        self.model_folder = ""
+        self._progress = progress
+        self._router: ChildProcess | None = None
+        self._router_port = 0
+        self._news: queue.Queue[News] = queue.Queue()
+        self._processes: list[ChildProcess] = []
+        self._closing = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        config: ClusterConfig,
+        *,
+        logs: str | Path | None = None,
+        progress: Progress = lambda _part, _doing, _done: None,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> "Cluster":
+        """Converts the model, starts every engine and the router, and returns when all serve.
+
+        Args:
+            config: the cluster.
+            logs: folder for the logs; a new temporary one if left out.
+            progress: told what every part is doing, from the caller's thread.
+            timeout_s: seconds that the engines have to become ready.
+
+        Raises:
+            KVFerryError: what a part reported (a port in use, a model that cannot be used, ...),
+                with its name; or :class:`WorkerDiedError` with its exit code and last log lines.
+                Everything that was started has ended then.
+        """
+        folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        cluster = cls(config, folder, progress)
+        try:
+            cluster._start(time.monotonic() + timeout_s)
+        except BaseException:
+            cluster.close()
+            raise
+        return cluster
+
+    @property
+    def url(self) -> str:
+        """Where the router serves; ``/v1`` is OpenAI's API."""
+        host = self.config.router.host
+        return f"http://{HOST if host in ('0.0.0.0', '::') else host}:{self._router_port}"  # noqa: S104
+
+    @property
+    def deaths(self) -> list[KVFerryError]:
+        """Why parts of the cluster have ended, one error each; empty while all is well."""
+        return [process.error() for process in self._processes if not process.is_running]
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether the router and at least one engine of each role are alive."""
+        alive = {engine.role for engine in self.engines if engine.process.is_running}
+        return self._router is not None and self._router.is_running and len(alive) == 2
+
+    def wait(self, timeout_s: float | None = None) -> KVFerryError | None:
+        """Waits until a part of the cluster ends by itself; returns why, ``None`` when time is up.
+
+        Every death is returned once.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            # In short waits: a queue that is waited for without end holds Ctrl-C off.
+            left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
+            try:
+                news = self._news.get(timeout=max(0.0, left))
+            except queue.Empty:
+                if deadline is not None and time.monotonic() >= deadline:
+                    return None
+                continue
+            if news.event is None and news.child in self._processes:
+                return news.child.error()
+
+    def close(self) -> None:
+        """Ends every process, the router first; kills what does not end in time. Idempotent."""
+        with self._closing:
+            processes, self._processes = self._processes, []
+            router = [process for process in processes if process is self._router]
+            engines = [process for process in processes if process is not self._router]
+            for group in (router, engines):
+                deadline = time.monotonic() + TERM_GRACE_S
+                for process in group:
+                    process.terminate()
+                for process in group:
+                    process.reap(deadline - time.monotonic())
+
+    def remove_logs(self) -> None:
+        """Deletes the logs, once they are of no use any more."""
+        shutil.rmtree(self.logs, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- start --------------------------------------------------------------------------------
+
+    def _start(self, deadline: float) -> None:
+        self.model_folder = self._convert(self.config.model, deadline)
+        # All at once: no engine waits for another, so that their order does not matter.
+        key = secrets.token_hex(32)
+        self.engines = tuple(
+            self._start_engine(engine, role, key) for engine, role in _roles(self.config)
+        )
+        by_process = {engine.process: engine for engine in self.engines}
+        while not all(engine.port for engine in self.engines):
+            self._take(by_process, deadline)
+        # The router loads its tokenizer while the engines load the model.
+        self._start_router(by_process, deadline)
+        while not all(engine.is_ready for engine in self.engines):
+            self._take(by_process, deadline)
+        self._await_router(by_process, deadline)
+
+    def _convert(self, model: ModelConfig, deadline: float) -> str:
+        settings = ConvertSettings(model=model)
+        process = self._spawn("model", "convert", settings)
+        for event in self._events_until_end(process, deadline):
+            if isinstance(event, Ready) and event.folder is not None:
+                process.reap(TERM_GRACE_S)
+                self._processes.remove(process)
+                return event.folder
+        raise process.error()
+
+    def _events_until_end(
+        self, process: ChildProcess, deadline: float
+    ) -> Iterator[Loading | Bound | Ready | Failed]:
+        while True:
+            news = self._next(deadline, f"{process.name!r} is still at work")
+            if news.child is process and news.event is None:
+                return
+            if isinstance(news.event, Loading):
+                self._progress(process.name, news.event.doing, news.event.done)
+            if news.event is not None:
+                yield news.event
+
+    def _start_engine(self, engine: EngineConfig, role: Role, key: str) -> RunningEngine:
+        settings = EngineSettings(
+            engine=engine,
+            role=role,
+            host=HOST,
+            model_folder=self.model_folder,
+            model_name=self.config.model.source,
+            dtype=self.config.model.dtype,
+            cluster_key=key,
+        )
+        process = self._spawn(engine.name, "engine", settings, engine.threads)
+        return RunningEngine(engine, role, process)
+
+    def _start_router(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
+        router = self.config.router
+        settings = RouterSettings(
+            host=router.host,
+            port=router.port,
+            engines=tuple(
+                EngineAddress(name=engine.name, role=engine.role, url=engine.url)
+                for engine in self.engines
+            ),
+            model_folder=self.model_folder,
+            model_name=self.config.model.source,
+            request_timeout_s=router.request_timeout_s,
+        )
+        self._router = self._spawn("router", "router", settings)
+        while not self._router_port:
+            self._take(by_process, deadline)
+
+    def _await_router(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
+        import httpx
+
+        with httpx.Client(trust_env=False, timeout=2.0) as client:
+            while True:
+                with contextlib.suppress(httpx.HTTPError):
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                with contextlib.suppress(queue.Empty):
+                    self._note(self._news.get(timeout=0.05), by_process)
+                if time.monotonic() > deadline:
+                    raise EngineError("the router does not reach its engines in time")
+
+    def _spawn(
+        self, name: str, what: str, settings: msgspec.Struct, threads: int = 1
+    ) -> ChildProcess:
+        process = ChildProcess.start(
+            name, what, settings, self.logs / f"{name}.log", self._news, threads
+        )
+        self._processes.append(process)
+        return process
+
+    def _take(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
+        waiting = [engine.name for engine in self.engines if not engine.is_ready]
+        self._note(self._next(deadline, f"not ready: {', '.join(waiting)}"), by_process)
+
+    def _next(self, deadline: float, waiting_for: str) -> News:
+        while True:
+            try:
+                return self._news.get(timeout=0.5)
+            except queue.Empty:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"the cluster did not start in time; {waiting_for} (logs: {self.logs})"
+                    ) from None
+
+    def _note(self, news: News, by_process: dict[ChildProcess, RunningEngine]) -> None:
+        """Takes one piece of news of the start.
+
+        Raises:
+            KVFerryError: a process ended.
+        """
+        engine = by_process.get(news.child)
+        match news.event:
+            case None:
+                if news.child in self._processes:
+                    raise news.child.error()
+            case Loading(doing=doing, done=done):
+                self._progress(news.child.name, doing, done)
+            case Bound(port=port) if engine is not None:
+                engine.port = port
+            case Bound(port=port):
+                self._router_port = port
+            case Ready(control=control) if engine is not None:
+                engine.control = control
+                engine.is_ready = True
+                self._progress(engine.name, "ready", 1.0)
+
+
+def _roles(config: ClusterConfig) -> Iterator[tuple[EngineConfig, Role]]:
+    for engine in config.prefill:
+        yield engine, "prefill"
+    for engine in config.decode:
+        yield engine, "decode"

@@ -1,0 +1,200 @@
+"""One process that the launcher started: its events, its log, its end."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvferry import errors
+from kvferry.cluster.child import Event, Failed
+from kvferry.errors import KVFerryError, WorkerDiedError
+
+TERM_GRACE_S = 15.0
+"""Seconds between SIGTERM and SIGKILL."""
+GROUP_GRACE_S = 5.0
+"""Seconds that the ranks of a dead engine have to notice it."""
+TAIL_LINES = 12
+"""Log lines that a report of a death quotes."""
+
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """An event of a child, or its end."""
+
+    child: "ChildProcess"
+    event: Event | None
+    """``None`` when the process has ended."""
+
+
+class ChildProcess:
+    """A running child. Its news arrive in the queue it was started with."""
+
+    def __init__(
+        self, name: str, process: "subprocess.Popen[bytes]", log: Path, status_fd: int
+    ) -> None:
+        """Use :meth:`start`."""
+        self.name = name
+        self.log = log
+        self.failure: Failed | None = None
+        """What it reported before it ended."""
+        self.exit_code: int | None = None
+        """Negative for a signal; ``None`` while it runs."""
+        self._process = process
+        self._status_fd = status_fd
+        self._ended = threading.Event()
+        self._group_ended = threading.Event()
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        what: str,
+        settings: msgspec.Struct,
+        log: Path,
+        news: "queue.Queue[News]",
+        threads: int = 1,
+    ) -> "ChildProcess":
+        """Starts ``python -m kvferry.cluster.main WHAT`` in a session of its own.
+
+        Args:
+            name: how people know it.
+            what: ``"engine"``, ``"router"`` or ``"convert"``.
+            settings: its settings; they travel over a pipe, so that secrets stay out of ``ps``.
+            log: file that gets its stdout and stderr.
+            news: gets its events.
+            threads: compute threads of the numeric libraries in it.
+        """
+        status_read, status_write = os.pipe()
+        # Before numeric libraries are loaded: afterwards they do not look at it any more.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        with log.open("ab") as output:
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [sys.executable, "-m", "kvferry.cluster.main", what, str(status_write)],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(status_write,),
+                # A session of its own: Ctrl-C reaches only the launcher, and the process group
+                # is everything this child has started.
+                start_new_session=True,
+                env=environment,
+            )
+        os.close(status_write)
+        child = cls(name, process, log, status_read)
+        threading.Thread(
+            target=child._follow, args=(news,), name=f"kvferry-{name}", daemon=True
+        ).start()
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it is dead already, which its news will say
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            process.stdin.flush()
+        return child
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its process group too."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._ended.is_set()
+
+    def error(self) -> KVFerryError:
+        """Why it ended, in words: what it reported, or its exit code and last log lines."""
+        if self.failure is not None:
+            kind = getattr(errors, self.failure.name, None)
+            message = f"{self.name}: {self.failure.message}"
+            if isinstance(kind, type) and issubclass(kind, KVFerryError):
+                try:
+                    return kind(message)
+                except TypeError:  # its constructor takes more than a message
+                    return KVFerryError(message)
+            return WorkerDiedError(f"{message}{self._quoted_log()}")
+        return WorkerDiedError(
+            f"{self.name} (process {self.pid}) ended with {describe_exit(self.exit_code)}"
+            f"{self._quoted_log()}"
+        )
+
+    def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
+        """The last lines of its log."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - 65536))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        return text.splitlines()[-lines:]
+
+    def terminate(self) -> None:
+        """Asks it to end. Idempotent."""
+        self._signal(signal.SIGTERM)
+
+    def reap(self, timeout_s: float) -> None:
+        """Waits for its end and that of all it has started; kills them when time is up."""
+        if not self._ended.wait(max(0.0, timeout_s)):
+            self._signal(signal.SIGKILL)
+        self._group_ended.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Popen knows whether the process has been waited for, so that no reused id is hit.
+        self._process.send_signal(number)
+
+    def _quoted_log(self) -> str:
+        tail = self.log_tail()
+        if not tail:
+            return f"; its log {self.log} is empty"
+        return "".join(f"\n  | {line}" for line in tail) + f"\n  (log: {self.log})"
+
+    def _follow(self, news: "queue.Queue[News]") -> None:
+        for event in self._events():
+            if isinstance(event, Failed):
+                self.failure = event
+            news.put(News(self, event))
+        self.exit_code = self._process.wait()
+        self._ended.set()
+        news.put(News(self, None))
+        self._end_group()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._group_ended.set()
+
+    def _end_group(self) -> None:
+        """Gives what the child has started a moment to end by itself (and to remove its shared
+        memory), then kills it. The id of a group is not reused while it has members.
+        """
+        deadline = time.monotonic() + GROUP_GRACE_S
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self.pid, 0)
+                time.sleep(0.02)
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def _events(self) -> Iterator[Event]:
+        with os.fdopen(self._status_fd, "rb") as pipe:
+            for line in pipe:
+                yield _decoder.decode(line)
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "no exit code yet"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,52 @@
+"""What the launcher tells the processes it starts."""
+
+from typing import Literal
+
+import msgspec
+
+from kvferry.config import EngineConfig, ModelConfig
+
+Role = Literal["prefill", "decode"]
+
+
+class ConvertSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """For the process that converts the model."""
+
+    model: ModelConfig
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """For the scheduler process of an engine."""
+
+    engine: EngineConfig
+    role: Role
+    host: str
+    """Address of its HTTP server."""
+    model_folder: str
+    """The converted model."""
+    model_name: str
+    dtype: str
+    cluster_key: str
+    """Secret of this cluster, for connectors that take a ``cluster_key`` and were given none."""
+
+
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the router finds an engine."""
+
+    name: str
+    role: Role
+    url: str
+    """``http://host:port``, without a path."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """For the router."""
+
+    engines: tuple[EngineAddress, ...]
+    model_folder: str
+    """Folder with the tokenizer and the chat template."""
+    model_name: str
+    """The name that clients write in ``model``."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    request_timeout_s: float = 600.0
