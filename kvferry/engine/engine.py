@@ -1,0 +1,337 @@
+"""The reference engine: a scheduler, the ranks that compute, and the connector between engines."""
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from kvferry.cache import KVCacheConfig
+from kvferry.connectors.aggregator import KVOutputAggregator
+from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.messages import (
+    EngineOutput,
+    RankOutput,
+    RequestTimings,
+    SamplingParams,
+    SchedulerOutput,
+)
+from kvferry.engine.request import EngineRequest
+from kvferry.engine.scheduler import Scheduler, SchedulerStats
+from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
+
+IDLE_SLEEP_S = 0.001
+"""Pause after a step that computed nothing, while loads or leases are pending."""
+
+_MAX_RECORDS = 65_536
+"""Transfer records kept for whoever asks; beyond it the oldest are dropped."""
+
+
+class StepExecutor(Protocol):
+    """What runs the steps on all ranks."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def handshakes(self) -> Sequence[bytes]:
+        """What each rank's connector returned as ``handshake_metadata``, by rank."""
+
+    def execute(self, output: SchedulerOutput) -> Sequence[RankOutput | None]:
+        """Runs one step on all ranks; the place of a dead rank holds ``None``.
+
+        Raises:
+            WorkerDiedError: ranks are gone and nothing came back from any.
+        """
+
+    def close(self) -> None:
+        """Ends the ranks. Idempotent."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of an engine."""
+
+    scheduler: SchedulerStats
+    steps: int
+    """Steps that computed something, since the start."""
+    computed_tokens: int
+    """Tokens computed since the start."""
+    output_tokens: int
+    """Tokens drawn since the start."""
+    connector: dict[str, float]
+    """Counters of the connector, added up over ranks and steps."""
+    transfer_progress: dict[str, tuple[int, int]]
+    """Request id → (bytes in place, bytes in all) of the loads under way."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """A request's answer, whole."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    """For each token, the difference of the two best logits."""
+    finish_reason: str | None = None
+    error: str = ""
+    error_type: str = ""
+    kv_transfer_params: dict[str, object] | None = None
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    timings: RequestTimings | None = None
+
+    def add(self, output: EngineOutput) -> None:
+        """Takes in the news of one step."""
+        self.token_ids += output.new_token_ids
+        self.gaps += output.gaps
+        self.num_cached_tokens = output.num_cached_tokens
+        self.num_external_tokens = output.num_external_tokens
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
+            self.error, self.error_type = output.error, output.error_type
+            self.kv_transfer_params = output.kv_transfer_params
+            self.timings = output.timings
+
+
+class Engine:
+    """One engine: requests in, tokens out, a step at a time. One thread owns it.
+
+    ``step`` raises when the engine cannot go on, a dead rank for example; then ``fail_all`` gives
+    what its clients are to be told, and only ``close`` is left.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        kv_cache_config: KVCacheConfig,
+        executor: StepExecutor,
+        connector: SchedulerConnector | None,
+    ) -> None:
+        self.options = options
+        self._executor = executor
+        self._connector = connector
+        self._scheduler = Scheduler(options, kv_cache_config, connector)
+        self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
+        self._records: deque[TransferRecord] = deque(maxlen=_MAX_RECORDS)
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._counters: dict[str, float] = {}
+        self._totals = {"steps": 0, "computed": 0, "output": 0}
+        self._failure: KVFerryError | None = None
+
+    @classmethod
+    def open(
+        cls,
+        options: SchedulerOptions,
+        kv_cache_config: KVCacheConfig,
+        executor: StepExecutor,
+        connector: SchedulerConnector | None = None,
+    ) -> "Engine":
+        """Joins the parts; from here on the engine owns executor and connector, and closes them.
+
+        Raises:
+            KVFerryError: the connector cannot use what the ranks told it. All parts are closed.
+        """
+        try:
+            engine = cls(options, kv_cache_config, executor, connector)
+            if connector is not None:
+                connector.set_worker_handshakes(executor.handshakes())
+        except BaseException:
+            _close(connector, executor)
+            raise
+        return engine
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+    ) -> None:
+        """Takes a request in; its news come from :meth:`step`.
+
+        Args:
+            request_id: unique among live requests and those whose blocks are lent out.
+            prompt_token_ids: at least one.
+            sampling: how its tokens are drawn; greedy, 16 at most, if left out.
+            kv_transfer_params: what the router sent for the connector.
+            cache_salt: prefixes are shared only between requests of equal salt.
+            arrival: Unix seconds, for the timings; now if left out.
+
+        Raises:
+            ValueError: an empty prompt, or an id in use.
+            KVFerryError: it is refused; see :meth:`Scheduler.add_request`.
+        """
+        request = EngineRequest(
+            request_id,
+            prompt_token_ids,
+            SamplingParams() if sampling is None else sampling,
+            kv_transfer_params=kv_transfer_params,
+            cache_salt=cache_salt,
+            arrival=arrival,
+        )
+        self._scheduler.add_request(request)
+        # Reports that come late for an earlier request of this id were made before it was gone.
+        self._aggregator.forget(request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now; the next step reports it. Unknown ids are ignored.
+
+        Returns:
+            Whether there was such a request.
+        """
+        return self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has something to do, be it only to hear of loads and leases."""
+        return self._scheduler.has_work()
+
+    def step(self) -> list[EngineOutput]:
+        """Computes one batch and returns what is new, requests that ended in between included.
+
+        Raises:
+            WorkerDiedError: a rank is gone. The engine cannot go on.
+            KVFerryError: likewise, as the message says.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._run_step()
+        except KVFerryError as error:
+            self._failure = error
+            raise
+        return self._scheduler.take_news()
+
+    def _run_step(self) -> None:
+        output = self._scheduler.schedule()
+        self._count_step(output)
+        if not output.requests and self._connector is None:
+            return  # the ranks keep no state of requests: there is nothing to tell them
+        for request_id in self._scheduler.take_started_loads():
+            self._aggregator.forget(request_id)
+        ranks = self._executor.execute(output)
+        report = self._aggregator.join(
+            [None if rank is None else rank.kv_connector_output for rank in ranks]
+        )
+        self._note(report)
+        dead = [str(rank) for rank, result in enumerate(ranks) if result is None]
+        if dead:
+            raise WorkerDiedError(
+                f"rank {', '.join(dead)} of {len(ranks)} is gone; every request of this engine "
+                "ends. Its log says why; restart the engine"
+            )
+        sampled = {name: token for rank in ranks if rank for name, token in rank.sampled.items()}
+        gaps = {name: gap for rank in ranks if rank for name, gap in rank.gaps.items()}
+        self._scheduler.update(output, sampled, gaps, report)
+        self._totals["output"] += len(sampled)
+
+    def _count_step(self, output: SchedulerOutput) -> None:
+        tokens = sum(len(part.token_ids) for part in output.requests)
+        self._totals["steps"] += bool(tokens)
+        self._totals["computed"] += tokens
+        self._last_step_tokens = tokens
+
+    def _note(self, report: KVConnectorOutput) -> None:
+        """Keeps what is not the scheduler's: records, progress and counters."""
+        self._records.extend(report.transfer_records)
+        self._progress = report.transfer_progress
+        for name, value in report.kv_connector_stats.items():
+            self._counters[name] = self._counters.get(name, 0.0) + value
+
+    def fail_all(self, error: KVFerryError) -> list[EngineOutput]:
+        """Ends every live request with ``error``; returns that, and what was not yet reported."""
+        self._scheduler.fail_all(error)
+        return self._scheduler.take_news()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
+    ) -> list[Completion]:
+        """Runs a batch of prompts to its end, leases of its blocks apart.
+
+        Args:
+            prompts: token ids.
+            sampling: for all, or one per prompt.
+            kv_transfer_params: one per prompt.
+
+        Returns:
+            One completion per prompt, in order; one that failed has the finish reason ``error``.
+
+        Raises:
+            ValueError, KVFerryError: a prompt is refused, or the engine cannot go on.
+        """
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        params = kv_transfer_params or [None] * len(prompts)
+        done = {name: Completion(name) for name in (uuid.uuid4().hex for _ in prompts)}
+        for name, prompt, choice, param in zip(done, prompts, each, params, strict=True):
+            self.add_request(name, prompt, choice, kv_transfer_params=param)
+        while any(completion.finish_reason is None for completion in done.values()):
+            for output in self.step():
+                if output.request_id in done:
+                    done[output.request_id].add(output)
+            if not self.is_computing:
+                time.sleep(IDLE_SLEEP_S)
+        return list(done.values())
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the last step computed anything; if not, a pause before the next is in order."""
+        return self._last_step_tokens > 0
+
+    def records(self) -> list[TransferRecord]:
+        """Transfer records since the last call, each once; of the last 65,536 at most."""
+        records = dict.fromkeys(self._records)
+        if self._connector is not None:
+            records.update(dict.fromkeys(self._connector.take_records()))
+        self._records.clear()
+        return list(records)
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return EngineStats(
+            scheduler=self._scheduler.stats(),
+            steps=self._totals["steps"],
+            computed_tokens=self._totals["computed"],
+            output_tokens=self._totals["output"],
+            connector=dict(self._counters),
+            transfer_progress=dict(self._progress),
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; ``False`` while any block is in use."""
+        return self._scheduler.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Ends connector and ranks; live requests are dropped. Idempotent."""
+        if self._failure is None:
+            self._failure = EngineError("the engine is closed")
+        _close(self._connector, self._executor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _close(connector: SchedulerConnector | None, executor: StepExecutor) -> None:
+    # Peers are told first; the ranks' memory goes last.
+    try:
+        if connector is not None:
+            connector.close()
+    finally:
+        executor.close()

@@ -1,0 +1,462 @@
+"""The scheduler: which tokens are computed in the next step, in which blocks.
+
+Continuous batching with chunked prefill, first come first served. A request is in one of four
+places, each in order of arrival::
+
+    waiting ──────────────► running      holds blocks, computes
+       │  ▲                  ▲   │
+       │  └─ preempted ──────┼───┘
+       ▼                     │
+    loading ──► ready ───────┘           hold blocks that the connector fills, or has filled
+
+Nothing deadlocks: a request is admitted only if its whole known sequence fits beside what the
+admitted ones still need for theirs; when answers outgrow the pool, the youngest of those that run
+or are ready gives its blocks up and is computed again, so the oldest always gets on. Blocks of
+loads and of ended requests that are lent out cannot be taken back, but both come back in the end.
+"""
+
+import time
+from bisect import insort
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from kvferry.cache import KVCacheConfig, KVCacheManager
+from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
+from kvferry.engine.admission import SchedulerOptions, blocks_for, check_request, output_limit
+from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
+from kvferry.engine.request import EngineRequest, RequestStatus
+from kvferry.engine.transfers import NO_MATCH, EndedLoad, KVTransfers, Match
+from kvferry.errors import EngineError, KVFerryError, TransferError
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy the scheduler is."""
+
+    running: int
+    waiting: int
+    """Requests without blocks, and those whose load has ended but that have no seat yet."""
+    loading: int
+    lent: int
+    """Ended requests whose blocks the connector still needs."""
+    lent_blocks: int
+    """Their block table entries; a block shared by two of them counts twice."""
+    free_blocks: int
+    usable_blocks: int
+    """Blocks of the pool without the null block."""
+    usage: float
+    """Share of the usable blocks that requests hold, 0 to 1."""
+    preemptions: int
+    """Since the start."""
+
+
+class _Admission(Enum):
+    ADMITTED = auto()
+    """It left the waiting list: it runs, loads, or has ended."""
+    LATER = auto()
+    """The connector wants to be asked again; others may pass."""
+    BLOCKED = auto()
+    """No blocks, no seat or no budget: nobody may pass."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is put together."""
+
+    budget: int
+    """Tokens that may still be added."""
+    now: float
+    """Unix seconds."""
+    parts: list[ScheduledRequest] = field(default_factory=list)
+    preempted: set[str] = field(default_factory=set)
+
+
+def _by_arrival(request: EngineRequest) -> int:
+    return request.sequence
+
+
+class Scheduler:
+    """Decides and keeps the state of all requests. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        kv_cache_config: KVCacheConfig,
+        connector: SchedulerConnector | None = None,
+    ) -> None:
+        self._options = options
+        self._manager = KVCacheManager(
+            kv_cache_config, options.max_model_len, enable_caching=options.enable_prefix_caching
+        )
+        groups = kv_cache_config.kv_cache_groups
+        self._block_sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+        self._usable_blocks = kv_cache_config.num_blocks - 1
+        self._transfers = KVTransfers(connector, self._manager, self._block_sizes[0])
+        self._requests: dict[str, EngineRequest] = {}
+        self._waiting: list[EngineRequest] = []
+        self._ready: list[EngineRequest] = []
+        self._running: list[EngineRequest] = []
+        self._finished: set[str] = set()
+        self._news: list[EngineOutput] = []
+        self._num_arrived = 0
+        self._num_preemptions = 0
+
+    # -- requests come and go ---------------------------------------------------------------
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Takes a request in.
+
+        Raises:
+            ValueError: its id is that of a live request, or of one whose blocks are lent out.
+            KVFerryError: it is refused: see :func:`~kvferry.engine.admission.check_request`, or
+                the connector cannot use its ``kv_transfer_params``.
+        """
+        name = request.request_id
+        if name in self._requests or self._transfers.holds(name):
+            raise ValueError(f"request_id: {name!r} is in use; ids are unique among live requests")
+        check_request(request, self._options, self._block_sizes, self._usable_blocks)
+        self._transfers.arrived(request)
+        self._num_arrived += 1
+        request.sequence = self._num_arrived
+        self._requests[name] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request at whatever point it is; its output comes with the next ``update``.
+
+        Returns:
+            Whether there was one; unknown and ended ids are ignored.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request, RequestStatus.FINISHED_ABORTED)
+        return True
+
+    def fail_all(self, error: KVFerryError) -> None:
+        """Ends every live request with an error."""
+        for request in list(self._requests.values()):
+            self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+
+    def take_news(self) -> list[EngineOutput]:
+        """Outputs since the last call."""
+        news, self._news = self._news, []
+        return news
+
+    def take_started_loads(self) -> list[str]:
+        """Ids of the requests whose load began since the last call; a request may load again."""
+        return self._transfers.take_started()
+
+    def has_work(self) -> bool:
+        """Whether a step would get anything on, or somebody waits for a report of the ranks."""
+        if self._requests or self._news or self._transfers.has_pending_work():
+            return True
+        return bool(self._finished) and self._transfers.has_connector
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot."""
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting) + len(self._ready),
+            loading=self._transfers.num_loading,
+            lent=self._transfers.num_held,
+            lent_blocks=self._transfers.num_held_blocks,
+            free_blocks=self._manager.block_pool.get_num_free_blocks(),
+            usable_blocks=self._usable_blocks,
+            usage=self._manager.usage,
+            preemptions=self._num_preemptions,
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; refused (``False``) while any block is in use."""
+        return self._manager.reset_prefix_cache()
+
+    # -- a step is put together --------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """Puts the next step together. Every call is followed by one of :meth:`update`."""
+        step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
+        self._schedule_running(step)
+        if not step.preempted:
+            self._schedule_ready(step)
+        if not step.preempted:  # whoever was pushed out would come straight back in
+            self._schedule_waiting(step)
+        output = SchedulerOutput(
+            requests=step.parts,
+            finished_req_ids=self._finished,
+            preempted_req_ids=step.preempted,
+        )
+        self._finished = set()
+        output.connector_metadata = self._transfers.metadata(output)
+        return output
+
+    def _schedule_running(self, step: _Step) -> None:
+        # A long prefill leaves one token of the budget to each request that only decodes.
+        decodes = sum(request.num_remaining_tokens == 1 for request in self._running)
+        index = 0
+        while index < len(self._running) and step.budget:
+            request = self._running[index]
+            remaining = request.num_remaining_tokens
+            decodes -= remaining == 1
+            count = min(remaining, max(1, step.budget - decodes))
+            while not self._grow(request, count):
+                victim = max(self._running + self._ready, key=_by_arrival)
+                self._preempt(victim, step)
+                if victim is request:
+                    return  # it was the last one: all younger ones had gone before
+            self._compute(request, count, step)
+            index += 1
+
+    def _schedule_ready(self, step: _Step) -> None:
+        """Seats requests whose load has ended; they hold most of their blocks already."""
+        while self._ready and step.budget and self._has_seat():
+            request = self._ready[0]
+            count = min(request.num_remaining_tokens, step.budget)
+            while not self._grow(request, count):
+                # Who runs will end and free blocks. If nobody does, the youngest gives way; the
+                # last one keeps what it loaded and waits for loads and leases to end.
+                if self._running or len(self._ready) == 1:
+                    return
+                self._preempt(self._ready[-1], step)
+            del self._ready[0]
+            self._run(request)
+            self._compute(request, count, step)
+
+    def _schedule_waiting(self, step: _Step) -> None:
+        index = 0
+        while index < len(self._waiting):
+            admission = self._admit(self._waiting[index], step)
+            if admission is _Admission.BLOCKED:
+                return
+            if admission is _Admission.LATER:
+                index += 1
+
+    def _admit(self, request: EngineRequest, step: _Step) -> _Admission:
+        """Gives a waiting request its blocks and lets it run or load, if that is possible."""
+        local_blocks, num_local = self._manager.get_computed_blocks(request)
+        try:
+            match = self._transfers.match(request, num_local)
+        except KVFerryError as error:
+            if self._options.load_failure_policy == "fail":
+                self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+                return _Admission.ADMITTED
+            request.may_load = False
+            match = NO_MATCH
+        if match is None:
+            return _Admission.LATER
+        computed = num_local + match.tokens
+        count = 0
+        if not match.load_async:
+            if not step.budget or not self._has_seat():
+                return _Admission.BLOCKED
+            count = min(request.num_tokens - computed, step.budget)
+        reserved = self._reserved_blocks() + self._missing_blocks(request, computed + count)
+        allocated = self._manager.allocate_slots(
+            request,
+            count,
+            num_new_computed_tokens=num_local,
+            new_computed_blocks=local_blocks,
+            # What is not there yet must not be found by others: cached once the load has ended.
+            delay_cache_blocks=match.tokens > 0,
+            num_external_computed_tokens=match.tokens,
+            reserved_blocks=reserved,
+        )
+        if allocated is None:
+            return _Admission.BLOCKED
+        self._waiting.remove(request)
+        self._admitted(request, num_local, match, count, step)
+        return _Admission.ADMITTED
+
+    def _admitted(
+        self, request: EngineRequest, num_local: int, match: Match, count: int, step: _Step
+    ) -> None:
+        request.num_computed_tokens = num_local
+        request.allocated_tokens = num_local + match.tokens + count
+        if request.timings.scheduled is None:
+            request.timings.scheduled = step.now
+            request.num_cached_tokens = num_local
+        self._transfers.allocated(request, match)
+        if match.tokens:
+            request.timings.load_started = step.now
+        if match.load_async:
+            request.advance(RequestStatus.WAITING_FOR_REMOTE_KVS)
+            return
+        request.num_computed_tokens += match.tokens
+        self._run(request)
+        self._compute(request, count, step)
+
+    def _run(self, request: EngineRequest) -> None:
+        request.advance(RequestStatus.RUNNING)
+        insort(self._running, request, key=_by_arrival)
+
+    def _compute(self, request: EngineRequest, count: int, step: _Step) -> None:
+        """Adds ``count`` tokens of a request, whose blocks are there, to the step."""
+        start = request.num_computed_tokens
+        end = start + count
+        if request.timings.prefill_started is None:
+            request.timings.prefill_started = step.now
+        step.budget -= count
+        block_ids = self._manager.get_block_ids(request.request_id)
+        step.parts.append(
+            ScheduledRequest(
+                request_id=request.request_id,
+                token_ids=list(request.all_token_ids[start:end]),
+                first_position=start,
+                block_ids=block_ids,
+                num_new_blocks=request.note_blocks(block_ids),
+                resumed=request.resumed,
+                sample=request.sampling if end == request.num_tokens else None,
+                output_index=request.output_index,
+            )
+        )
+        request.resumed = False
+
+    def _grow(self, request: EngineRequest, count: int) -> bool:
+        """Allocates room for ``count`` more tokens of a request that has blocks."""
+        if self._manager.allocate_slots(request, count) is None:
+            return False
+        request.allocated_tokens = request.num_computed_tokens + count
+        return True
+
+    def _preempt(self, victim: EngineRequest, step: _Step) -> None:
+        """Takes a request's blocks; it is computed, or loaded, again from where its hits end."""
+        self._detach(victim)
+        self._requeue(victim, RequestStatus.PREEMPTED)
+        step.preempted.add(victim.request_id)
+        self._num_preemptions += 1
+
+    def _requeue(self, request: EngineRequest, status: RequestStatus) -> None:
+        self._manager.free(request)
+        request.forget_blocks()
+        request.advance(status)
+        insort(self._waiting, request, key=_by_arrival)
+
+    def _has_seat(self) -> bool:
+        return len(self._running) < self._options.max_num_seqs
+
+    def _reserved_blocks(self) -> int:
+        """Blocks that admitted requests still need for the tokens they are known to have."""
+        admitted = (*self._running, *self._ready, *self._transfers.loading)
+        return sum(
+            self._missing_blocks(request, request.allocated_tokens)
+            for request in admitted
+            if request.allocated_tokens < request.num_tokens
+        )
+
+    def _missing_blocks(self, request: EngineRequest, allocated_tokens: int) -> int:
+        sizes = self._block_sizes
+        return blocks_for(request.num_tokens, sizes) - blocks_for(allocated_tokens, sizes)
+
+    # -- a step has been computed ------------------------------------------------------------
+
+    def update(
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[str, int],
+        gaps: Mapping[str, float],
+        transfers: KVConnectorOutput | None = None,
+    ) -> None:
+        """Takes in what the ranks computed and reported for a step of :meth:`schedule`.
+
+        Args:
+            output: the step.
+            sampled: request id → token drawn, for every part of the step that was to be sampled.
+            gaps: request id → difference of the two best logits behind it.
+            transfers: the joined report of the ranks' connectors.
+
+        Raises:
+            EngineError: the ranks drew no token where one was due.
+        """
+        for ended in self._transfers.receive(transfers or KVConnectorOutput()):
+            self._load_ended(ended)
+        for part in output.requests:
+            request = self._requests.get(part.request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue  # its load failed within this very step: what it computed is worthless
+            request.num_computed_tokens += len(part.token_ids)
+            if part.sample is None:
+                continue
+            if part.request_id not in sampled:
+                raise EngineError(f"no rank drew a token for request {part.request_id!r}")
+            self._draw(request, sampled[part.request_id], gaps.get(part.request_id))
+
+    def _draw(self, request: EngineRequest, token: int, gap: float | None) -> None:
+        """Appends an output token and ends the request if that was the last one."""
+        now = time.time()
+        if request.timings.first_token is None:
+            request.timings.prefill_finished = now
+            request.timings.first_token = now
+        request.append_output_token_ids(token)
+        news = request.news()
+        news.new_token_ids.append(token)
+        if gap is not None:
+            news.gaps.append(gap)
+        sampling = request.sampling
+        is_eos = token in self._options.eos_token_ids and not sampling.ignore_eos
+        if is_eos or token in sampling.stop_token_ids:
+            self._end(request, RequestStatus.FINISHED_STOPPED, news)
+        elif request.num_output_tokens >= output_limit(request, self._options):
+            self._end(request, RequestStatus.FINISHED_LENGTH, news)
+        else:
+            self._news.append(news)
+
+    def _load_ended(self, ended: EndedLoad) -> None:
+        request = ended.request
+        request.timings.load_finished = time.time()
+        self._manager.cache_blocks(request, ended.valid_tokens)
+        if not ended.cause:
+            if not request.num_output_tokens:  # not one that was preempted and loaded again
+                request.num_external_tokens = ended.external_tokens
+            if not ended.synchronous:
+                request.num_computed_tokens = ended.valid_tokens
+                request.advance(RequestStatus.WAITING)
+                insort(self._ready, request, key=_by_arrival)
+            return
+        if self._options.load_failure_policy == "fail":
+            error = TransferError(f"KV could not be loaded: {ended.cause}")
+            self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+            return
+        # The valid prefix has just been cached: the request finds it there when it is admitted
+        # again, unless somebody needed the blocks more.
+        request.may_load = False
+        if ended.synchronous:
+            self._detach(request)
+            self._requeue(request, RequestStatus.PREEMPTED)
+        else:
+            self._requeue(request, RequestStatus.WAITING)
+
+    # -- ends ---------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        request: EngineRequest,
+        status: RequestStatus,
+        news: EngineOutput | None = None,
+        error: KVFerryError | None = None,
+    ) -> None:
+        self._detach(request)
+        request.advance(status)
+        request.timings.finished = time.time()
+        del self._requests[request.request_id]
+        self._finished.add(request.request_id)
+        news = news or request.news()
+        news.kv_transfer_params = self._transfers.ended(request)
+        news.finish_reason = request.finish_reason
+        news.timings = request.timings
+        if error is not None:
+            news.error = str(error)
+            news.error_type = type(error).__name__
+        self._news.append(news)
+
+    def _detach(self, request: EngineRequest) -> None:
+        """Takes a request out of the list it is in; loading ones are the connector's."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        elif request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return
+        elif request.allocated_tokens:
+            self._ready.remove(request)
+        else:
+            self._waiting.remove(request)

@@ -1,0 +1,159 @@
+"""An executor without a model: its KV cache can be read back, its tokens follow from what it reads.
+
+A token is drawn from a hash of the whole sequence as the cache holds it, so that any mistake of a
+scheduler, a block table or a connector shows as a wrong token. Steps take microseconds; nothing is
+loaded. For tests of schedulers and of connectors, whose worker halves it drives like a real one.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvferry.cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import RankOutput, ScheduledRequest, SchedulerOutput
+from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
+from kvferry.testing.toy_cache import (
+    ToyCache,
+    next_token,
+    read_tokens,
+    spoil_tokens,
+    toy_geometry,
+    write_tokens,
+)
+
+_LAYER = "layer.0"
+
+
+class SimulatedExecutor:
+    """Ranks that each hold the toy model's one head; see :mod:`kvferry.testing.toy_cache`."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        vocab_size: int = 64,
+        workers: Sequence[WorkerConnector] = (),
+        metadata: type[KVConnectorMetadata] = KVConnectorMetadata,
+    ) -> None:
+        """Builds the ranks and registers their caches with their connectors.
+
+        Args:
+            num_blocks: KV blocks per rank, the null block included.
+            block_size: tokens per block.
+            vocab_size: tokens are drawn from ``[0, vocab_size)``.
+            workers: one connector half per rank; without any, there is one rank.
+            metadata: the connector's ``Metadata``.
+        """
+        self.workers = tuple(workers)
+        self.world_size = max(1, len(workers))
+        self.vocab_size = vocab_size
+        self.steps: list[SchedulerOutput] = []
+        """Every step so far."""
+        self.dead: set[int] = set()
+        """Ranks that answer no more."""
+        self._decoder = msgspec.msgpack.Decoder(metadata)
+        self.geometry = toy_geometry(block_size, self.world_size)
+        self.caches = [self._allocate(rank, num_blocks) for rank in range(self.world_size)]
+        """The cells of each rank."""
+
+    def _allocate(self, rank: int, num_blocks: int) -> ToyCache:
+        shape = self.geometry.cache_shape(rank, num_blocks)
+        nbytes = self.geometry.nbytes(rank, num_blocks)
+        if not self.workers:
+            return np.zeros(shape, dtype=np.int64)
+        cache = self.workers[rank].allocate(nbytes).view(np.int64).reshape(shape)
+        self.workers[rank].register_kv_caches({_LAYER: cache})
+        return cache
+
+    def handshakes(self) -> list[bytes]:
+        """What each rank's connector wants the scheduler half to know."""
+        return [worker.handshake_metadata() for worker in self.workers]
+
+    def execute(self, output: SchedulerOutput) -> list[RankOutput | None]:
+        """Runs one step on every rank; a dead rank's place holds ``None``."""
+        self.steps.append(output)
+        live = [rank for rank in range(self.world_size) if rank not in self.dead]
+        outputs: list[RankOutput | None] = [None] * self.world_size
+        sequences: dict[str, list[list[int] | None]] = {}
+        for rank in live:
+            outputs[rank] = self._run_rank(rank, output, sequences)
+        first = outputs[0]
+        for part in output.requests:
+            if part.sample is not None and first is not None:
+                first.sampled[part.request_id] = self._draw(sequences[part.request_id])
+                first.gaps[part.request_id] = 1.0
+        return outputs
+
+    def _run_rank(
+        self, rank: int, output: SchedulerOutput, sequences: dict[str, list[list[int] | None]]
+    ) -> RankOutput:
+        worker = self.workers[rank] if self.workers else None
+        if worker is not None:
+            assert output.connector_metadata is not None
+            worker.start_load_kv(self._decoder.decode(output.connector_metadata))
+            worker.wait_for_layer_load(_LAYER)
+        # All tokens of a step are written before any is read, part by part in the step's order:
+        # a later request may share a block that an earlier one fills in this very step.
+        for part in output.requests:
+            sequence = self._write(self.caches[rank], part)
+            sequences.setdefault(part.request_id, []).append(sequence)
+        result = RankOutput()
+        if worker is not None:
+            worker.save_kv_layer(_LAYER)
+            worker.wait_for_save()
+            result.kv_connector_output = worker.get_transfer_results(output.finished_req_ids)
+        return result
+
+    def _write(self, cache: ToyCache, part: ScheduledRequest) -> list[int] | None:
+        """Computes a part's cells; returns the sequence so far, ``None`` if the cache is wrong."""
+        (block_ids,) = part.block_ids
+        end = part.first_position + len(part.token_ids)
+        before = read_tokens(cache, block_ids, part.first_position)
+        if before is None:
+            spoil_tokens(cache, block_ids, part.first_position, end)
+            return None
+        sequence = before + part.token_ids
+        write_tokens(cache, block_ids, sequence, part.first_position, end)
+        return sequence
+
+    def _draw(self, sequences: list[list[int] | None]) -> int:
+        """Draws a token from what all ranks read."""
+        first = sequences[0]
+        if first is None or any(other != first for other in sequences):
+            return self.vocab_size  # outside the vocabulary: no reference agrees by chance
+        return next_token(first, self.vocab_size)
+
+    def close(self) -> None:
+        """Ends the connectors."""
+        for worker in self.workers:
+            worker.close()
+
+
+def toy_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+    """The KV cache of the toy model; the null block is one of ``num_blocks``."""
+    spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="int64")
+    return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec((_LAYER,), spec),))
+
+
+def open_simulated(
+    options: SchedulerOptions,
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    world_size: int = 1,
+    scripted: bool = False,
+) -> tuple[Engine, SimulatedExecutor, ScriptedScheduler | None]:
+    """An engine over the toy model, its executor, and its connector if it is ``scripted``.
+
+    See :class:`~kvferry.testing.scripted.ScriptedParams` for what the connector can be told.
+    """
+    workers = [ScriptedWorker(rank) for rank in range(world_size)] if scripted else []
+    executor = SimulatedExecutor(num_blocks, block_size, workers=workers, metadata=ScriptedMetadata)
+    connector = ScriptedScheduler() if scripted else None
+    config = toy_cache_config(num_blocks, block_size)
+    return Engine.open(options, config, executor, connector), executor, connector
