@@ -105,3 +105,23 @@ def prefetch(_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+def _loader(width: int) -> Callable[..., Any]:
+    """``load(address)``: ``width`` bytes as a uint64."""
+    pointee = ir.IntType(8 * width)
+
+    def load(_context: Any, address: Any) -> Any:
+        def generate(_target: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            value = builder.load(_pointer(builder, args[0], pointee), align=1)
+            return value if width == 8 else builder.zext(value, ir.IntType(64))
+
+        return types.uint64(types.int64), generate
+
+    return _intrinsic(load)
+
+
+load_1 = _loader(1)
+load_2 = _loader(2)
+load_4 = _loader(4)
+load_8 = _loader(8)

@@ -7,9 +7,13 @@ Describe, plan, bind, run::
     plan_transfer       who gives what to whom; once per peer         plan.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
+    digest              compare two engines' cells                    cell_digest.py
+    explain_transfer    what it costs, before anything moves          explain.py
 """
 
 from kvferry.topology.binding import BoundCopies, check_block_ids
+from kvferry.topology.cell_digest import digest
+from kvferry.topology.explain import PairCost, explain_transfer
 from kvferry.topology.geometry import EngineGeometry, ParallelShape, Part, RankCoordinates
 from kvferry.topology.memory import memory_of
 from kvferry.topology.plan import Piece, TransferPlan, geometry_mismatches, plan_transfer
@@ -18,12 +22,15 @@ from kvferry.topology.run import run_copies
 __all__ = [
     "BoundCopies",
     "EngineGeometry",
+    "PairCost",
     "ParallelShape",
     "Part",
     "Piece",
     "RankCoordinates",
     "TransferPlan",
     "check_block_ids",
+    "digest",
+    "explain_transfer",
     "geometry_mismatches",
     "memory_of",
     "plan_transfer",

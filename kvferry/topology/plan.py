@@ -75,13 +75,17 @@ class TransferPlan:
         return bind(self, source_blocks, target_blocks, num_tokens, first_token)
 
     def lower(
-        self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
+        self,
+        source_memory: Mapping[int, RankMemory],
+        target_memory: RankMemory,
+        parts: Sequence[Part] | None = None,
     ) -> dict[int, Tiles]:
         """Strided tiles per source rank; compute them once per peer.
 
         Args:
             source_memory: source rank → its memory, as the peer described it.
             target_memory: the memory of ``target_rank``.
+            parts: only these parts; all of them if left out.
 
         Raises:
             ValueError: a source rank of the plan is missing.
@@ -96,7 +100,12 @@ class TransferPlan:
             )
         target = _Places(self.target, self.target_rank, target_memory)
         return {
-            rank: _tiles(self.for_source(rank), _Places(self.source, rank, memory), target)
+            rank: _tiles(
+                self.for_source(rank).pieces,
+                self.target.parts if parts is None else parts,
+                _Places(self.source, rank, memory),
+                target,
+            )
             for rank, memory in source_memory.items()
             if rank in self.source_ranks
         }
@@ -242,10 +251,12 @@ class _Places:
         )
 
 
-def _tiles(plan: TransferPlan, source: _Places, target: _Places) -> Tiles:
+def _tiles(
+    pieces: Sequence[Piece], parts: Sequence[Part], source: _Places, target: _Places
+) -> Tiles:
     tiles = [
         tile
-        for piece in plan.pieces
+        for piece in pieces
         for tile in _fused(
             _Tile(
                 source.side(piece.layer, piece.heads.start, part),
@@ -254,7 +265,7 @@ def _tiles(plan: TransferPlan, source: _Places, target: _Places) -> Tiles:
                 part.head_size,
                 part.itemsize,
             )
-            for part in plan.target.parts
+            for part in parts
         )
     ]
     try:

@@ -1,0 +1,116 @@
+"""A digest over logical cells that does not depend on where they lie.
+
+Each row of cells (one layer, part, token and head) is hashed with its logical position and the
+bits of its elements in element order; the hashes are added modulo 2**64. So sums over ranks, block
+sizes and layouts agree whenever the cells agree, and no order of visiting matters.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.layouts.copier import as_table
+from kvferry.layouts.intrinsics import load_1, load_2, load_4, load_8
+from kvferry.layouts.kernels import (
+    ELEMENTS,
+    HEADS,
+    ITEMSIZE,
+    R_S_BLOCK,
+    R_S_TOKEN,
+    R_TOKENS,
+    S_BLOCK,
+    S_ELEMENT,
+    S_HEAD,
+    S_OFFSET,
+    S_REGION,
+    S_TOKEN,
+    kernel,
+)
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
+_SHIFT = np.uint64(29)
+_LAST_SHIFT = np.uint64(32)
+
+
+def digest_rows(
+    addresses: npt.NDArray[np.int64],
+    tiles: Tiles,
+    runs: Runs,
+    positions: npt.NDArray[np.int64],
+    keys: npt.NDArray[np.int64],
+) -> int:
+    """The sum modulo 2**64 of the hashes of all rows of cells. Bounds are the caller's.
+
+    Args:
+        addresses: address of each region in this process.
+        tiles: rows of ``TILE_DTYPE`` with elements of 1, 2, 4 or 8 bytes; only their source side
+            is read.
+        runs: rows of ``RUN_DTYPE``; only their source side is read.
+        positions: token position in the request of the first token of each run.
+        keys: int64[tiles, 3]: layer, number of the part, first head; all logical.
+
+    Raises:
+        ValueError: elements of another size.
+    """
+    if not np.isin(tiles["itemsize"], (1, 2, 4, 8)).all():
+        raise ValueError(f"itemsize: {set(tiles['itemsize'].tolist())}, not all of 1, 2, 4 and 8")
+    return int(
+        _digest_table(
+            np.array(addresses, dtype=np.int64),
+            as_table(tiles, TILE_DTYPE),
+            as_table(runs, RUN_DTYPE),
+            np.array(positions, dtype=np.int64),
+            np.array(keys, dtype=np.int64).reshape(len(tiles), 3),
+        )
+    )
+
+
+@kernel
+def _mixed(state: Any, value: Any) -> Any:
+    state = (state ^ value) * _MULTIPLIER
+    return state ^ (state >> _SHIFT)
+
+
+@kernel
+def _row_hash(seed: Any, address: int, count: int, step: int, width: int) -> Any:
+    state = seed
+    if width == 1:
+        for i in range(count):
+            state = _mixed(state, load_1(address + i * step))
+    elif width == 2:
+        for i in range(count):
+            state = _mixed(state, load_2(address + i * step))
+    elif width == 4:
+        for i in range(count):
+            state = _mixed(state, load_4(address + i * step))
+    else:
+        for i in range(count):
+            state = _mixed(state, load_8(address + i * step))
+    state = state * _MULTIPLIER
+    return state ^ (state >> _LAST_SHIFT)
+
+
+@kernel
+def _digest_table(addresses: Any, tiles: Any, runs: Any, positions: Any, keys: Any) -> Any:
+    total = np.uint64(0)
+    for t in range(len(tiles)):
+        tile = tiles[t]
+        base = addresses[tile[S_REGION]] + tile[S_OFFSET]
+        seed_tile = _mixed(_mixed(np.uint64(1), np.uint64(keys[t, 0])), np.uint64(keys[t, 1]))
+        for r in range(len(runs)):
+            block = base + runs[r, R_S_BLOCK] * tile[S_BLOCK]
+            for i in range(runs[r, R_TOKENS]):
+                token = block + (runs[r, R_S_TOKEN] + i) * tile[S_TOKEN]
+                seed_token = _mixed(seed_tile, np.uint64(positions[r] + i))
+                for h in range(tile[HEADS]):
+                    seed = _mixed(seed_token, np.uint64(keys[t, 2] + h))
+                    total += _row_hash(
+                        seed,
+                        token + h * tile[S_HEAD],
+                        tile[ELEMENTS],
+                        tile[S_ELEMENT],
+                        tile[ITEMSIZE],
+                    )
+    return total

@@ -1,0 +1,89 @@
+"""The digest of a request's cells on one rank; sums over ranks compare two engines."""
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import NullBlockError
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.tiles import TILE_DTYPE, Tiles
+from kvferry.topology.binding import BlockIds, bind
+from kvferry.topology.description import RankMemory
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.plan import Piece, TransferPlan
+
+
+def digest(
+    geometry: EngineGeometry,
+    rank: int,
+    memory: RankMemory,
+    addresses: Sequence[int],
+    block_ids: BlockIds,
+    num_tokens: int,
+    first_token: int = 0,
+) -> int:
+    """Sums, modulo 2**64, a hash of each row of cells that a rank holds of a request.
+
+    A row is one layer, part, token position and head, all by the model's indices, with the bits
+    of its elements in order. The sum over all ranks of an engine, modulo 2**64, therefore does not
+    depend on its layout, block size or sharding. A head with replicas is counted by the first
+    rank that holds it and by no other.
+
+    >>> from kvferry.topology import ParallelShape, memory_of
+    >>> def of(block_size, layout, block_ids):
+    ...     one = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=1, dtype="int32",
+    ...                          block_size=block_size, layout=layout, parallel=ParallelShape())
+    ...     cache = np.zeros(one.cache_shape(0, num_blocks=5), dtype=np.int32)
+    ...     memory, regions = memory_of(one, 0, {"layer.0": cache})
+    ...     return digest(one, 0, memory, [regions[0].ctypes.data], block_ids, num_tokens=4)
+    >>> of(2, "NHD", [1, 2]) == of(3, "HND", [4, 1])
+    True
+
+    Args:
+        geometry: what the ranks hold.
+        rank: whose memory.
+        memory: how its tensors lie.
+        addresses: address of each of its regions in this process.
+        block_ids: the request's whole block table for this group.
+        num_tokens: end of the span of tokens.
+        first_token: start of the span.
+
+    Raises:
+        BlockError: the table is too short, or names a null, negative or repeated block.
+        BoundsError: a block lies outside the memory.
+        ProtocolError: the memory lacks a tensor or a part.
+    """
+    from kvferry.layouts.digest import digest_rows
+
+    tiles, keys = _counted(geometry, rank, memory)
+    whole = TransferPlan(geometry, geometry, rank, ())
+    runs = bind(whole, block_ids, block_ids, num_tokens, first_token).runs
+    if int(runs["tokens"].sum()) != num_tokens - first_token:
+        raise NullBlockError(
+            f"block table: the null block stands within the tokens [{first_token}, {num_tokens}), "
+            "which has no cells to digest"
+        )
+    check_bounds(tiles, runs, memory.region_bytes, None)
+    positions = first_token + np.cumsum(runs["tokens"]) - runs["tokens"]
+    return digest_rows(np.array(addresses, dtype=np.int64), tiles, runs, positions, keys)
+
+
+def _counted(
+    geometry: EngineGeometry, rank: int, memory: RankMemory
+) -> tuple[Tiles, npt.NDArray[np.int64]]:
+    """One tile per layer and part for the heads that this rank counts, and their keys."""
+    heads = geometry.heads(rank)
+    tp_rank = geometry.rank_coordinates(rank).tp
+    if geometry.head_replicas(heads.start).start != tp_rank:
+        return np.empty(0, dtype=TILE_DTYPE), np.empty((0, 3), dtype=np.int64)
+    tiles, keys = [], []
+    for part in geometry.parts:
+        # One part at a time, so that packed parts stay apart.
+        pieces = tuple(Piece(rank, layer, heads) for layer in geometry.layers(rank))
+        plan = TransferPlan(geometry, geometry, rank, pieces)
+        tiles.append(plan.lower({rank: memory}, memory, parts=(part,))[rank])
+        number = zlib.crc32(part.name.encode())
+        keys.append([(layer, number, heads.start) for layer in geometry.layers(rank)])
+    return np.concatenate(tiles), np.concatenate([np.array(rows, dtype=np.int64) for rows in keys])
