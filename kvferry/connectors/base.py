@@ -76,6 +76,8 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Engine id of the other side."""
     direction: str
     """``"recv"``, or ``"send"`` for the source's digest of what it lent."""
+    first_token: int
+    """Position of the first token that moved; those before it were here already."""
     tokens: int
     nbytes: int
     copies: int
@@ -84,8 +86,10 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     finished: float
     ok: bool
     error: str = ""
-    digest: int | None = None
-    """Sum modulo 2**64 over this rank's logical cells (replicas once), when asked for."""
+    token_digests: tuple[int, ...] | None = None
+    """When asked for: per token, the sum modulo 2**64 of a hash over this rank's logical cells
+    (layer, part, token, head and bytes; replicas once). Sums over an engine's ranks do not depend
+    on layout or sharding; see :func:`kvferry.connectors.records.digest_mismatch`."""
 
 
 class RequestView(Protocol):
@@ -248,10 +252,6 @@ class SchedulerConnector(ABC):
     def has_pending_work(self) -> bool:
         """Whether the engine must keep stepping although no request is scheduled."""
         return False
-
-    def take_records(self) -> list[TransferRecord]:
-        """Transfer records gathered since the last call."""
-        return []
 
     @abstractmethod
     def close(self) -> None:

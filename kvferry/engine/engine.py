@@ -49,6 +49,12 @@ class StepExecutor(Protocol):
             WorkerDiedError: ranks are gone and nothing came back from any.
         """
 
+    def alive(self) -> bool:
+        """Whether every rank is there, as far as is known without asking them."""
+
+    def first_failure(self) -> WorkerDiedError:
+        """Why a rank is dead; called only when one is."""
+
     def close(self) -> None:
         """Ends the ranks. Idempotent."""
 
@@ -101,8 +107,8 @@ class Completion:
 class Engine:
     """One engine: requests in, tokens out, a step at a time. One thread owns it.
 
-    ``step`` raises when the engine cannot go on, a dead rank for example; then ``fail_all`` gives
-    what its clients are to be told, and only ``close`` is left.
+    When the engine cannot go on, because a rank is dead for example, ``step`` raises why, as does
+    every later call of it; only ``close`` is left then.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class Engine:
         self._progress: dict[str, tuple[int, int]] = {}
         self._counters: dict[str, float] = {}
         self._totals = {"steps": 0, "computed": 0, "output": 0}
+        self._last_step_tokens = 0
         self._failure: KVFerryError | None = None
 
     @classmethod
@@ -209,6 +216,17 @@ class Engine:
             raise
         return self._scheduler.take_news()
 
+    def check(self) -> None:
+        """Raises if a rank has died meanwhile; for owners that have no step to make.
+
+        Raises:
+            WorkerDiedError: a rank is gone. The engine cannot go on.
+        """
+        if self._failure is None and not self._executor.alive():
+            self._failure = self._executor.first_failure()
+        if self._failure is not None:
+            raise self._failure
+
     def _run_step(self) -> None:
         output = self._scheduler.schedule()
         self._count_step(output)
@@ -221,12 +239,8 @@ class Engine:
             [None if rank is None else rank.kv_connector_output for rank in ranks]
         )
         self._note(report)
-        dead = [str(rank) for rank, result in enumerate(ranks) if result is None]
-        if dead:
-            raise WorkerDiedError(
-                f"rank {', '.join(dead)} of {len(ranks)} is gone; every request of this engine "
-                "ends. Its log says why; restart the engine"
-            )
+        if any(rank is None for rank in ranks):
+            raise self._executor.first_failure()
         sampled = {name: token for rank in ranks if rank for name, token in rank.sampled.items()}
         gaps = {name: gap for rank in ranks if rank for name, gap in rank.gaps.items()}
         self._scheduler.update(output, sampled, gaps, report)
@@ -244,11 +258,6 @@ class Engine:
         self._progress = report.transfer_progress
         for name, value in report.kv_connector_stats.items():
             self._counters[name] = self._counters.get(name, 0.0) + value
-
-    def fail_all(self, error: KVFerryError) -> list[EngineOutput]:
-        """Ends every live request with ``error``; returns that, and what was not yet reported."""
-        self._scheduler.fail_all(error)
-        return self._scheduler.take_news()
 
     def generate(
         self,
@@ -289,11 +298,9 @@ class Engine:
 
     def records(self) -> list[TransferRecord]:
         """Transfer records since the last call, each once; of the last 65,536 at most."""
-        records = dict.fromkeys(self._records)
-        if self._connector is not None:
-            records.update(dict.fromkeys(self._connector.take_records()))
+        records = list(self._records)
         self._records.clear()
-        return list(records)
+        return records
 
     def stats(self) -> EngineStats:
         """A snapshot."""

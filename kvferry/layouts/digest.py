@@ -40,8 +40,8 @@ def digest_rows(
     runs: Runs,
     positions: npt.NDArray[np.int64],
     keys: npt.NDArray[np.int64],
-) -> int:
-    """The sum modulo 2**64 of the hashes of all rows of cells. Bounds are the caller's.
+) -> npt.NDArray[np.uint64]:
+    """The sum modulo 2**64 of the hashes of each token's rows of cells. Bounds are the caller's.
 
     Args:
         addresses: address of each region in this process.
@@ -51,20 +51,24 @@ def digest_rows(
         positions: token position in the request of the first token of each run.
         keys: int64[tiles, 3]: layer, number of the part, first head; all logical.
 
+    Returns:
+        uint64[tokens]: one sum per token, in the order of the runs.
+
     Raises:
         ValueError: elements of another size.
     """
     if not np.isin(tiles["itemsize"], (1, 2, 4, 8)).all():
         raise ValueError(f"itemsize: {set(tiles['itemsize'].tolist())}, not all of 1, 2, 4 and 8")
-    return int(
-        _digest_table(
-            np.array(addresses, dtype=np.int64),
-            as_table(tiles, TILE_DTYPE),
-            as_table(runs, RUN_DTYPE),
-            np.array(positions, dtype=np.int64),
-            np.array(keys, dtype=np.int64).reshape(len(tiles), 3),
-        )
+    sums = np.zeros(int(runs["tokens"].sum()), dtype=np.uint64)
+    _digest_table(
+        np.array(addresses, dtype=np.int64),
+        as_table(tiles, TILE_DTYPE),
+        as_table(runs, RUN_DTYPE),
+        np.array(positions, dtype=np.int64),
+        np.array(keys, dtype=np.int64).reshape(len(tiles), 3),
+        sums,
     )
+    return sums
 
 
 @kernel
@@ -93,12 +97,14 @@ def _row_hash(seed: Any, address: int, count: int, step: int, width: int) -> Any
 
 
 @kernel
-def _digest_table(addresses: Any, tiles: Any, runs: Any, positions: Any, keys: Any) -> Any:
-    total = np.uint64(0)
+def _digest_table(
+    addresses: Any, tiles: Any, runs: Any, positions: Any, keys: Any, sums: Any
+) -> None:
     for t in range(len(tiles)):
         tile = tiles[t]
         base = addresses[tile[S_REGION]] + tile[S_OFFSET]
         seed_tile = _mixed(_mixed(np.uint64(1), np.uint64(keys[t, 0])), np.uint64(keys[t, 1]))
+        row = 0
         for r in range(len(runs)):
             block = base + runs[r, R_S_BLOCK] * tile[S_BLOCK]
             for i in range(runs[r, R_TOKENS]):
@@ -106,11 +112,11 @@ def _digest_table(addresses: Any, tiles: Any, runs: Any, positions: Any, keys: A
                 seed_token = _mixed(seed_tile, np.uint64(positions[r] + i))
                 for h in range(tile[HEADS]):
                     seed = _mixed(seed_token, np.uint64(keys[t, 2] + h))
-                    total += _row_hash(
+                    sums[row] += _row_hash(
                         seed,
                         token + h * tile[S_HEAD],
                         tile[ELEMENTS],
                         tile[S_ELEMENT],
                         tile[ITEMSIZE],
                     )
-    return total
+                row += 1

@@ -12,7 +12,7 @@ Describe, plan, bind, run::
 """
 
 from kvferry.topology.binding import BoundCopies, check_block_ids
-from kvferry.topology.cell_digest import digest
+from kvferry.topology.cell_digest import digest, token_digests
 from kvferry.topology.explain import PairCost, explain_transfer
 from kvferry.topology.geometry import EngineGeometry, ParallelShape, Part, RankCoordinates
 from kvferry.topology.memory import memory_of
@@ -35,4 +35,5 @@ __all__ = [
     "memory_of",
     "plan_transfer",
     "run_copies",
+    "token_digests",
 ]

@@ -55,6 +55,27 @@ def digest(
         BoundsError: a block lies outside the memory.
         ProtocolError: the memory lacks a tensor or a part.
     """
+    sums = token_digests(geometry, rank, memory, addresses, block_ids, num_tokens, first_token)
+    return int(sums.sum())
+
+
+def token_digests(
+    geometry: EngineGeometry,
+    rank: int,
+    memory: RankMemory,
+    addresses: Sequence[int],
+    block_ids: BlockIds,
+    num_tokens: int,
+    first_token: int = 0,
+) -> npt.NDArray[np.uint64]:
+    """Like :func:`digest`, but one sum per token: any span can be compared, a defect located.
+
+    Returns:
+        uint64[num_tokens - first_token].
+
+    Raises:
+        BlockError, BoundsError, ProtocolError: see :func:`digest`.
+    """
     from kvferry.layouts.digest import digest_rows
 
     tiles, keys = _counted(geometry, rank, memory)

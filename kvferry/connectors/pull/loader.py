@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.0003
 """Pause between two looks at running reads."""
 
-Digest = Callable[[Sequence[Sequence[int]], int, int], int]
-"""Block tables, first token, end of the tokens → digest of this rank's cells."""
+Digest = Callable[[Sequence[Sequence[int]], int, int], tuple[int, ...]]
+"""Block tables, first token, end of the tokens → digest of this rank's cells per token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class RankLoad:
     transport: Transport | None = None
     error: KVFerryError | None = None
     """The first thing that went wrong."""
-    digest: int | None = None
+    token_digests: tuple[int, ...] | None = None
     finished: float = 0.0
     """Unix seconds at which its last read became terminal."""
     confirming: bool = False
@@ -74,6 +74,7 @@ class RankLoad:
             rank=rank,
             peer=self.spec.engine_id,
             direction="recv",
+            first_token=self.spec.first_token,
             tokens=self.spec.num_tokens - self.spec.first_token,
             nbytes=self.nbytes,
             copies=sum(transfer.segments for transfer in self.transfers),
@@ -81,7 +82,7 @@ class RankLoad:
             finished=self.finished,
             ok=self.error is None,
             error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
-            digest=self.digest,
+            token_digests=self.token_digests,
         )
 
 
@@ -285,7 +286,9 @@ class Loader:
                 load.error = transfer.error
         if load.error is None and self._digest is not None:
             spec = load.spec
-            load.digest = self._digest(spec.target_block_ids, spec.first_token, spec.num_tokens)
+            load.token_digests = self._digest(
+                spec.target_block_ids, spec.first_token, spec.num_tokens
+            )
         future = self._client.finish(
             load.spec.address,
             load.spec.incarnation,

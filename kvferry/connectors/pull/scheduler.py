@@ -14,7 +14,6 @@ from kvferry.connectors.base import (
     RequestView,
     SchedulerConnector,
     SchedulerOutputView,
-    TransferRecord,
 )
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
@@ -59,7 +58,6 @@ class PullScheduler(SchedulerConnector):
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
         self._progress: dict[str, tuple[int, int, float]] = {}
-        self._records: list[TransferRecord] = []
 
     @classmethod
     def open(cls, context: ConnectorContext) -> "PullScheduler":
@@ -335,7 +333,6 @@ class PullScheduler(SchedulerConnector):
             progressed = before[2] if before is not None and stood_still else now
             self._progress[request_id] = (done, total, progressed)
         for record in output.transfer_records:
-            self._records.append(record)
             if record.error:
                 self._server.note_error(
                     "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
@@ -349,11 +346,6 @@ class PullScheduler(SchedulerConnector):
         loading = any(load.state is LoadState.LOADING for load in self._loads.values())
         step = self._step
         return loading or bool(self._ended or step.loads or step.cancels or step.lent)
-
-    def take_records(self) -> list[TransferRecord]:
-        """See :meth:`SchedulerConnector.take_records`."""
-        records, self._records = self._records, []
-        return records
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""

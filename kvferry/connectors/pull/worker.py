@@ -22,7 +22,7 @@ from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.control.client import ControlClient
 from kvferry.errors import ConfigError
-from kvferry.topology import memory_of
+from kvferry.topology import memory_of, token_digests
 from kvferry.topology.description import RankDescription, RankMemory
 from kvferry.topology.memory import Regions
 from kvferry.transports.base import Transport, TransportOptions
@@ -164,26 +164,26 @@ class PullWorker(WorkerConnector):
                 rank=self._rank,
                 peer="",
                 direction="send",
+                first_token=0,
                 tokens=lent.num_tokens,
                 nbytes=0,
                 copies=0,
                 started=now,
                 finished=now,
                 ok=True,
-                digest=self._digest(lent.block_ids, 0, lent.num_tokens),
+                token_digests=self._digest(lent.block_ids, 0, lent.num_tokens),
             )
         )
 
-    def _digest(self, block_ids: BlockTables, first_token: int, num_tokens: int) -> int:
-        """Digest of this rank's cells of the tokens ``[first_token, num_tokens)``."""
+    def _digest(self, block_ids: BlockTables, first_token: int, num_tokens: int) -> tuple[int, ...]:
+        """Digest of this rank's cells of each of the tokens ``[first_token, num_tokens)``."""
         addresses = [region.ctypes.data for region in self._regions]
-        total = sum(
-            digest_cells(group, self._rank, memory, addresses, ids, num_tokens, first_token)
-            for group, memory, ids in zip(
-                self._context.groups, self._memory, block_ids, strict=True
+        total = np.zeros(num_tokens - first_token, dtype=np.uint64)
+        for group, memory, ids in zip(self._context.groups, self._memory, block_ids, strict=True):
+            total += token_digests(
+                group, self._rank, memory, addresses, ids, num_tokens, first_token
             )
-        )
-        return total % (1 << 64)
+        return tuple(total.tolist())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
