@@ -103,9 +103,10 @@ class BlockTable:
             np.asarray(rows, np.int64), np.asarray(positions, np.int64)
         )
         index, offset = np.divmod(position, self.block_size)
-        if np.any((row < 0) | (row >= len(self.num_blocks))):
+        unknown = (row < 0) | (row >= len(self.num_blocks))
+        if np.any(unknown):
             raise BlockTableError(
-                f"rows from {row.min()} to {row.max()} of a table with {len(self.num_blocks)} rows"
+                f"row {row[unknown][0]} of a table with {len(self.num_blocks)} rows"
             )
         outside = (index < 0) | (index >= self.num_blocks[row])
         if np.any(outside):

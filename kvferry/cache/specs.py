@@ -108,21 +108,23 @@ class FullAttentionSpec(AttentionSpec):
     """Elements of a value per head; ``head_size`` if left out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.use_mla and self.head_size_v is not None:
             raise ValueError(
                 f"FullAttentionSpec.head_size_v: {self.head_size_v} has no meaning with use_mla, "
                 "which keeps one latent of head_size elements; leave it out"
             )
         if not self.use_mla:
-            if self.head_size_v is None:
-                object.__setattr__(self, "head_size_v", self.head_size)
+            # Equal layers have equal specs, whether the value's size is spelt out or not.
+            object.__setattr__(self, "head_size_v", self.elements_per_head - self.head_size)
             _check_positive(self, "head_size_v")
-        super().__post_init__()
 
     @property
     def elements_per_head(self) -> int:
         """Elements kept per token and KV head, all parts together."""
-        return self.head_size + (self.head_size_v or 0)
+        if self.use_mla:
+            return self.head_size
+        return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Bytes of one layer that the longest request may hold at once."""

@@ -1,0 +1,75 @@
+"""Block tables on a worker: slots of tokens against a loop over them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.cache import BlockTable
+from kvferry.errors import BlockTableError
+
+TABLES = st.lists(st.lists(st.integers(0, 99), max_size=6), min_size=1, max_size=5)
+
+
+@given(TABLES, st.integers(1, 5), st.data())
+def test_slots_are_those_that_a_loop_over_tokens_finds(tables, block_size, data):
+    firsts, counts, expected = [], [], []
+    for row, blocks in enumerate(tables):
+        room = len(blocks) * block_size
+        first = data.draw(st.integers(0, room))
+        count = data.draw(st.integers(0, room - first))
+        firsts.append(first)
+        counts.append(count)
+        expected += [
+            (row, position, blocks[position // block_size], position % block_size)
+            for position in range(first, first + count)
+        ]
+    table = BlockTable.from_lists(block_size, tables)
+    rows, positions = BlockTable.expand_spans(firsts, counts)
+    block_ids, offsets = table.locate(rows, positions)
+    found = zip(rows, positions, block_ids, offsets, strict=True)
+    assert [tuple(map(int, cell)) for cell in found] == expected
+    slots = table.slot_mapping(rows, positions)
+    assert slots.tolist() == [block * block_size + offset for _, _, block, offset in expected]
+    assert slots.dtype == np.int64
+
+
+def test_short_rows_end_in_the_null_block():
+    table = BlockTable.from_lists(4, [[7, 3], [], [5]])
+    assert table.block_ids.tolist() == [[7, 3], [0, 0], [5, 0]]
+    assert table.num_blocks.tolist() == [2, 0, 1]
+
+
+def test_empty_batch_has_no_slots():
+    table = BlockTable.from_lists(4, [])
+    assert table.slot_mapping(*BlockTable.expand_spans([], [])).shape == (0,)
+
+
+def test_one_row_broadcasts_over_its_positions():
+    table = BlockTable.from_lists(2, [[9], [4, 6]])
+    assert table.slot_mapping(1, np.arange(4)).tolist() == [8, 9, 12, 13]
+
+
+@pytest.mark.parametrize(
+    ("row", "position", "message"),
+    [
+        (0, 8, "position 8 of row 0, which has 2 blocks of 4"),
+        (1, 4, "position 4 of row 1, which has 1 blocks"),
+        (0, -1, "position -1 of row 0"),
+        (2, 0, "row 2 of a table with 2 rows"),
+        (-1, 0, "row -1 of a table"),
+    ],
+)
+def test_slot_outside_the_table_is_an_error_and_never_another_rows_block(row, position, message):
+    table = BlockTable.from_lists(4, [[7, 3], [5]])
+    with pytest.raises(BlockTableError, match=message):
+        table.locate([0, row], [0, position])
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="block_size: 0"):
+        BlockTable.from_lists(0, [[1]])
+    with pytest.raises(ValueError, match="one number per row in both"):
+        BlockTable.expand_spans([0, 1], [1])
+    with pytest.raises(ValueError, match="negative"):
+        BlockTable.expand_spans([0], [-1])
