@@ -16,6 +16,7 @@ from typing import Self, TypeAlias
 import msgspec
 
 from kvferry.cluster.child import Bound, Failed, Loading, Ready
+from kvferry.cluster.connector_keys import check_plugins, with_cluster_key
 from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
 from kvferry.cluster.settings import (
     ConvertSettings,
@@ -99,6 +100,7 @@ class Cluster:
                 with its name; or :class:`WorkerDiedError` with its exit code and last log lines.
                 Everything that was started has ended then.
         """
+        check_plugins(config)
         folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cls(config, folder, progress)
@@ -214,13 +216,12 @@ class Cluster:
 
     def _start_engine(self, engine: EngineConfig, role: Role, key: str) -> RunningEngine:
         settings = EngineSettings(
-            engine=engine,
+            engine=with_cluster_key(engine, key),
             role=role,
             host=HOST,
             model_folder=self.model_folder,
             model_name=self.config.model.source,
             dtype=self.config.model.dtype,
-            cluster_key=key,
         )
         process = self._spawn(engine.name, "engine", settings, engine.threads)
         return RunningEngine(engine, role, process)

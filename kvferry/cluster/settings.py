@@ -26,8 +26,6 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The converted model."""
     model_name: str
     dtype: str
-    cluster_key: str
-    """Secret of this cluster, for connectors that take a ``cluster_key`` and were given none."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):

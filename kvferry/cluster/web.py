@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,17 +104,26 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: dict[str, str] | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", **(headers or {})})
         # The base class announces the length of its empty body.
         del self.headers["content-length"]
         self._events = events
+        # Not left to the generator: one that was never started has no clean-up either.
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI application."""
-        with suppress(ClientGoneError):
+        try:
             await until_disconnect(receive, self._send_all(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._on_end()
 
     async def _send_all(self, send: Send) -> None:
         await send(

@@ -1,0 +1,125 @@
+"""Prometheus metrics of one engine."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine.engine import EngineStats
+
+if TYPE_CHECKING:
+    from kvferry.cluster.engine_server import RequestSummary
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 10)
+
+
+class EngineMetrics:
+    """Counters of one engine, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._gauges = _StatsGauges()
+        self.registry.register(self._gauges)
+        self._requests = Counter(
+            "kvferry_engine_requests",
+            "Ended requests",
+            ["finish_reason"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_engine_prompt_tokens",
+            "Prompt tokens by where their KV came from",
+            ["source"],
+            registry=self.registry,
+        )
+        self._output_tokens = Counter(
+            "kvferry_engine_output_tokens", "Tokens drawn", registry=self.registry
+        )
+        self._first_token_s = Histogram(
+            "kvferry_engine_time_to_first_token_seconds",
+            "From a request's arrival to its first token here",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._transfer_s = Histogram(
+            "kvferry_engine_transfer_seconds",
+            "Duration of one rank's loads",
+            ["peer", "ok"],
+            buckets=TRANSFER_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._transfer_bytes = Counter(
+            "kvferry_engine_transfer_bytes",
+            "KV bytes that ranks have loaded",
+            ["peer"],
+            registry=self.registry,
+        )
+
+    def count(self, request: "RequestSummary") -> None:
+        """Takes in an ended request."""
+        self._requests.labels(request.finish_reason).inc()
+        self._output_tokens.inc(len(request.token_ids))
+        local = request.prompt_tokens - request.num_cached_tokens - request.num_external_tokens
+        for source, tokens in (
+            ("cache", request.num_cached_tokens),
+            ("peer", request.num_external_tokens),
+            ("computed", max(0, local)),
+        ):
+            self._prompt_tokens.labels(source).inc(tokens)
+        timings = request.timings
+        if timings is not None and timings.first_token is not None:
+            self._first_token_s.observe(timings.first_token - timings.arrival)
+
+    def count_transfer(self, record: TransferRecord) -> None:
+        """Takes in what one rank has loaded."""
+        if record.direction != "recv":
+            return
+        self._transfer_s.labels(record.peer, str(record.ok).lower()).observe(
+            record.finished - record.started
+        )
+        if record.ok:
+            self._transfer_bytes.labels(record.peer).inc(record.nbytes)
+
+    def render(self, stats: EngineStats) -> bytes:
+        """Prometheus' text form, with the engine's present ``stats``."""
+        self._gauges.stats = stats
+        return generate_latest(self.registry)
+
+
+class _StatsGauges(Collector):
+    """Made from the engine's latest snapshot."""
+
+    stats: EngineStats | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats
+        if stats is None:
+            return
+        scheduler = stats.scheduler
+        requests = GaugeMetricFamily(
+            "kvferry_engine_live_requests", "Live requests by state", labels=["state"]
+        )
+        for state in ("running", "waiting", "loading", "lent"):
+            requests.add_metric([state], getattr(scheduler, state))
+        yield requests
+        blocks = GaugeMetricFamily(
+            "kvferry_engine_kv_blocks", "KV blocks of the pool", labels=["state"]
+        )
+        blocks.add_metric(["free"], scheduler.free_blocks)
+        blocks.add_metric(["used"], scheduler.usable_blocks - scheduler.free_blocks)
+        yield blocks
+        yield CounterMetricFamily(
+            "kvferry_engine_preemptions",
+            "Requests that gave their blocks up",
+            value=scheduler.preemptions,
+        )
+        counters = CounterMetricFamily(
+            "kvferry_engine_connector", "Counters of the connector", labels=["name"]
+        )
+        for name, value in sorted(stats.connector.items()):
+            counters.add_metric([name], value)
+        yield counters

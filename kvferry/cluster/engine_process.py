@@ -1,0 +1,76 @@
+"""What runs in the processes of an engine and of a conversion, once they have their settings."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from kvferry.cluster.child import Ready, Reporter
+from kvferry.cluster.engine_server import EngineServer
+from kvferry.cluster.settings import EngineSettings
+from kvferry.config import ModelConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.weights import Progress, TinyConfig, load_model_config, prepare_model
+from kvferry.errors import KVFerryError
+
+logger = logging.getLogger(__name__)
+
+Serve = Callable[[Any, socket.socket, asyncio.Event], Awaitable[None]]
+"""Serves an ASGI application on a listening socket until the event is set."""
+
+
+def convert(model: ModelConfig, progress: Progress) -> Path:
+    """Converts a model unless that was done before; returns its folder.
+
+    Raises:
+        ModelError: see :func:`~kvferry.engine.weights.prepare_model`.
+    """
+    tiny = TinyConfig(seed=model.seed) if model.source == "tiny" else None
+    return prepare_model(model.source, tiny=tiny, progress=progress)
+
+
+def run_engine(
+    settings: EngineSettings, listener: socket.socket, report: Reporter, serve: Serve
+) -> None:
+    """Runs an engine and its HTTP server until SIGTERM, or until the engine cannot go on.
+
+    Raises:
+        KVFerryError: it could not start, or could not go on.
+    """
+    config = settings.engine
+    report.loading(f"starting {config.tp * config.pp} ranks", 0.2)
+    engine = build_engine(config, settings.model_folder, dtype=settings.dtype)
+    failure = asyncio.run(_run(engine, settings, listener, report, serve))
+    if failure is not None:
+        raise failure
+
+
+async def _run(
+    engine: Any, settings: EngineSettings, listener: socket.socket, report: Reporter, serve: Serve
+) -> KVFerryError | None:
+    """Serves; returns why the engine ended by itself, if it did."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_failure(error: KVFerryError) -> None:
+        logger.error("the engine cannot go on: %s", error)
+        loop.call_soon_threadsafe(ended.set)
+
+    model = load_model_config(settings.model_folder)
+    engine_loop = EngineLoop.open(engine, on_failure)
+    try:
+        server = EngineServer(
+            engine_loop,
+            name=settings.engine.name,
+            model_name=settings.model_name,
+            max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
+        )
+        port = settings.engine.transfer_config().kv_port
+        report.send(Ready(control=f"{settings.host}:{port}" if port else None))
+        await serve(server.app(), listener, ended)
+    finally:
+        await asyncio.to_thread(engine_loop.close)
+    return engine_loop.failure

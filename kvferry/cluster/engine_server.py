@@ -1,0 +1,356 @@
+"""The HTTP server of one engine, in its scheduler process.
+
+It speaks the part of vLLM's ``/v1/completions`` that a router between prefill and decode engines
+needs: token ids in, token ids out, ``kv_transfer_params`` both ways. Text is the router's job. It
+trusts its clients: only the router may reach it.
+"""
+
+import asyncio
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.cluster import sse, web
+from kvferry.cluster.engine_metrics import EngineMetrics
+from kvferry.cluster.openai import ApiError
+from kvferry.config import parse_struct
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine.engine import Engine
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.messages import EngineOutput, RequestTimings, SamplingParams
+from kvferry.errors import ConfigError, KVFerryError
+
+T = TypeVar("T")
+
+REMEMBERED_REQUESTS = 4096
+"""Ended requests that ``/kvferry/records`` tells of."""
+REMEMBERED_RECORDS = 65_536
+"""Transfer records that ``/kvferry/records`` tells of."""
+
+#: Errors of the engine that the client can mend; what else ends a request is the server's fault.
+_CLIENT_ERRORS = frozenset(
+    {
+        "ValueError",
+        "TypeError",
+        "EngineError",
+        "OutOfBlocksError",
+        "TicketError",
+        "TicketForgedError",
+        "TicketExpiredError",
+    }
+)
+
+
+class EngineRequestBody(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of ``POST /v1/completions`` at an engine."""
+
+    prompt: list[int]
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    seed_offset: int = 0
+    stop_token_ids: list[int] = msgspec.field(default_factory=list)
+    ignore_eos: bool = False
+    stream: bool = False
+    return_token_ids: bool = True
+    """Accepted for vLLM's sake; ids are always returned, as there is no text."""
+    kv_transfer_params: dict[str, Any] | None = None
+    model: str | None = None
+
+    def sampling(self) -> SamplingParams:
+        """How the tokens are drawn."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            seed_offset=self.seed_offset,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended request, as ``/kvferry/records`` tells it."""
+
+    request_id: str
+    prompt_tokens: int
+    token_ids: list[int]
+    gaps: list[float]
+    """For each token, the difference of the two best logits."""
+    finish_reason: str
+    error: str
+    num_cached_tokens: int
+    num_external_tokens: int
+    timings: RequestTimings | None
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/kvferry/records``."""
+
+    engine: str
+    transfers: list[TransferRecord]
+    requests: list[RequestSummary]
+
+
+class _Run:
+    """One request under way: the engine's outputs as the event loop sees them."""
+
+    def __init__(self, request_id: str, prompt_tokens: int) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.token_ids: list[int] = []
+        self.gaps: list[float] = []
+        self.last: EngineOutput | None = None
+        self._loop = asyncio.get_running_loop()
+        self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+
+    def on_output(self, output: EngineOutput) -> None:
+        """Called from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+        except RuntimeError:
+            # The server has ended while the engine still steps: nobody waits for this.
+            if not self._loop.is_closed():
+                raise
+
+    async def next(self) -> EngineOutput:
+        """The next output."""
+        output = await self._outputs.get()
+        self.token_ids += output.new_token_ids
+        self.gaps += output.gaps
+        self.last = output
+        return output
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has ended it."""
+        return self.last is not None and self.last.finish_reason is not None
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage so far."""
+        cached = self.last.num_cached_tokens if self.last else 0
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(self.token_ids),
+            "total_tokens": self.prompt_tokens + len(self.token_ids),
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def summary(self) -> RequestSummary:
+        """For whoever asks later."""
+        last = self.last or EngineOutput(request_id=self.request_id)
+        return RequestSummary(
+            request_id=self.request_id,
+            prompt_tokens=self.prompt_tokens,
+            token_ids=self.token_ids,
+            gaps=self.gaps,
+            finish_reason=last.finish_reason or "abort",
+            error=last.error,
+            num_cached_tokens=last.num_cached_tokens,
+            num_external_tokens=last.num_external_tokens,
+            timings=last.timings,
+        )
+
+
+def api_error(name: str, message: str) -> ApiError:
+    """The HTTP answer to an error that ended one request, by the name of its class."""
+    return ApiError(400 if name in _CLIENT_ERRORS else 500, message, code=name)
+
+
+def _unavailable(error: KVFerryError) -> ApiError:
+    return ApiError(503, str(error), code=type(error).__name__)
+
+
+class EngineServer:
+    """The endpoints of one engine."""
+
+    def __init__(
+        self, engine: EngineLoop, *, name: str, model_name: str, max_model_len: int
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._model_name = model_name
+        self._max_model_len = max_model_len
+        self._metrics = EngineMetrics()
+        self._transfers: deque[TransferRecord] = deque(maxlen=REMEMBERED_RECORDS)
+        self._requests: deque[RequestSummary] = deque(maxlen=REMEMBERED_REQUESTS)
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/health", self._health),
+            Route("/metrics", self._render_metrics),
+            Route("/kvferry/records", self._tell_records),
+        ]
+        return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
+
+    async def _complete(self, request: Request) -> Response:
+        body = _parse(await web.read_json(request))
+        request_id = request.headers.get("x-request-id") or f"cmpl-{uuid.uuid4().hex}"
+        run = self._submit(request_id, body)
+        # The first output is awaited before the status is sent: a request that fails at once, for
+        # example because its KV could not be loaded, is never a 200.
+        try:
+            first = await web.until_disconnect(request.receive, self._next(run))
+        except BaseException:
+            self._end(run)
+            raise
+        if body.stream:
+            events = self._events(run, first)
+            return web.EventStream(
+                events, {"x-request-id": request_id}, on_end=lambda: self._end(run)
+            )
+        try:
+            await web.until_disconnect(request.receive, self._rest(run))
+        finally:
+            self._end(run)
+        return web.json_response(self._reply(run, run.token_ids, run.usage()))
+
+    async def _next(self, run: _Run) -> EngineOutput:
+        """The next output of a request.
+
+        Raises:
+            ApiError: it failed.
+        """
+        output = await run.next()
+        if output.finish_reason == "error":
+            if self._engine.failure is not None:
+                raise ApiError(503, output.error, code=output.error_type)
+            raise api_error(output.error_type, output.error)
+        if output.finish_reason == "abort":
+            raise ApiError(500, "the engine aborted the request", code="aborted")
+        return output
+
+    async def _rest(self, run: _Run) -> None:
+        while not run.is_over:
+            await self._next(run)
+
+    def _submit(self, request_id: str, body: EngineRequestBody) -> _Run:
+        run = _Run(request_id, len(body.prompt))
+        try:
+            self._engine.submit(
+                request_id,
+                body.prompt,
+                body.sampling(),
+                run.on_output,
+                kv_transfer_params=body.kv_transfer_params,
+            )
+        except KVFerryError as error:
+            raise _unavailable(error) from error
+        return run
+
+    def _end(self, run: _Run) -> None:
+        """The client has its answer, or does not want it any more."""
+        if not run.is_over:
+            self._engine.abort(run.request_id)
+        summary = run.summary()
+        self._requests.append(summary)
+        self._metrics.count(summary)
+
+    async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:
+        output = first
+        while True:
+            if output.new_token_ids or run.is_over:
+                yield sse.event(self._reply(run, output.new_token_ids))
+            if run.is_over:
+                break
+            output = await self._next(run)
+        yield sse.event({**self._head(run), "choices": [], "usage": run.usage()})
+        yield sse.DONE
+
+    def _reply(
+        self, run: _Run, token_ids: Sequence[int], usage: Mapping[str, object] | None = None
+    ) -> dict[str, Any]:
+        assert run.last is not None
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": token_ids,
+            "logprobs": None,
+            "finish_reason": run.last.finish_reason,
+        }
+        return {
+            **self._head(run),
+            "choices": [choice],
+            "usage": usage,
+            "kv_transfer_params": run.last.kv_transfer_params,
+        }
+
+    def _head(self, run: _Run) -> dict[str, Any]:
+        return {
+            "id": run.request_id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self._model_name,
+        }
+
+    async def _models(self, _: Request) -> Response:
+        model = {
+            "id": self._model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "kvferry",
+            "max_model_len": self._max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _health(self, _: Request) -> Response:
+        failure = self._engine.failure
+        if failure is not None:
+            raise _unavailable(failure)
+        return web.json_response({"status": "ok", "engine": self._name})
+
+    async def _render_metrics(self, _: Request) -> Response:
+        await self._take_records()
+        stats = await asyncio.wrap_future(self._ask(Engine.stats))
+        return Response(self._metrics.render(stats), media_type="text/plain; version=0.0.4")
+
+    async def _tell_records(self, _: Request) -> Response:
+        await self._take_records()
+        return web.json_response(
+            Records(
+                engine=self._name,
+                transfers=list(self._transfers),
+                requests=list(self._requests),
+            )
+        )
+
+    async def _take_records(self) -> None:
+        for record in await asyncio.wrap_future(self._ask(Engine.records)):
+            self._transfers.append(record)
+            self._metrics.count_transfer(record)
+
+    def _ask(self, question: Callable[[Engine], T]) -> Future[T]:
+        """Answered on the engine's thread, between two steps.
+
+        Raises:
+            ApiError: 503, the engine has ended.
+        """
+        try:
+            return self._engine.call(question)
+        except KVFerryError as error:
+            raise _unavailable(error) from error
+
+
+def _parse(body: Any) -> EngineRequestBody:
+    if not isinstance(body, Mapping):
+        raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
+    try:
+        return parse_struct(EngineRequestBody, body, "request")
+    except ConfigError as error:
+        raise ApiError(400, str(error)) from error
