@@ -51,11 +51,11 @@ class Landing:
         ledger: Ledger,
         *,
         verify: Callable[[], KVFerryError | None] = lambda: None,
-        on_end: Callable[[Transfer], object] = lambda _: None,
+        on_end: Callable[[TransferState], object] = lambda _: None,
     ) -> None:
         """``verify`` is asked before the transfer is ``DONE``; an error fails it instead.
 
-        ``on_end`` is called once, just before the terminal state shows.
+        ``on_end`` is called once with the terminal state, just before that shows.
         """
         self.transfer = transfer
         self._ledger = ledger
@@ -113,7 +113,7 @@ class Landing:
                 return
             self._ended = True
             state, error = self._verdict
-        self._on_end(self.transfer)
+        self._on_end(state)
         self._ledger.finish(self.transfer, state, error)
 
 

@@ -257,7 +257,7 @@ class ShmTransport(Transport):
             transfer,
             self._ledger,
             verify=peer.error,
-            on_end=lambda ended: self._forget(peer, ended),
+            on_end=lambda _: self._forget(peer, transfer),
         )
         with self._lock, peer.lock:
             error = TransferError("the transport is closed") if self._closed else peer.error()

@@ -78,6 +78,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     token: bytes
     version_min: int
     version_max: int
+    window_bytes: int
+    """Bytes of chunks that the reader takes ahead at most."""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
@@ -97,18 +99,18 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The reader has taken so many bytes of chunks since the connection began.
-
-    Those that it dropped are included.
-    """
+    """The reader has taken so much more off the wire, what it dropped included."""
 
     nbytes: int
+    chunks: int
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The server accepts the connection."""
 
     version: int
+    window_bytes: int
+    """The smaller one of both sides' windows."""
 
 
 class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
@@ -228,9 +230,9 @@ def decode_read(message: Read) -> tuple[Tiles, Runs, Table]:
     return tiles, runs, decode_table(message.chunks, CHUNK_DTYPE, "chunks")
 
 
-def error_of(refused: Refused) -> KVFerryError:
+def refused_error(refused: Refused, address: str) -> KVFerryError:
     """The error that a server named; only a :class:`ProtocolError` or a :class:`TransferError`."""
     kind = getattr(errors, refused.error, None)
     fits = isinstance(kind, type) and issubclass(kind, ProtocolError | TransferError)
-    text = f"refused by the peer: {refused.reason[:2000]}"
+    text = f"refused by {address}: {refused.reason[:2000]}"
     return kind(text) if fits else TransferError(text)  # type: ignore[misc]

@@ -1,0 +1,232 @@
+"""The transport between hosts: ZeroMQ over TCP, zero-copy frames.
+
+The source packs chunks in the order of its own memory (:mod:`~kvferry.transports.tcp_server`), the
+reader unpacks each frame straight into place (:mod:`~kvferry.transports.tcp_reader`); any change of
+layout happens in these two passes. Only the reader's own threads write its memory, so a terminal
+state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
+"""
+
+import contextlib
+import ipaddress
+import mmap
+import secrets
+import threading
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvferry.config import parse_struct
+from kvferry.errors import (
+    CancelledError,
+    ConfigError,
+    KVFerryError,
+    SharedMemoryError,
+    TransferError,
+)
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import warm
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.regions import Regions
+from kvferry.transports.tcp_reader import TcpPeer, TcpRead, TcpReader
+from kvferry.transports.tcp_server import TcpServer
+from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES, Endpoint, decode_endpoint, encode
+
+
+class TcpExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the ``tcp`` transport."""
+
+    port: int = 0
+    """TCP port of the data endpoint; 0 takes a free one."""
+    advertise_host: str = ""
+    """Host that peers are told; empty: the one that is listened on."""
+    chunk_bytes: int = 2 << 20
+    """Bytes per message of a read."""
+    window_bytes: int = 8 << 20
+    """Bytes on their way to one reader at most, per connection and side."""
+    io_threads: int = 1
+    """ZeroMQ's own threads; one saturates about 4 GB/s."""
+    max_readers: int = 256
+    """Connections that are served; beyond them the one silent longest is dropped."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} is not a TCP port (0 to 65535)")
+        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is not in 4096 to {MAX_CHUNK_BYTES}")
+        for field in ("window_bytes", "io_threads", "max_readers"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+
+
+class TcpTransport(Transport):
+    """TCP between hosts, or between processes that share no memory."""
+
+    name = "tcp"
+    fences = True
+    ExtraConfig = TcpExtraConfig
+
+    def __init__(self, options: TransportOptions, extra: TcpExtraConfig) -> None:
+        self._host = extra.advertise_host or options.host
+        self._token = secrets.token_bytes(16)
+        self._regions = Regions()
+        self._lock = threading.Lock()
+        self._landings: dict[Transfer, Landing] = {}
+        self._ledger = Ledger()
+        self._closed = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(extra.io_threads)
+        try:
+            self._server = TcpServer(
+                self._context,
+                self._regions,
+                host=options.host,
+                port=extra.port,
+                token=self._token,
+                chunk_bytes=extra.chunk_bytes,
+                window_bytes=extra.window_bytes,
+                max_readers=extra.max_readers,
+            )
+        except KVFerryError:
+            self._context.term()
+            raise
+        self._pool = MoverPool("tcp", options.threads)
+        self._reader = TcpReader(
+            self._context,
+            self._regions,
+            self._pool,
+            chunk_bytes=extra.chunk_bytes,
+            window_bytes=extra.window_bytes,
+            stall_timeout_s=options.stall_timeout_s,
+        )
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "TcpTransport":
+        """Binds the data port, loads the copier and starts the threads.
+
+        Raises:
+            ConfigError: unknown or wrong keys in ``options.extra``; a wildcard host without
+                ``advertise_host``.
+            PortInUseError: the configured port is taken.
+            HostError: the host is no address of this machine.
+        """
+        extra = parse_struct(TcpExtraConfig, options.extra, "tcp")
+        if _is_wildcard(options.host) and not extra.advertise_host:
+            raise ConfigError(
+                f"tcp: host {options.host} listens everywhere, but peers cannot be told that; set "
+                "advertise_host to the name or address under which they reach this machine"
+            )
+        warm()
+        return cls(options, extra)
+
+    @property
+    def refused_messages(self) -> int:
+        """Messages to our data port that were refused since it was opened."""
+        return self._server.refused
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """See :meth:`Transport.allocate`; private memory, in huge pages where the host has them."""
+        if nbytes <= 0:
+            raise ValueError(f"nbytes: {nbytes} is not positive")
+        try:
+            mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise SharedMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
+        with contextlib.suppress(OSError):  # a kernel without them: correct, only slower
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
+        memory[:] = 0  # takes the pages now, not in the first transfer
+        with self._lock:
+            return self._regions.add(memory, serve=True), memory
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """See :meth:`Transport.register`."""
+        with self._lock:
+            return self._regions.add(memory, serve=serve)
+
+    def endpoint(self) -> bytes:
+        """See :meth:`Transport.endpoint`."""
+        return encode(
+            Endpoint(
+                host=self._host,
+                port=self._server.port,
+                token=self._token,
+                regions=self._regions.served_nbytes,
+            )
+        )
+
+    def connect(self, endpoint: bytes) -> TcpPeer:
+        """Begins a connection and returns at once; where nobody is, reads fail.
+
+        Raises:
+            DecodeError: the endpoint does not decode.
+        """
+        return self._reader.connect(decode_endpoint(endpoint))
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """See :meth:`Transport.read`."""
+        if not isinstance(peer, TcpPeer):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        landing = Landing(transfer, self._ledger, on_end=lambda state: self._end(peer, read, state))
+        read = TcpRead(tiles, runs, landing)
+        with self._lock:
+            closed = self._closed
+            self._landings[transfer] = landing
+        if closed:
+            landing.fail(TransferError("the transport is closed"))
+        elif not transfer.nbytes:
+            landing.enter()
+            landing.leave(0, 0)
+        else:
+            start_after(after, landing, lambda: self._reader.start(peer, read))
+        return transfer
+
+    def poll(self) -> list[Transfer]:
+        """See :meth:`Transport.poll`."""
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
+        with self._lock:
+            landing = self._landings.get(transfer)
+        if landing is not None:
+            landing.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            landings = list(self._landings.values())
+        for landing in landings:
+            landing.fail(TransferError("the transport was closed"))
+        self._reader.close()
+        self._pool.close()
+        self._server.close()
+        self._context.term()
+
+    def _end(self, peer: TcpPeer, read: TcpRead, state: TransferState) -> None:
+        with self._lock:
+            self._landings.pop(read.landing.transfer, None)
+        self._reader.end(peer, read, state)
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False

@@ -1,0 +1,114 @@
+"""How a read is cut into messages; the two sides of the wire agree on it by sending the cuts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BoundsError
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import chunks as cut
+from kvferry.layouts.staging import StagedChunk, stage
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.tcp_wire import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPlan:
+    """Tiles × runs and their chunks, checked. Each cell of the product is in one chunk at most."""
+
+    tiles: Tiles
+    runs: Runs
+    """Runs of one length lie together."""
+    chunks: Table
+    """Rows of ``CHUNK_DTYPE``."""
+    nbytes: Int64s
+    """Bytes of each chunk."""
+
+    def staged(self, index: int) -> StagedChunk:
+        """The two halves of a chunk, which meet in a dense buffer."""
+        first_tile, tiles, first_run, runs = (int(number) for number in self.chunks[index])
+        (staged,) = stage(
+            self.tiles[first_tile : first_tile + tiles],
+            self.runs[first_run : first_run + runs],
+            int(self.nbytes[index]),
+        )
+        return staged
+
+
+def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:
+    """Cuts a read into chunks of about ``chunk_bytes``, all runs of a chunk of one length.
+
+    Raises:
+        BoundsError: one run of one tile is larger than a message may be.
+    """
+    order = np.argsort(-runs["tokens"], kind="stable")
+    runs = runs[order]
+    lengths, starts, counts = np.unique(-runs["tokens"], return_index=True, return_counts=True)
+    rows = [
+        (tile.start, tile.stop - tile.start, start + run.start, run.stop - run.start)
+        for _, start, count in zip(lengths, starts.tolist(), counts.tolist(), strict=True)
+        for tile, run in cut(tiles, runs[start : start + count], chunk_bytes)
+    ]
+    table = np.array(rows, dtype=CHUNK_DTYPE)
+    return ChunkPlan(tiles, runs, table, _chunk_bytes(tiles, runs, table))
+
+
+def check_chunks(
+    tiles: Tiles, runs: Runs, chunks: Table, region_bytes: tuple[int, ...]
+) -> ChunkPlan:
+    """Checks what a reader asked for against our regions; for numbers of any size.
+
+    Raises:
+        BoundsError: an address outside its region, or a chunk outside the tables, of runs of
+            different lengths, or larger than a message may be.
+    """
+    check_bounds(tiles, runs, region_bytes, None)
+    for first, count, length in (
+        ("first_tile", "tiles", len(tiles)),
+        ("first_run", "runs", len(runs)),
+    ):
+        # Compared without adding, which could wrap.
+        bad = (chunks[first] < 0) | (chunks[count] < 1) | (chunks[count] > length)
+        bad |= chunks[first] > length - chunks[count]
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise BoundsError(
+                f"chunk {row}: {count} {chunks[first][row]} and {chunks[count][row]} more, "
+                f"the table has {length}"
+            )
+    changes = np.concatenate(([0], np.cumsum(np.diff(runs["tokens"]) != 0)))
+    mixed = changes[chunks["first_run"]] != changes[chunks["first_run"] + chunks["runs"] - 1]
+    if mixed.any():
+        raise BoundsError(f"chunk {int(np.argmax(mixed))}: its runs have different lengths")
+    return ChunkPlan(tiles, runs, chunks, _chunk_bytes(tiles, runs, chunks))
+
+
+def _chunk_bytes(tiles: Tiles, runs: Runs, chunks: Table) -> Int64s:
+    """Bytes of each chunk, in floats first: a tile of zero strides may claim any extent."""
+    per_token = (
+        tiles["heads"].astype(np.float64)
+        * tiles["elements"].astype(np.float64)
+        * tiles["itemsize"].astype(np.float64)
+    )
+    widths = np.concatenate(([0.0], np.cumsum(per_token)))
+    tokens = np.concatenate(([0.0], np.cumsum(runs["tokens"].astype(np.float64))))
+    last_tile, last_run = (
+        chunks["first_tile"] + chunks["tiles"],
+        chunks["first_run"] + chunks["runs"],
+    )
+    sizes = (widths[last_tile] - widths[chunks["first_tile"]]) * (
+        tokens[last_run] - tokens[chunks["first_run"]]
+    )
+    # Sums of whole numbers are exact below 2**53, and a table that reaches beyond is refused.
+    too_large = sizes > MAX_CHUNK_BYTES
+    if too_large.any() or widths[-1] > 2**53 or tokens[-1] > 2**53:
+        row = int(np.argmax(sizes)) if len(sizes) else 0
+        raise BoundsError(
+            f"chunk {row}: {sizes[row] if len(sizes) else 0:.0f} bytes in one message, "
+            f"{MAX_CHUNK_BYTES} are the most"
+        )
+    nbytes: Int64s = sizes.astype(np.int64)
+    return nbytes
