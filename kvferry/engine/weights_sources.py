@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvferry.engine.model_config import LlamaConfig, RopeParameters, parse_config
+from kvferry.engine.tiny_tokenizer import write_tiny_tokenizer
 from kvferry.engine.weights import CONFIG_FILE, WEIGHTS_FILE, Progress, TinyConfig, read_json
 from kvferry.errors import ModelError
 
@@ -204,7 +205,7 @@ class TinySource(ModelSource):
 
     def content(self) -> Iterator[bytes]:
         """The numbers that the weights follow from."""
-        yield b"tiny\n" + msgspec.json.encode(self._tiny)
+        yield b"tiny 2\n" + msgspec.json.encode(self._tiny)
 
     def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
         """Draws the weights."""
@@ -239,6 +240,10 @@ class TinySource(ModelSource):
                 gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
                 tensors[name] = drawn * (gain / math.sqrt(shape[-1]))
         return config, tensors
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """One token per byte."""
+        write_tiny_tokenizer(folder, self._tiny.vocab_size)
 
 
 def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
