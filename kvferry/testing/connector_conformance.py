@@ -1,0 +1,318 @@
+"""What every connector must do; subclass it in the tests of yours.
+
+    class TestMyConnector(ConnectorConformance):
+        @pytest.fixture
+        def configs(self, tmp_path):
+            extra = {"folder": str(tmp_path)}
+            return tuple(
+                KVTransferConfig(kv_connector="MyConnector", kv_role=role,
+                                 kv_connector_extra_config=extra)
+                for role in ("kv_producer", "kv_consumer")
+            )
+
+Both halves run in this process, driven by :class:`~kvferry.testing.fake_engine.FakeEngine`, which
+checks the contract in every step: cells, blocks that nobody holds, reports made once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.base import KVConnectorOutput
+from kvferry.testing.fake_engine import FakeEngine, run
+from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+
+#: What a router sends along with a request to a prefill engine.
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def small_geometry(layout: str, block_size: int, **parallel: int) -> EngineGeometry:
+    """A geometry of 3 layers and 3 heads: few shapes divide either."""
+    return EngineGeometry(
+        num_layers=3,
+        num_kv_heads=3,
+        head_size=2,
+        dtype="float32",
+        block_size=block_size,
+        layout=layout,
+        parallel=ParallelShape(**parallel),
+    )
+
+
+#: (producer, consumer) by name.
+GEOMETRIES = {
+    "equal": (small_geometry("NHD", 4), small_geometry("NHD", 4)),
+    "tp2-pp2": (small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)),
+    "tp1-tp4": (small_geometry("BLKNHD", 8), small_geometry("NHD", 4, tp=4)),
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A producer and a consumer, stepped in turn."""
+
+    producer: FakeEngine
+    consumer: FakeEngine
+    timeout_s: float
+
+    def run(self, until: Callable[[], bool], what: str) -> None:
+        """Steps both until a condition holds; fails after the timeout."""
+        run([self.producer, self.consumer], until, timeout_s=self.timeout_s, what=what)
+
+    def prefill(self, request_id: str, num_tokens: int) -> FakeRequest:
+        """Computes a prompt on the producer, ready to be decoded elsewhere."""
+        request = self.producer.add(request_id, prompt(num_tokens, request_id), REMOTE_DECODE)
+        self.run(lambda: request.stage is Stage.FINISHED, f"{request_id!r} to be computed")
+        return request
+
+    def decode(self, source: FakeRequest, *, local_blocks: int = 0) -> FakeRequest:
+        """Gives the consumer a computed prompt with its first token, as a router does."""
+        tokens = (*source.prompt_token_ids, *source.output_token_ids)
+        return self.consumer.add(
+            source.request_id, tokens, source.response_params, local_blocks=local_blocks
+        )
+
+    def finish(self, request: FakeRequest) -> None:
+        """Steps both until the consumer's request has ended."""
+        self.run(lambda: request.stage is Stage.FINISHED, f"{request.request_id!r} to end")
+
+    def settle(self) -> None:
+        """Steps both until nothing is under way; then every block is free and untouched."""
+        self.run(lambda: self.producer.is_idle and self.consumer.is_idle, "both to be idle")
+        for engine in (self.producer, self.consumer):
+            assert engine.num_free_blocks == engine.num_blocks - 1
+            engine.check_memory()
+
+
+@contextmanager
+def open_pair(
+    configs: tuple[KVTransferConfig, KVTransferConfig],
+    geometries: tuple[EngineGeometry, EngineGeometry],
+    num_blocks: int = 64,
+    timeout_s: float = 20.0,
+) -> Iterator[Pair]:
+    """A producer and a consumer of these configs and geometries, closed at the end."""
+    with ExitStack() as stack:
+        engines = []
+        for config, geometry in zip(configs, geometries, strict=True):
+            engines.append(FakeEngine.open(config, geometry, num_blocks=num_blocks))
+            stack.callback(engines[-1].close)
+        yield Pair(engines[0], engines[1], timeout_s)
+
+
+def prompt(num_tokens: int, seed: str) -> tuple[int, ...]:
+    """Tokens that differ from the first on between seeds."""
+    first = sum(seed.encode()) * 1000 + len(seed)
+    return tuple(range(first, first + num_tokens))
+
+
+class ConnectorConformance:
+    """The tests. Override :meth:`configs`; the rest where your connector differs."""
+
+    timeout_s: ClassVar[float] = 20.0
+    """Seconds after which whatever is waited for counts as failed."""
+    num_blocks: ClassVar[int] = 64
+    """KV blocks per rank."""
+
+    @pytest.fixture
+    def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
+        """The configuration of a producer and of a consumer that can reach it."""
+        raise NotImplementedError("override the fixture `configs`")
+
+    @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+    def geometries(self, request: pytest.FixtureRequest) -> tuple[EngineGeometry, EngineGeometry]:
+        """The geometries of producer and consumer; override it if yours must be equal."""
+        pair: tuple[EngineGeometry, EngineGeometry] = request.param
+        return pair
+
+    @pytest.fixture
+    def pair(
+        self,
+        configs: tuple[KVTransferConfig, KVTransferConfig],
+        geometries: tuple[EngineGeometry, EngineGeometry],
+    ) -> Iterator[Pair]:
+        """Two open engines."""
+        with open_pair(configs, geometries, self.num_blocks, self.timeout_s) as pair:
+            yield pair
+
+    def lose_source(self, pair: Pair) -> None:
+        """Makes what the producer holds unreachable; override it where that is another thing."""
+        pair.producer.close()
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def test_a_prompt_arrives_cell_by_cell(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 23))
+        pair.finish(request)
+        assert request.external_tokens > 0
+        assert not request.failed
+        pair.settle()
+
+    def test_a_prompt_shorter_than_a_block_is_served(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 3))
+        pair.finish(request)
+        assert not request.failed
+        pair.settle()
+
+    def test_many_requests_at_once_keep_their_own_blocks(self, pair: Pair) -> None:
+        lengths = {"r": 30, "r1": 17, "r10": 16, "r100": 25, "s": 1}
+        sources = [pair.prefill(id, length) for id, length in lengths.items()]
+        requests = [pair.decode(source) for source in sources]
+        pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
+        assert [r.request_id for r in requests if r.failed] == []
+        pair.settle()
+
+    def test_a_local_hit_is_left_alone(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 30), local_blocks=2)
+        pair.finish(request)
+        assert request.external_tokens > 0
+        pair.settle()
+
+    def test_a_local_hit_of_everything_needs_no_load(self, pair: Pair) -> None:
+        size = pair.consumer.geometry.block_size
+        request = pair.decode(pair.prefill("r", 2 * size), local_blocks=2)
+        pair.finish(request)
+        assert request.external_tokens == 0
+        pair.settle()
+
+    def test_an_id_may_be_used_again(self, pair: Pair) -> None:
+        for length in (20, 13):
+            request = pair.decode(pair.prefill("r", length))
+            pair.finish(request)
+            assert request.external_tokens > 0
+            pair.settle()
+
+    def test_a_request_that_comes_before_any_step_is_served(self, pair: Pair) -> None:
+        # No handshake may have happened yet: the connector may answer "ask later".
+        source = pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
+        while source.stage is not Stage.FINISHED:
+            pair.producer.step()
+        request = pair.decode(source)
+        pair.finish(request)
+        assert request.external_tokens > 0
+        pair.settle()
+
+    def test_ordinary_requests_pass(self, pair: Pair) -> None:
+        for engine in (pair.producer, pair.consumer):
+            request = engine.add("plain", prompt(19, "plain"))
+            pair.finish(request)
+            assert request.error is None
+        pair.settle()
+
+    # -- aborts ---------------------------------------------------------------------------------
+
+    def test_abort_before_the_source_computes(self, pair: Pair) -> None:
+        pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
+        pair.producer.abort("r")
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_abort_while_the_source_computes(self, pair: Pair) -> None:
+        pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
+        pair.producer.during_step = lambda: pair.producer.abort("r")
+        pair.producer.step()
+        pair.producer.during_step = lambda: None
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_abort_before_it_is_admitted(self, pair: Pair) -> None:
+        pair.decode(pair.prefill("r", 21))
+        pair.consumer.abort("r")
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_abort_before_the_ranks_hear_of_the_load(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 21))
+
+        def abort_once_admitted() -> None:
+            if request.stage in (Stage.LOADING, Stage.COMPUTING):
+                pair.consumer.abort("r")
+
+        pair.consumer.during_step = abort_once_admitted
+        pair.finish(request)
+        pair.consumer.during_step = lambda: None
+        assert request.finish_reason == "abort"
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_abort_while_it_loads(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 21))
+        pair.run(lambda: request.stage is not Stage.WAITING, "its admission")
+        pair.consumer.abort("r")
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_abort_after_its_load(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 21))
+
+        def abort_once_loaded() -> None:
+            if request.stage is Stage.COMPUTING:
+                pair.consumer.abort("r")
+
+        pair.consumer.during_step = abort_once_loaded
+        pair.finish(request)
+        pair.consumer.during_step = lambda: None
+        pair.settle()
+        self._still_serves(pair)
+
+    def test_what_nobody_fetches_comes_back(self, pair: Pair) -> None:
+        # However a connector bounds it: a lease that expires, a copy elsewhere.
+        pair.prefill("r", 21)
+        pair.settle()
+        self._still_serves(pair)
+
+    def _still_serves(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("next", 18))
+        pair.finish(request)
+        assert request.external_tokens > 0
+        assert not request.failed
+        pair.settle()
+
+    # -- failures -------------------------------------------------------------------------------
+
+    def test_unknown_ids_are_ignored(self, pair: Pair) -> None:
+        for engine in (pair.producer, pair.consumer):
+            engine.step()
+            engine.scheduler.update_connector_output(
+                KVConnectorOutput(
+                    finished_sending={"nobody"},
+                    finished_recving={"nobody"},
+                    failed_recving={"nobody"},
+                    invalid_block_ids={1},
+                )
+            )
+            for worker in engine.workers:
+                report = worker.get_transfer_results({"nobody"})
+                assert not report.finished_sending | report.finished_recving
+        self._still_serves(pair)
+
+    def test_a_lost_source_fails_the_load_and_nothing_else(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 21))
+        self.lose_source(pair)
+        consumer = [pair.consumer]
+        run(
+            consumer,
+            lambda: request.stage is Stage.FINISHED,
+            timeout_s=self.timeout_s,
+            what="the load to fail or the request to be computed",
+        )
+        other = pair.consumer.add("other", prompt(9, "other"))
+        run(
+            consumer,
+            lambda: other.stage is Stage.FINISHED and pair.consumer.is_idle,
+            timeout_s=self.timeout_s,
+            what="the consumer to be idle",
+        )
+        assert pair.consumer.num_free_blocks == pair.consumer.num_blocks - 1
+        pair.consumer.check_memory()
+
+    def test_close_with_loads_under_way(self, pair: Pair) -> None:
+        request = pair.decode(pair.prefill("r", 40))
+        pair.run(lambda: request.stage is not Stage.WAITING, "its admission")
+        pair.consumer.close()
+        pair.producer.close()

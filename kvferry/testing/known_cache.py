@@ -1,0 +1,170 @@
+"""A rank's KV cache in any geometry, every cell of which is known from the tokens.
+
+A cell's bits are a hash of its layer, part, head, element and of all tokens up to its own, as a
+real K or V depends on the whole prefix. So whether a block table holds exactly the KV of a token
+sequence can be decided by looking, and a block that nobody may touch can be told from one that
+somebody touched.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
+
+ByteArray = npt.NDArray[np.uint8]
+UintArray = npt.NDArray[np.unsignedinteger]
+
+_SPOILT = 0xA5
+"""Every byte of a block that nobody holds."""
+
+
+class KnownCache:
+    """The cells of one rank.
+
+    Args:
+        geometry: of the engine's KV cache group.
+        rank: whose cache.
+        num_blocks: blocks per tensor, the null block included.
+        memory: ``geometry.nbytes(rank, num_blocks)`` bytes, for example those of a connector's
+            ``allocate``. The tensors lie in them one after the other.
+    """
+
+    def __init__(
+        self, geometry: EngineGeometry, rank: int, num_blocks: int, memory: ByteArray
+    ) -> None:
+        self.geometry = geometry
+        self.rank = rank
+        self.tensors: dict[str, UintArray] = {}
+        """Tensor name → array of ``geometry.cache_shape(rank, num_blocks)``; unsigned integers of
+        the dtype's size, because NumPy lacks some dtypes and bits are all that counts."""
+        names = geometry.tensor_names(rank)
+        dtype = np.dtype(f"u{geometry.itemsize}")
+        shape = geometry.cache_shape(rank, num_blocks)
+        memory[:] = _SPOILT
+        for name, part in zip(names, np.split(memory, len(names)), strict=True):
+            self.tensors[name] = part.view(dtype).reshape(shape)
+        self._views = {
+            (layer, part.name): self._view(layer, part.name, part.head_size, num_blocks)
+            for layer in geometry.layers(rank)
+            for part in geometry.parts
+        }
+
+    def _view(self, layer: int, part: str, elements: int, num_blocks: int) -> UintArray:
+        """The cells of one layer and part, shape ``[blocks, tokens, heads, elements]``."""
+        geometry = self.geometry
+        cross = geometry.layout.is_cross_layer
+        tensor = self.tensors[CROSS_LAYER_NAME if cross else geometry.layer_name(layer)]
+        strides = geometry.part_strides(self.rank, num_blocks)[part]
+        offset = strides.offset
+        if cross:
+            offset += (layer - geometry.layers(self.rank).start) * strides.layer
+        heads = len(geometry.heads(self.rank))
+        return np.ndarray(
+            (num_blocks, geometry.block_size, heads, elements),
+            dtype=tensor.dtype,
+            buffer=tensor.data,
+            offset=offset,
+            strides=(strides.block, strides.token, strides.head, strides.element),
+        )
+
+    def registered(self) -> dict[str, npt.NDArray[Any]]:
+        """The tensors as a connector gets them: of the geometry's dtype where NumPy has it."""
+        if not hasattr(np, self.geometry.dtype):
+            return dict(self.tensors)
+        return {name: tensor.view(self.geometry.dtype) for name, tensor in self.tensors.items()}
+
+    def write(
+        self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
+    ) -> None:
+        """Writes the cells of the tokens ``[first, end)``, as a model would.
+
+        Args:
+            table: the block table, token 0 first.
+            tokens: the sequence, ``end`` tokens at least.
+            first: position of the first token.
+            end: position after the last one.
+            salt: cells of different salts differ.
+        """
+        blocks, slots = self._places(table, first, end)
+        for key, view in self._views.items():
+            view[blocks, slots] = self._expected(key, tokens, first, end, salt)
+
+    def wrong_cells(
+        self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
+    ) -> list[str]:
+        """Where the cells of the tokens ``[first, end)`` are not what :meth:`write` writes.
+
+        Returns:
+            One line per layer and part that has wrong cells; empty if all are right.
+        """
+        blocks, slots = self._places(table, first, end)
+        lines = []
+        for (layer, part), view in self._views.items():
+            expected = self._expected((layer, part), tokens, first, end, salt)
+            wrong = np.argwhere(view[blocks, slots] != expected)
+            if len(wrong):
+                token, head, element = wrong[0]
+                lines.append(
+                    f"rank {self.rank}, layer {layer}, {part}: {len(wrong)} of {expected.size} "
+                    f"cells, first token {first + token}, head {head}, element {element}"
+                )
+        return lines
+
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """Fills blocks with a pattern that :meth:`touched` looks for."""
+        ids = list(blocks)
+        for view in self._views.values():
+            view[ids] = np.frombuffer(bytes([_SPOILT] * view.itemsize), dtype=view.dtype)[0]
+
+    def touched(self, blocks: Iterable[int]) -> list[int]:
+        """Those of the blocks that somebody wrote to since they were spoilt."""
+        return [
+            block
+            for block in blocks
+            if any(
+                (np.ascontiguousarray(view[block]).view(np.uint8) != _SPOILT).any()
+                for view in self._views.values()
+            )
+        ]
+
+    def _places(
+        self, table: Sequence[int], first: int, end: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        positions = np.arange(first, end)
+        size = self.geometry.block_size
+        return np.asarray(table, dtype=np.int64)[positions // size], positions % size
+
+    def _expected(
+        self, key: tuple[int, str], tokens: Sequence[int], first: int, end: int, salt: int
+    ) -> UintArray:
+        layer, part = key
+        parts = {known.name: known for known in self.geometry.parts}
+        state = np.array(prefix_states(tokens[:end])[first:], dtype=np.uint64)[:, None, None]
+        heads = np.array(self.geometry.heads(self.rank), dtype=np.uint64)[None, :, None]
+        elements = np.arange(parts[part].head_size, dtype=np.uint64)[None, None, :]
+        place = np.uint64((salt * 64 + layer) * 64 + list(parts).index(part))
+        bits = _mix(state ^ _mix((place << np.uint64(32)) + (heads << np.uint64(16)) + elements))
+        return bits.astype(np.dtype(f"u{self.geometry.itemsize}"))
+
+
+def prefix_states(tokens: Sequence[int]) -> list[int]:
+    """For each token, 61 bits that depend on all tokens up to it.
+
+    >>> prefix_states([5, 7])[0] == prefix_states([5, 8])[0]
+    True
+    """
+    state, states = 1, []
+    for token in tokens:
+        state = (state * 6_364_136_223_846_793_005 + token + 1) % ((1 << 61) - 1)
+        states.append(state)
+    return states
+
+
+def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every bit moves every other."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

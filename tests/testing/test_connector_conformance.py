@@ -1,0 +1,148 @@
+"""The conformance suite catches connectors that break the contract.
+
+Each fault is put into the example connector, which passes the suite as it is.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.config import KVTransferConfig
+from kvferry.connectors import KVConnectorOutput
+from kvferry.testing.connector_conformance import GEOMETRIES, ConnectorConformance, open_pair
+from kvferry.testing.fake_engine import ContractBrokenError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "folder_connector"
+SUITE = ConnectorConformance()
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import folder_connector
+
+    yield folder_connector
+    del sys.modules["folder_connector"]
+
+
+@pytest.fixture
+def run_test(example, tmp_path):
+    """Runs one test of the suite on the example connector."""
+    configs = tuple(
+        KVTransferConfig(
+            kv_connector="FolderConnector",
+            kv_connector_module_path="folder_connector",
+            kv_role=role,
+            kv_connector_extra_config={"folder": str(tmp_path), "chunk_tokens": 4, "wait_s": 5},
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+
+    def run(name: str, timeout_s: float = 20.0) -> None:
+        with open_pair(configs, GEOMETRIES["tp2-pp2"], timeout_s=timeout_s) as pair:
+            getattr(SUITE, name)(pair)
+
+    return run
+
+
+def test_the_example_passes_as_it_is(run_test):
+    run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_cells_of_another_token_are_caught(run_test, example, monkeypatch):
+    copy = example.FolderWorker._copy
+
+    def shifted(self, job):
+        ids = job.block_ids if job.saves else job.block_ids[::-1]
+        return copy(self, example.msgspec.structs.replace(job, block_ids=ids))
+
+    monkeypatch.setattr(example.FolderWorker, "_copy", shifted)
+    with pytest.raises(ContractBrokenError, match="the load is not what the source held"):
+        run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_a_load_over_the_local_hit_is_caught(run_test, example, monkeypatch):
+    copy = example.FolderWorker._copy
+
+    def from_the_start(self, job):
+        return copy(self, example.msgspec.structs.replace(job, first=0))
+
+    monkeypatch.setattr(example.FolderWorker, "_copy", from_the_start)
+    with pytest.raises(ContractBrokenError, match="the load changed the local hit"):
+        run_test("test_a_local_hit_is_left_alone")
+
+
+def test_blocks_given_back_while_they_are_written_are_caught(run_test, example, monkeypatch):
+    finished = example.FolderScheduler.request_finished
+    copy = example.FolderWorker._copy
+
+    def lets_go(self, request, block_ids):
+        keep, params = finished(self, request, block_ids)
+        return keep and request.finished_cleanly, params
+
+    def late(self, job):
+        if not job.saves:
+            example.time.sleep(0.05)
+        return copy(self, job)
+
+    monkeypatch.setattr(example.FolderScheduler, "request_finished", lets_go)
+    monkeypatch.setattr(example.FolderWorker, "_copy", late)
+    with pytest.raises(ContractBrokenError, match="were written to, held by nobody"):
+        run_test("test_abort_while_it_loads")
+
+
+def test_a_report_made_twice_is_caught(run_test, example, monkeypatch):
+    results = example.FolderWorker.get_transfer_results
+    before = {}
+
+    def repeats(self, finished_req_ids):
+        report = results(self, finished_req_ids)
+        report.finished_sending |= before.get(self, set())
+        before[self] = set(report.finished_sending)
+        return report
+
+    monkeypatch.setattr(example.FolderWorker, "get_transfer_results", repeats)
+    with pytest.raises(ContractBrokenError, match="is reported twice"):
+        run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_a_report_of_an_unknown_request_is_caught(run_test, example, monkeypatch):
+    def invents(self, finished_req_ids):
+        return KVConnectorOutput(finished_recving={"r1"})
+
+    monkeypatch.setattr(example.FolderWorker, "get_transfer_results", invents)
+    with pytest.raises(ContractBrokenError, match="finished_recving names unknown 'r1'"):
+        run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_a_load_that_is_never_reported_is_caught(run_test, example, monkeypatch):
+    monkeypatch.setattr(
+        example.FolderWorker, "get_transfer_results", lambda self, ids: KVConnectorOutput()
+    )
+    with pytest.raises(ContractBrokenError, match=r"waited 1 s for both to be idle.*\['r'\]"):
+        run_test("test_what_nobody_fetches_comes_back", timeout_s=1)
+
+
+def test_an_answer_that_changes_is_caught(run_test, example, monkeypatch):
+    ask = example.FolderScheduler.get_num_new_matched_tokens
+    answers = []
+
+    def wavers(self, request, num_computed_tokens):
+        tokens, load_async = ask(self, request, num_computed_tokens)
+        answers.append(tokens)
+        return (tokens and tokens - len(answers) % 2), load_async
+
+    monkeypatch.setattr(example.FolderScheduler, "get_num_new_matched_tokens", wavers)
+    with pytest.raises(ContractBrokenError, match="asked twice"):
+        run_test("test_a_prompt_arrives_cell_by_cell")
+
+
+def test_a_failure_that_is_not_also_an_end_is_caught(run_test, example, monkeypatch):
+    monkeypatch.setattr(
+        example.FolderWorker,
+        "get_transfer_results",
+        lambda self, ids: KVConnectorOutput(failed_recving={"r"}),
+    )
+    with pytest.raises(ContractBrokenError, match="is not in finished_recving"):
+        run_test("test_a_prompt_arrives_cell_by_cell")

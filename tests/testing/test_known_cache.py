@@ -1,0 +1,61 @@
+"""A known cache tells right cells from wrong ones in every layout."""
+
+import numpy as np
+import pytest
+
+from kvferry.testing.known_cache import KnownCache
+from kvferry.topology import EngineGeometry, ParallelShape
+
+TOKENS = list(range(100, 120))
+TABLE = [5, 2, 7, 1, 4]
+
+
+def cache_of(layout: str, rank: int = 0, **changes) -> KnownCache:
+    values = {"num_kv_heads": 3, "parallel": ParallelShape(tp=2, pp=2), "dtype": "float32"}
+    geometry = EngineGeometry(
+        num_layers=3, head_size=2, block_size=4, layout=layout, **(values | changes)
+    )
+    memory = np.zeros(geometry.nbytes(rank, 8), dtype=np.uint8)
+    return KnownCache(geometry, rank, 8, memory)
+
+
+LAYOUTS = ["NHD", "HND", "BHNKD", "BLKNHD", "BLHNC", "BHK(k=DN,v=ND)"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_was_written_is_right_and_one_flipped_bit_is_not(layout):
+    cache = cache_of(layout, rank=1)
+    cache.write(TABLE, TOKENS, 0, 18)
+    assert cache.wrong_cells(TABLE, TOKENS, 0, 18) == []
+    name = next(iter(cache.tensors))
+    flat = cache.tensors[name].reshape(-1).view(np.uint8)
+    changed = np.flatnonzero(flat != 0xA5)
+    flat[changed[0]] ^= 1
+    assert len(cache.wrong_cells(TABLE, TOKENS, 0, 18)) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_block_that_was_written_to_is_found(layout):
+    cache = cache_of(layout)
+    assert cache.touched(range(8)) == []
+    cache.write(TABLE, TOKENS, 4, 6)
+    assert cache.touched(range(8)) == [2]
+    cache.spoil([2])
+    assert cache.touched(range(8)) == []
+
+
+def test_cells_depend_on_the_whole_prefix_and_on_the_salt():
+    cache = cache_of("NHD")
+    cache.write(TABLE, TOKENS, 0, 8)
+    other = [999, *TOKENS[1:]]
+    assert cache.wrong_cells(TABLE, other, 4, 8) != []
+    assert cache.wrong_cells(TABLE, TOKENS, 4, 8, salt=1) != []
+
+
+def test_two_ranks_agree_on_the_head_that_both_hold():
+    changes = {"num_kv_heads": 1, "parallel": ParallelShape(tp=2), "dtype": "uint8"}
+    first, second = (cache_of("NHD", rank, **changes) for rank in (0, 1))
+    first.write(TABLE, TOKENS, 0, 8)
+    second.write(TABLE, TOKENS, 0, 8)
+    for name in first.tensors:
+        np.testing.assert_array_equal(first.tensors[name], second.tensors[name])
