@@ -1,0 +1,237 @@
+"""The copier equals a copy in plain loops, in one call, in chunks, over threads, and expanded."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, copier, kernels, num_bytes
+from kvferry.layouts.copier import CopyJob, chunks, copy_tiles, count_pieces, expand, warm
+
+PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@pytest.fixture(params=[False, True], ids=["cached", "streaming"])
+def stream(request, monkeypatch):
+    """Small copies use plain stores; here both kinds are tried on them."""
+    monkeypatch.setattr(copier, "STREAM_BYTES", 0 if request.param else 1 << 60)
+
+
+def expected(copy_cases, copies):
+    targets = [target.copy() for target in copies.targets]
+    copy_cases.copy(copies, targets)
+    return targets
+
+
+def assert_equal(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def check_copies(copy_cases, addresses, **options):
+    @settings(PROPERTY, **options)
+    @given(st.data())
+    def law(data):
+        copies = copy_cases.draw(data)
+        wanted = expected(copy_cases, copies)
+        copy_tiles(addresses(copies.sources), addresses(copies.targets), copies.tiles, copies.runs)
+        assert_equal(copies.targets, wanted)
+
+    law()
+
+
+def test_copies_the_same_bytes_as_plain_loops_and_no_others(copy_cases, addresses, stream):
+    check_copies(copy_cases, addresses)
+
+
+def test_longer_rows_and_transposes_copy_the_same(copy_cases, addresses, stream):
+    @settings(PROPERTY, max_examples=25)
+    @given(st.data())
+    def law(data):
+        copies = copy_cases.draw(data, max_extent=70)
+        if num_bytes(copies.tiles, copies.runs) > 1 << 17:
+            return
+        wanted = [target.copy() for target in copies.targets]
+        for row in expand(copies.tiles, copies.runs):
+            n, s, t = int(row["nbytes"]), int(row["source_offset"]), int(row["target_offset"])
+            wanted[row["target_region"]][t : t + n] = copies.sources[row["source_region"]][
+                s : s + n
+            ]
+        copy_tiles(addresses(copies.sources), addresses(copies.targets), copies.tiles, copies.runs)
+        assert_equal(copies.targets, wanted)
+
+    law()
+
+
+def test_expanded_pieces_are_the_copy(copy_cases, addresses):
+    @PROPERTY
+    @given(st.data())
+    def law(data):
+        copies = copy_cases.draw(data)
+        wanted = expected(copy_cases, copies)
+        rows = expand(copies.tiles, copies.runs)
+        for row in rows:
+            n, s, t = int(row["nbytes"]), int(row["source_offset"]), int(row["target_offset"])
+            copies.targets[row["target_region"]][t : t + n] = copies.sources[row["source_region"]][
+                s : s + n
+            ]
+        assert_equal(copies.targets, wanted)
+        assert rows["nbytes"].sum() == num_bytes(copies.tiles, copies.runs)
+        counted = copy_tiles(
+            addresses(copies.sources), addresses(copies.targets), copies.tiles, copies.runs
+        )
+        assert counted == len(rows) == count_pieces(copies.tiles, copies.runs)
+
+    law()
+
+
+def test_a_job_in_chunks_is_the_same_copy(copy_cases, addresses):
+    @PROPERTY
+    @given(st.data())
+    def law(data):
+        copies = copy_cases.draw(data)
+        wanted = expected(copy_cases, copies)
+        job = CopyJob(
+            addresses(copies.sources),
+            addresses(copies.targets),
+            copies.tiles,
+            copies.runs,
+            chunk_bytes=data.draw(st.integers(1, 500)),
+        )
+        job.run()
+        assert job.is_terminal
+        assert not job.is_cancelled
+        assert job.bytes_done == job.nbytes == num_bytes(copies.tiles, copies.runs)
+        assert_equal(copies.targets, wanted)
+
+    law()
+
+
+def test_chunks_cover_every_tile_and_run_once(copy_cases):
+    @PROPERTY
+    @given(st.data())
+    def law(data):
+        copies = copy_cases.draw(data)
+        size = data.draw(st.integers(1, 500))
+        seen = np.zeros((len(copies.tiles), len(copies.runs)), dtype=int)
+        for tile_range, run_range in chunks(copies.tiles, copies.runs, size):
+            seen[tile_range, run_range] += 1
+            tiles, runs = copies.tiles[tile_range], copies.runs[run_range]
+            assert num_bytes(tiles, runs) <= size or (len(tiles), len(runs)) == (1, 1)
+        assert (seen == 1).all()
+
+    law()
+
+
+def large_job(num_tiles=16, num_runs=64, row=4096):
+    """Some MiB: tiles of their own slices, shuffled blocks of one token."""
+    tiles = np.zeros(num_tiles, dtype=TILE_DTYPE)
+    for side in ("source", "target"):
+        tiles[f"{side}_offset"] = np.arange(num_tiles) * num_runs * row
+        tiles[f"{side}_block_stride"] = row
+        tiles[f"{side}_element_stride"] = 1
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, row, 1
+    runs = np.zeros(num_runs, dtype=RUN_DTYPE)
+    rng = np.random.default_rng(0)
+    runs["source_block"], runs["target_block"] = (rng.permutation(num_runs) for _ in range(2))
+    runs["tokens"] = 1
+    source = rng.integers(0, 256, num_tiles * num_runs * row, dtype=np.uint8)
+    return tiles, runs, source, np.zeros_like(source)
+
+
+def test_threads_share_a_job_and_every_chunk_is_copied_once():
+    tiles, runs, source, target = large_job()
+    job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 16)
+    threads = [threading.Thread(target=job.run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert job.is_terminal
+    assert job.bytes_done == source.nbytes
+    source = source.reshape(16, 64, 4096)
+    wanted = np.empty_like(source)
+    wanted[:, runs["target_block"]] = source[:, runs["source_block"]]
+    np.testing.assert_array_equal(target, wanted.ravel())
+
+
+def test_a_cancelled_job_copies_nothing_more_and_says_so():
+    tiles, runs, source, target = large_job()
+    job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 18)
+    assert job.step()
+    done = job.bytes_done
+    assert 0 < done < job.nbytes
+    before = target.copy()
+    job.cancel()
+    job.cancel()
+    assert not job.step()
+    assert job.is_cancelled
+    assert job.is_terminal
+    assert job.bytes_done == done
+    np.testing.assert_array_equal(target, before)
+
+
+def test_cancelling_a_finished_job_changes_nothing():
+    tiles, runs, source, target = large_job(num_tiles=1)
+    job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs)
+    job.run()
+    job.cancel()
+    assert not job.is_cancelled
+    assert job.is_terminal
+
+
+def test_nothing_to_copy_is_legal():
+    tiles, runs, source, target = large_job()
+    for some_tiles, some_runs in ((tiles[:0], runs), (tiles, runs[:0])):
+        job = CopyJob([source.ctypes.data], [target.ctypes.data], some_tiles, some_runs)
+        assert job.is_terminal
+        assert not job.step()
+        assert len(expand(some_tiles, some_runs)) == 0
+    assert not target.any()
+
+
+def test_adjacent_blocks_merge_into_one_piece():
+    tiles, runs, _, _ = large_job(num_tiles=2)
+    runs["source_block"] = runs["target_block"] = np.arange(len(runs))
+    assert expand(tiles, runs)["nbytes"].tolist() == [64 * 4096] * 2
+
+
+def test_chunks_of_no_bytes_are_refused():
+    tiles, runs, _, _ = large_job()
+    with pytest.raises(ValueError, match="chunk_bytes: 0"):
+        chunks(tiles, runs, 0)
+
+
+def test_rows_of_another_dtype_are_refused():
+    _, runs, _, _ = large_job()
+    with pytest.raises(ValueError, match="expected rows of"):
+        copy_tiles([0], [0], runs, runs)
+
+
+def test_tables_that_nobody_may_write_are_accepted():
+    tiles, runs, source, target = large_job(num_tiles=1)
+    tiles.flags.writeable = runs.flags.writeable = False
+    copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
+    assert target.any()
+
+
+def test_warm_compiles_every_kernel():
+    warm()
+    for kernel in (kernels.copy_table, kernels.list_pieces):
+        assert kernel.signatures
+
+
+def test_a_defect_of_the_copier_is_caught(copy_cases, addresses, monkeypatch):
+    def shifted(sources, targets, tiles, runs, scratch, stream):
+        tiles = tiles.copy()
+        tiles[:, kernels.S_OFFSET] += 1
+        return right(sources, targets, tiles, runs, scratch, stream)
+
+    right = kernels.copy_table
+    monkeypatch.setattr(kernels, "copy_table", shifted)
+    with pytest.raises(AssertionError):
+        check_copies(
+            copy_cases, addresses, phases=[Phase.generate], database=None, derandomize=True
+        )

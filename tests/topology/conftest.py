@@ -1,0 +1,300 @@
+"""Random worlds for the laws, and a slow oracle that slices and concatenates logical arrays."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from kvferry.layouts import Layout
+from kvferry.topology import EngineGeometry, ParallelShape
+
+DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
+GUARD = 64  # bytes around every storage that nobody may touch
+
+
+@dataclass
+class Engine:
+    """An engine with real memory on every rank."""
+
+    geometry: EngineGeometry
+    num_blocks: int
+    tensors: dict = field(default_factory=dict)  # rank → name → array
+    storages: dict = field(default_factory=dict)  # rank → list of byte arrays, guards included
+
+
+@dataclass
+class Case:
+    source: Engine
+    target: Engine
+    target_rank: int
+    source_blocks: list
+    target_blocks: list
+    first_token: int
+    num_tokens: int
+    logical: dict  # part → array [layer, token, head, element]
+    engine_id: str
+
+
+class Worlds:
+    """Draws cases, fills memory, and knows the slow truth."""
+
+    # ---- drawing -------------------------------------------------------------------------------
+
+    def case(self, data, **fixed) -> Case:
+        draw = data.draw
+        model = self._model(draw)
+        source_geometry = self.geometry(draw, model)
+        target_geometry = self.geometry(draw, model)
+        num_tokens = draw(st.integers(0, 20), label="num_tokens")
+        first_token = draw(st.integers(0, num_tokens), label="first_token")
+        source_blocks = self._table(draw, source_geometry, num_tokens)
+        target_blocks = self._table(draw, target_geometry, num_tokens)
+        target_rank = draw(st.integers(0, target_geometry.world_size - 1), label="target_rank")
+        seed = draw(st.integers(0, 2**32 - 1), label="seed")
+        rng = np.random.default_rng(seed)
+        source = self.engine(draw, rng, source_geometry, max(source_blocks, default=0) + 1)
+        target = self.engine(draw, rng, target_geometry, max(target_blocks, default=0) + 1)
+        logical = self.logical(rng, source_geometry, len(source_blocks))
+        self.fill(source, source_blocks, logical)
+        if draw(st.booleans(), label="null target blocks"):
+            holes = draw(st.sets(st.integers(0, max(len(target_blocks) - 1, 0)), max_size=2))
+            target_blocks = [0 if i in holes else b for i, b in enumerate(target_blocks)]
+            source_blocks = self._nulled(
+                draw, source_geometry, target_geometry, source_blocks, target_blocks
+            )
+        return Case(
+            source,
+            target,
+            target_rank,
+            source_blocks,
+            target_blocks,
+            first_token,
+            num_tokens,
+            logical,
+            draw(st.sampled_from(["", "d0", "decode-1"])),
+        )
+
+    def _nulled(self, draw, source, target, source_blocks, target_blocks):
+        """Source blocks that only null target blocks want may be null as well."""
+        wanted = {
+            token // source.block_size
+            for token in range(len(target_blocks) * target.block_size)
+            if target_blocks[token // target.block_size] != 0
+        }
+        drop = draw(st.booleans(), label="null source blocks")
+        return [0 if drop and i not in wanted else b for i, b in enumerate(source_blocks)]
+
+    def _model(self, draw):
+        mla = draw(st.integers(0, 4), label="mla") == 0
+        head_size = draw(st.integers(1, 5), label="head_size")
+        sizes_differ = not mla and draw(st.booleans(), label="sizes differ")
+        return {
+            "num_layers": draw(st.integers(1, 5), label="num_layers"),
+            "num_kv_heads": 1 if mla else draw(st.integers(1, 6), label="num_kv_heads"),
+            "head_size": head_size,
+            "head_size_v": draw(st.integers(1, 5)) if sizes_differ else None,
+            "use_mla": mla,
+            "dtype": draw(st.sampled_from(sorted(DTYPES)), label="dtype"),
+        }
+
+    def geometry(self, draw, model) -> EngineGeometry:
+        pp = draw(st.integers(1, min(model["num_layers"], 3)), label="pp")
+        split = None
+        if draw(st.booleans(), label="own split"):
+            layers = range(1, model["num_layers"])
+            cuts = draw(
+                st.sets(st.sampled_from(layers), min_size=pp - 1, max_size=pp - 1)
+                if pp > 1
+                else st.just(set())
+            )
+            edges = [0, *sorted(cuts), model["num_layers"]]
+            split = [b - a for a, b in itertools.pairwise(edges)]
+        return EngineGeometry(
+            **model,
+            block_size=draw(st.integers(1, 6), label="block_size"),
+            layout=self.layout(draw, "latent" if model["use_mla"] else None),
+            parallel=ParallelShape(tp=draw(st.integers(1, 7), label="tp"), pp=pp),
+            layer_split=split,
+        )
+
+    def layout(self, draw, latent=None) -> Layout:
+        kind = draw(st.sampled_from(["named", "order", "inner"]), label="kind of layout")
+        if kind == "named":
+            return Layout.named(draw(st.sampled_from(["NHD", "HND", "BHNKD", "BLHNC", "BHLNC"])))
+        dims = "BNHD" + draw(st.sampled_from(["", "K", "L", "KL"]), label="optional dims")
+        order = "".join(draw(st.permutations(dims), label="order"))
+        if kind == "order":
+            return Layout(order)
+        inner = draw(st.sampled_from(["D", "ND", "HD", "NHD"]), label="inner dims")
+        outer = "".join(dim for dim in order if dim not in inner)
+        parts = ["latent"] if latent else ["k", "v"]
+        return Layout(outer, {part: "".join(draw(st.permutations(inner))) for part in parts})
+
+    def _table(self, draw, geometry, num_tokens):
+        blocks = -(-num_tokens // geometry.block_size) + draw(st.integers(0, 2))
+        ids = draw(st.permutations(range(1, blocks + 3)), label="block ids")
+        return list(ids[:blocks])
+
+    # ---- memory --------------------------------------------------------------------------------
+
+    def engine(self, draw, rng, geometry, num_blocks) -> Engine:
+        engine = Engine(geometry, num_blocks)
+        kind = draw(st.sampled_from(["dense", "one storage", "strided"]), label="memory")
+        for rank in range(geometry.world_size):
+            shape = geometry.cache_shape(rank, num_blocks)
+            names = geometry.tensor_names(rank)
+            dtype = DTYPES[geometry.dtype]
+            tensors, storages = {}, []
+            if kind == "one storage":
+                stacked, storage = self._dense(rng, (len(names), *shape), dtype)
+                tensors = dict(zip(names, stacked, strict=True))
+                storages.append(storage)
+            for name in names if kind != "one storage" else ():
+                make = self._dense if kind == "dense" else self._strided
+                tensors[name], storage = make(rng, shape, dtype)
+                storages.append(storage)
+            engine.tensors[rank], engine.storages[rank] = tensors, storages
+        return engine
+
+    def _dense(self, rng, shape, dtype):
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        storage = rng.integers(0, 256, GUARD + nbytes + GUARD, dtype=np.uint8)
+        return storage[GUARD : GUARD + nbytes].view(dtype).reshape(shape), storage
+
+    def _strided(self, rng, shape, dtype):
+        """A view with gaps in every dim, some of them walked backwards, in any dim order."""
+        order = rng.permutation(len(shape))
+        padded = [shape[dim] + int(rng.integers(0, 2)) for dim in order]
+        whole, storage = self._dense(rng, padded, dtype)
+        view = whole[tuple(slice(n - shape[d], None) for n, d in zip(padded, order, strict=True))]
+        view = view.transpose(np.argsort(order))
+        flips = tuple(slice(None, None, int(rng.choice([1, -1]))) for _ in shape)
+        return view[flips], storage
+
+    # ---- the slow truth ------------------------------------------------------------------------
+
+    def logical(self, rng, geometry, num_blocks):
+        tokens = num_blocks * geometry.block_size
+        info = np.iinfo(DTYPES[geometry.dtype])
+        return {
+            part.name: rng.integers(
+                0,
+                info.max,
+                dtype=DTYPES[geometry.dtype],
+                endpoint=True,
+                size=(geometry.num_layers, tokens, geometry.num_kv_heads, part.head_size),
+            )
+            for part in geometry.parts
+        }
+
+    def fill(self, engine, blocks, logical) -> None:
+        """Writes logical cells into every rank that holds them, replicas included."""
+        geometry = engine.geometry
+        for rank in range(geometry.world_size):
+            for layer in geometry.layers(rank):
+                for part, cells in logical.items():
+                    heads = geometry.heads(rank)
+                    self.write(
+                        engine,
+                        rank,
+                        layer,
+                        part,
+                        blocks,
+                        range(cells.shape[1]),
+                        cells[layer, :, heads.start : heads.stop],
+                    )
+
+    def write(self, engine, rank, layer, part, blocks, tokens, cells) -> None:
+        """cells: [token, head, element], for those token positions."""
+        size = engine.geometry.block_size
+        boxes = self._read_box(engine, rank, layer, part)  # [block, token, head, element]
+        for token, cell in zip(tokens, cells, strict=True):
+            boxes[blocks[token // size], token % size] = cell
+        self._write_box(engine, rank, layer, part, boxes)
+
+    def _tensor(self, engine, rank, layer):
+        """One layer's tensor with its dims' letters; L is gone."""
+        geometry = engine.geometry
+        dims = geometry.layout.order.replace("C", "D")
+        inner = geometry.layout.inner_orders
+        if len({part.head_size for part in geometry.parts}) > 1:
+            dims = dims.replace("K", "")
+        dims += "*" if inner else ""
+        if "L" not in dims:
+            return engine.tensors[rank][f"layer.{layer}"], dims
+        index = layer - geometry.layers(rank).start
+        tensor = engine.tensors[rank]["layers"]
+        view = tensor[(slice(None),) * dims.index("L") + (index,)]
+        return view, dims.replace("L", "")
+
+    def _part_view(self, engine, rank, layer, part):
+        """A view of one part's cells, and the letters of its dims; the last may be ``*``."""
+        geometry = engine.geometry
+        tensor, dims = self._tensor(engine, rank, layer)
+        names = [p.name for p in geometry.parts]
+        if "K" in dims:
+            view = tensor[(slice(None),) * dims.index("K") + (names.index(part),)]
+            return view, dims.replace("K", "")
+        inner = geometry.layout.inner_orders
+        sizes = [
+            p.head_size
+            * math.prod(
+                self._extents(engine, rank, part)[d] for d in inner.get(p.name, "").replace("D", "")
+            )
+            for p in geometry.parts
+        ]
+        first = sum(sizes[: names.index(part)])
+        axis = dims.index("*" if inner else "D")
+        cut = slice(first, first + sizes[names.index(part)])
+        return tensor[(slice(None),) * axis + (cut,)], dims
+
+    def _extents(self, engine, rank, part):
+        geometry = engine.geometry
+        size = next(p.head_size for p in geometry.parts if p.name == part)
+        return {
+            "B": engine.num_blocks,
+            "N": geometry.block_size,
+            "H": len(geometry.heads(rank)),
+            "D": size,
+        }
+
+    def _read_box(self, engine, rank, layer, part):
+        view, dims = self._part_view(engine, rank, layer, part)
+        extents = self._extents(engine, rank, part)
+        if "*" in dims:
+            dims = dims.replace("*", engine.geometry.layout.inner_orders[part])
+            view = view.copy().reshape([extents[dim] for dim in dims])
+        return view.transpose([dims.index(dim) for dim in "BNHD"]).copy()
+
+    def _write_box(self, engine, rank, layer, part, boxes) -> None:
+        view, dims = self._part_view(engine, rank, layer, part)
+        flat = dims.replace("*", engine.geometry.layout.inner_orders.get(part, ""))
+        view[...] = boxes.transpose(["BNHD".index(dim) for dim in flat]).reshape(view.shape)
+
+    def expect(self, case: Case) -> None:
+        """What the transfer must do, done slowly on the target's own memory."""
+        geometry = case.target.geometry
+        heads = geometry.heads(case.target_rank)
+        tokens = self.moved(case)
+        for layer in geometry.layers(case.target_rank):
+            for part, cells in case.logical.items():
+                wanted = cells[layer][tokens][:, heads.start : heads.stop]
+                self.write(
+                    case.target, case.target_rank, layer, part, case.target_blocks, tokens, wanted
+                )
+
+    def moved(self, case: Case) -> list:
+        size = case.target.geometry.block_size
+        return [
+            token
+            for token in range(case.first_token, case.num_tokens)
+            if case.target_blocks[token // size] != 0
+        ]
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Worlds:
+    return Worlds()

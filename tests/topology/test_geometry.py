@@ -1,0 +1,204 @@
+"""Who holds which layers and heads, what the tensors look like, and what is refused."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvferry.layouts import Layout
+from kvferry.topology import EngineGeometry, ParallelShape, memory_of
+from kvferry.topology.description import GroupDescription
+
+
+def geometry(**changes):
+    values = {
+        "num_layers": 9,
+        "num_kv_heads": 3,
+        "head_size": 64,
+        "dtype": "float32",
+        "block_size": 16,
+        "layout": "NHD",
+        "parallel": ParallelShape(),
+    }
+    return EngineGeometry(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "held"),
+    [
+        (3, 1, [[0, 1, 2]]),
+        (3, 2, [[0], [1, 2]]),
+        (6, 4, [[0], [1, 2], [3], [4, 5]]),
+        (2, 4, [[0], [0], [1], [1]]),
+        (3, 4, [[0], [0], [1], [2]]),
+        (1, 3, [[0], [0], [0]]),
+    ],
+)
+def test_heads_are_divided_without_divisibility_and_replicated(heads, tp, held):
+    one = geometry(num_kv_heads=heads, parallel=ParallelShape(tp=tp, pp=2))
+    for stage in (0, 1):
+        assert [list(one.heads(stage * tp + rank)) for rank in range(tp)] == held
+
+
+@given(heads=st.integers(1, 12), tp=st.integers(1, 30), group=st.integers(1, 9))
+def test_every_head_is_held_and_every_query_head_computed_once(heads, tp, group):
+    one = geometry(num_kv_heads=heads, parallel=ParallelShape(tp=tp))
+    held = [list(one.heads(rank)) for rank in range(tp)]
+    for head in range(heads):
+        assert list(one.head_replicas(head)) == [rank for rank in range(tp) if head in held[rank]]
+    queries = [one.query_heads(rank, heads * group) for rank in range(tp)]
+    assert sorted(q for range_ in queries for q in range_) == list(range(heads * group))
+    for rank, range_ in enumerate(queries):
+        assert {query // group for query in range_} <= set(held[rank])
+
+
+def test_a_rank_without_query_heads_is_legal():
+    one = geometry(num_kv_heads=1, parallel=ParallelShape(tp=4))
+    assert [len(one.query_heads(rank, 3)) for rank in range(4)] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "split"),
+    [(9, 2, (5, 4)), (10, 4, (2, 3, 3, 2)), (8, 4, (2, 2, 2, 2)), (5, 3, (2, 2, 1)), (2, 1, (2,))],
+)
+def test_layers_that_remain_go_to_the_stages_before_the_last(layers, pp, split):
+    assert geometry(num_layers=layers, parallel=ParallelShape(pp=pp)).stage_layers == split
+
+
+def test_a_given_split_is_taken():
+    one = geometry(layer_split=[2, 7], parallel=ParallelShape(pp=2, tp=2))
+    assert one.layers(1) == range(2)
+    assert one.layers(2) == range(2, 9)
+    assert one.tensor_names(3)[0] == "layer.2"
+
+
+def test_ranks_stand_where_the_formula_says():
+    one = geometry(parallel=ParallelShape(tp=4, pp=2))
+    places = [one.rank_coordinates(rank) for rank in range(one.world_size)]
+    assert [(place.pp, place.tp) for place in places] == [(p, t) for p in (0, 1) for t in range(4)]
+    with pytest.raises(ValueError, match="rank: 8 is not one of 0 to 7"):
+        one.layers(8)
+
+
+def test_own_layer_names_locate_the_tensors():
+    names = [f"model.layers.{layer}.attn" for layer in range(9)]
+    one = geometry(layer_names=names, parallel=ParallelShape(pp=2))
+    assert one.tensor_names(1) == tuple(names[5:])
+
+
+def test_cross_layer_layouts_have_one_tensor_of_all_layers():
+    one = geometry(layout="BLHNKD", parallel=ParallelShape(pp=2))
+    assert one.tensor_names(1) == ("layers",)
+    assert one.cache_shape(1, 10) == (10, 4, 3, 16, 2, 64)
+    assert one.nbytes(1, 10) == 10 * 4 * 3 * 16 * 2 * 64 * 4
+
+
+def test_mla_has_one_latent_part_that_every_tp_rank_holds():
+    one = geometry(
+        num_kv_heads=1, use_mla=True, head_size=576, layout="BND", parallel=ParallelShape(tp=4)
+    )
+    assert [part.name for part in one.parts] == ["latent"]
+    assert [list(one.heads(rank)) for rank in range(4)] == [[0]] * 4
+    assert one.cache_shape(2, 10) == (10, 16, 576)
+
+
+def test_heads_of_v_may_have_another_size():
+    one = geometry(head_size_v=32)
+    assert [part.head_size for part in one.parts] == [64, 32]
+    assert one.cache_shape(0, 10) == (10, 16, 3, 96)
+    assert geometry(head_size_v=64) == geometry()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "itemsize"),
+    [
+        (torch.bfloat16, "bfloat16", 2),
+        ("torch.float64", "float64", 8),
+        (np.float32, "float32", 4),
+        (np.dtype("float16"), "float16", 2),
+        (torch.float8_e4m3fn, "float8_e4m3fn", 1),
+    ],
+)
+def test_dtypes_come_as_torch_or_numpy_dtypes_or_names(dtype, name, itemsize):
+    one = geometry(dtype=dtype)
+    assert (one.dtype, one.itemsize) == (name, itemsize)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_layers": 0}, "num_layers: 0 is less than 1"),
+        ({"block_size": 2.5}, "block_size: 2.5 is not a whole number"),
+        ({"head_size": True}, "head_size: True is not a whole number"),
+        ({"num_kv_heads": 10**9}, "num_kv_heads: 1000000000 is more than"),
+        ({"dtype": "float31"}, "dtype: 'float31' is unknown; known dtypes"),
+        ({"layout": "KBNHX"}, "unknown dim 'X'"),
+        ({"layout": "KBND"}, "no H"),
+        ({"parallel": ParallelShape(pp=10)}, "pp=10 stages for 9 layers"),
+        ({"layer_split": (4, 4)}, "layer_split"),
+        ({"layer_split": (9,), "parallel": ParallelShape(pp=2)}, "layer_split"),
+        ({"layer_split": (9, 0), "parallel": ParallelShape(pp=2)}, "at least 1 layer"),
+        ({"layer_names": ["a"] * 9}, "9 names, 1 of them different"),
+        ({"layer_names": ["a"]}, "1 names"),
+        ({"use_mla": True}, "num_kv_heads=3"),
+        ({"use_mla": True, "num_kv_heads": 1, "head_size_v": 3}, "head_size_v=3"),
+        ({"parallel": ParallelShape(tp=2, dcp=2)}, "context parallelism .* not supported yet"),
+        ({"parallel": ParallelShape(pcp=2)}, "context parallelism .* not supported yet"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(changes, says):
+    with pytest.raises(ValueError, match=says):
+        geometry(**changes)
+
+
+def test_a_parallel_shape_has_whole_positive_axes():
+    with pytest.raises(ValueError, match="tp: 0 is less than 1"):
+        ParallelShape(tp=0)
+
+
+def test_a_geometry_is_frozen_and_can_be_replaced():
+    one = geometry()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.block_size = 8
+    assert dataclasses.replace(one, block_size=8).block_size == 8
+    assert hash(one) == hash(geometry())
+
+
+def test_a_geometry_survives_the_wire(worlds):
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.data())
+    def law(data):
+        one = worlds.geometry(data.draw, worlds._model(data.draw))
+        sent = msgspec.msgpack.encode(one.description())
+        received = msgspec.msgpack.decode(sent, type=GroupDescription)
+        assert EngineGeometry.from_description(received) == one
+
+    law()
+
+
+def test_dense_memory_is_what_dense_tensors_have(worlds):
+    @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(st.data())
+    def law(data):
+        one = worlds.geometry(data.draw, worlds._model(data.draw))
+        rank = data.draw(st.integers(0, one.world_size - 1))
+        names = one.tensor_names(rank)
+        whole = np.zeros((len(names), *one.cache_shape(rank, 3)), dtype=f"u{one.itemsize}")
+        memory, regions = memory_of(one, rank, dict(zip(names, whole, strict=True)))
+        assert memory == one.memory(rank, 3)
+        assert [region.nbytes for region in regions] == [one.nbytes(rank, 3)]
+        apart = one.memory(rank, 3, region_per_tensor=True)
+        assert sum(apart.region_bytes) == one.nbytes(rank, 3)
+        assert [tensor.region for tensor in apart.tensors] == list(range(len(names)))
+
+    law()
+
+
+def test_layout_objects_and_names_are_the_same():
+    assert (
+        geometry(layout=Layout.named("HND")) == geometry(layout="HND") == geometry(layout="KBHND")
+    )

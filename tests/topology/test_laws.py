@@ -1,0 +1,187 @@
+"""Laws 1 and 2: exact cover, and plan equals oracle; each with defects that they must catch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import KVFerryError
+from kvferry.topology import binding, memory_of, plan, plan_transfer, run_copies
+
+LAW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+#: Finding that a defect is caught needs no small example.
+MUTANT = settings(
+    LAW,
+    phases=[Phase.generate],
+    database=None,
+    derandomize=True,
+    max_examples=300,
+    report_multiple_bugs=False,
+)
+
+
+def snapshot(engine):
+    return {
+        rank: [storage.copy() for storage in storages] for rank, storages in engine.storages.items()
+    }
+
+
+def bind(case):
+    made = plan_transfer(
+        source=case.source.geometry,
+        target=case.target.geometry,
+        target_rank=case.target_rank,
+        target_engine_id=case.engine_id,
+    )
+    return made.bind(case.source_blocks, case.target_blocks, case.num_tokens, case.first_token)
+
+
+def check_plan_equals_oracle(worlds, data):
+    """Law 2, and of law 1 that nothing else changes: every byte of every storage is compared."""
+    case = worlds.case(data)
+    copies = bind(case)
+    sources_before, target_before = snapshot(case.source), snapshot(case.target)
+    worlds.expect(case)
+    expected = snapshot(case.target)
+    for rank, storages in target_before.items():
+        for storage, before in zip(case.target.storages[rank], storages, strict=True):
+            storage[:] = before
+    run_copies(copies, case.source.tensors, case.target.tensors[case.target_rank])
+    for engine, wanted in ((case.source, sources_before), (case.target, expected)):
+        for rank, storages in wanted.items():
+            for found, want in zip(engine.storages[rank], storages, strict=True):
+                np.testing.assert_array_equal(found, want)
+    assert copies.num_tokens == len(worlds.moved(case))
+
+
+def check_exact_cover(worlds, data):
+    """Law 1: count how often every byte of the target's regions is written, and by whom."""
+    case = worlds.case(data)
+    copies = bind(case)
+    tensors = case.target.tensors[case.target_rank]
+    target_memory, regions = memory_of(case.target.geometry, case.target_rank, tensors)
+    memories = {
+        rank: memory_of(case.source.geometry, rank, given_)[0]
+        for rank, given_ in case.source.tensors.items()
+    }
+    writes = [np.zeros(len(region), dtype=np.int64) for region in regions]
+    for rows in copies.segments(memories, target_memory).values():
+        for row in rows:
+            first = int(row["target_offset"])
+            writes[int(row["target_region"])][first : first + int(row["nbytes"])] += 1
+    for region in regions:
+        region[:] = 0
+    # The oracle writes a 1 into every byte that the span covers.
+    for cells in case.logical.values():
+        cells[...] = np.iinfo(cells.dtype).max
+    worlds.expect(case)
+    for region, count in zip(regions, writes, strict=True):
+        np.testing.assert_array_equal(count, (region == 255).astype(np.int64))
+
+
+def test_law_2_plan_equals_oracle_and_touches_nothing_else(worlds):
+    @LAW
+    @given(st.data())
+    def law(data):
+        check_plan_equals_oracle(worlds, data)
+
+    law()
+
+
+def test_law_1_every_cell_of_the_span_is_written_exactly_once(worlds):
+    @LAW
+    @given(st.data())
+    def law(data):
+        check_exact_cover(worlds, data)
+
+    law()
+
+
+# ---- defects that the laws must catch ----------------------------------------------------------
+
+
+def off_by_one_head(monkeypatch):
+    right = plan._Places.side
+    monkeypatch.setattr(
+        plan._Places,
+        "side",
+        lambda self, layer, head, part: right(
+            self, layer, min(head + (len(self._heads) > 1), self._heads.stop - 1), part
+        ),
+    )
+
+
+def replica_chosen_twice(monkeypatch):
+    right = plan._layer_pieces
+
+    def twice(source, layer, heads, choice):
+        yield from right(source, layer, heads, choice)
+        if len(source.head_replicas(heads.start)) > 1:
+            yield from right(source, layer, heads, choice + 1)
+
+    monkeypatch.setattr(plan, "_layer_pieces", twice)
+
+
+def token_offset_ignored(monkeypatch):
+    right = binding._starts
+    monkeypatch.setattr(binding, "_starts", lambda first, *rest: np.maximum(right(0, *rest), 0))
+
+
+def last_layer_of_a_stage_lost(monkeypatch):
+    right = plan.plan_transfer
+
+    def lossy(**arguments):
+        made = right(**arguments)
+        layers = made.target.layers(made.target_rank)
+        return dataclasses.replace(made.for_layers(layers[:-1])) if len(layers) > 1 else made
+
+    monkeypatch.setitem(globals(), "plan_transfer", lossy)
+
+
+def source_block_size_taken_for_the_target(monkeypatch):
+    right = binding._starts
+    monkeypatch.setattr(
+        binding, "_starts", lambda first, last, source, _target: right(first, last, source, source)
+    )
+
+
+def packed_parts_never_told_apart(monkeypatch):
+    monkeypatch.setattr(plan, "_follows", lambda tile, other: tile.itemsize == other.itemsize)
+
+
+@pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
+@pytest.mark.parametrize(
+    "defect",
+    [
+        off_by_one_head,
+        token_offset_ignored,
+        last_layer_of_a_stage_lost,
+        source_block_size_taken_for_the_target,
+        packed_parts_never_told_apart,
+    ],
+)
+def test_a_defect_of_the_planner_is_caught(worlds, monkeypatch, defect, check):
+    defect(monkeypatch)
+
+    @MUTANT
+    @given(st.data())
+    def law(data):
+        check(worlds, data)
+
+    with pytest.raises((AssertionError, KVFerryError)):
+        law()
+
+
+def test_a_replica_that_is_read_twice_is_caught_by_exact_cover(worlds, monkeypatch):
+    # Replicas hold the same bytes, so the oracle of law 2 cannot see it.
+    replica_chosen_twice(monkeypatch)
+
+    @MUTANT
+    @given(st.data())
+    def law(data):
+        check_exact_cover(worlds, data)
+
+    with pytest.raises(AssertionError):
+        law()
