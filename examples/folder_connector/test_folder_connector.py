@@ -1,10 +1,17 @@
 """The example passes the conformance suite, and serves the reference engine."""
 
+import contextlib
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvferry.config import KVTransferConfig
+from kvferry.config import EngineConfig, KVTransferConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.engine import Completion
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.weights import TinyConfig, prepare_model
 from kvferry.testing.connector_conformance import ConnectorConformance
 
 HERE = Path(__file__).parent
@@ -13,25 +20,133 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def _on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(HERE)
+    monkeypatch.setenv("PYTHONPATH", str(HERE))  # for ranks that are processes
+    yield
+    sys.modules.pop("folder_connector", None)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "kv"
 
 
 class TestConformance(ConnectorConformance):
     @pytest.fixture
-    def configs(self, tmp_path):
+    def configs(self, folder):
+        self._folder = folder
         return tuple(
             KVTransferConfig(
                 kv_connector="FolderConnector",
                 kv_connector_module_path="folder_connector",
                 kv_role=role,
-                kv_connector_extra_config={
-                    "folder": str(tmp_path / "kv"),
-                    "chunk_tokens": 5,
-                    "wait_s": 1,
-                },
+                kv_connector_extra_config={"folder": str(folder), "chunk_tokens": 5, "wait_s": 1},
             )
             for role in ("kv_producer", "kv_consumer")
         )
 
     def lose_source(self, pair):
-        for file in Path(pair.consumer.scheduler._extra.folder).iterdir():
+        for file in self._folder.iterdir():
             file.unlink()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return prepare_model("tiny", tiny=TinyConfig(), cache=tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def as_entry_point(tmp_path, monkeypatch):
+    """What installing the example writes, on the path: its entry point."""
+    metadata = tmp_path / "kvferry_folder_connector-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: kvferry-folder-connector\n")
+    (metadata / "entry_points.txt").write_text(
+        "[kvferry.connectors]\nFolderConnector = folder_connector:FolderConnector\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+SHAPES = {
+    "kv_producer": {"tp": 2, "block_size": 4, "layout": "HND"},
+    "kv_consumer": {"pp": 2, "block_size": 6, "layout": "NHD"},
+}
+PROMPTS = [list(range(3, 3 + length)) for length in (7, 33, 50)]
+
+
+def open_engine(model: Path, folder: Path, role: str, executor: str = "inprocess", **keys):
+    transfer = {
+        "kv_connector": "FolderConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {"folder": str(folder), "chunk_tokens": 5},
+        **keys,
+    }
+    config = EngineConfig(name=role, kv_transfer_config=transfer, num_blocks=64, **SHAPES[role])
+    return build_engine(config, model, dtype="float64", executor=executor)
+
+
+def undivided(model: Path, max_tokens: int) -> list[list[int]]:
+    config = EngineConfig(name="whole", kv_transfer_config={}, num_blocks=64)
+    with build_engine(
+        config, model, dtype="float64", executor="inprocess", connect=False
+    ) as engine:
+        answers = engine.generate(PROMPTS, SamplingParams(max_tokens=max_tokens))
+        return [answer.token_ids for answer in answers]
+
+
+def served(prefill, decode, max_tokens: int) -> list[Completion]:
+    """Prefills, then decodes while the prefill engine may still be saving."""
+    firsts = prefill.generate(PROMPTS, SamplingParams(max_tokens=1))
+    answers = {}
+    for prompt, first in zip(PROMPTS, firsts, strict=True):
+        id = first.request_id
+        answers[id] = Completion(id, token_ids=list(first.token_ids))
+        decode.add_request(
+            id,
+            prompt + first.token_ids,
+            SamplingParams(max_tokens=max_tokens - 1),
+            kv_transfer_params=first.kv_transfer_params,
+        )
+    deadline = time.monotonic() + 60
+    while any(answer.finish_reason is None for answer in answers.values()):
+        assert time.monotonic() < deadline
+        prefill.step()
+        for output in decode.step():
+            answers[output.request_id].add(output)
+    return list(answers.values())
+
+
+@pytest.mark.parametrize("found", ["by_module_path", "by_entry_point"])
+def test_it_serves_the_tokens_of_one_undivided_engine(found, model, folder, request):
+    keys = {"kv_connector_module_path": "folder_connector"}
+    if found == "by_entry_point":
+        request.getfixturevalue("as_entry_point")
+        keys = {}
+    with contextlib.ExitStack() as stack:
+        prefill = stack.enter_context(open_engine(model, folder, "kv_producer", **keys))
+        decode = stack.enter_context(open_engine(model, folder, "kv_consumer", **keys))
+        answers = served(prefill, decode, max_tokens=6)
+    assert [answer.token_ids for answer in answers] == undivided(model, 6)
+    assert [answer.num_external_tokens for answer in answers] == [5, 30, 50]
+
+
+def test_a_longer_prompt_finds_the_beginning_that_was_saved(model, folder):
+    keys = {"kv_connector_module_path": "folder_connector"}
+    with open_engine(model, folder, "kv_producer", **keys) as prefill:
+        prefill.generate([PROMPTS[1]])
+        while prefill.has_work():
+            prefill.step()
+    with open_engine(model, folder, "kv_consumer", **keys) as decode:
+        (answer,) = decode.generate([[*PROMPTS[1], 7, 8, 9]])
+    assert answer.num_external_tokens == 30
+
+
+@pytest.mark.slow
+def test_it_serves_engines_whose_ranks_are_processes(model, folder):
+    keys = {"kv_connector_module_path": "folder_connector", "executor": "process"}
+    with (
+        open_engine(model, folder, "kv_producer", **keys) as prefill,
+        open_engine(model, folder, "kv_consumer", **keys) as decode,
+    ):
+        answers = served(prefill, decode, max_tokens=6)
+    assert [answer.token_ids for answer in answers] == undivided(model, 6)
+    assert [answer.num_external_tokens for answer in answers] == [5, 30, 50]
