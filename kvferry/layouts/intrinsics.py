@@ -56,6 +56,52 @@ stream_16 = _mover(16, stream=True)
 stream_64 = _mover(64, stream=True)
 
 
+def _transposer(width: int) -> Callable[..., Any]:
+    """``transpose(target, target_step, source, source_step)`` of a square of 16-byte rows.
+
+    The square has ``16 // width`` rows and columns of ``width`` bytes each; row ``i`` lies at
+    ``source + i * source_step``, column ``j`` goes to ``target + j * target_step``.
+    """
+    edge = 16 // width
+    row_type = ir.VectorType(ir.IntType(8 * width), edge)
+    # Interleaving the upper half of the rows with the lower half, log2(edge) times, transposes.
+    halves = [
+        ir.Constant(
+            ir.VectorType(ir.IntType(32), edge),
+            [half * edge // 2 + i // 2 + i % 2 * edge for i in range(edge)],
+        )
+        for half in (0, 1)
+    ]
+
+    def transpose(
+        _context: Any, target: Any, target_step: Any, source: Any, source_step: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            def row(base: Any, step: Any, index: int) -> Any:
+                offset = builder.mul(step, ir.Constant(ir.IntType(64), index))
+                return _pointer(builder, builder.add(base, offset), row_type)
+
+            rows = [builder.load(row(args[2], args[3], i), align=1) for i in range(edge)]
+            for _ in range(edge.bit_length() - 1):
+                pairs = list(zip(rows[: edge // 2], rows[edge // 2 :], strict=True))
+                rows = [
+                    builder.shuffle_vector(one, two, half) for one, two in pairs for half in halves
+                ]
+            for j, column in enumerate(rows):
+                builder.store(column, row(args[0], args[1], j), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+    return _intrinsic(transpose)
+
+
+transpose_1 = _transposer(1)
+transpose_2 = _transposer(2)
+transpose_4 = _transposer(4)
+transpose_8 = _transposer(8)
+
+
 @_intrinsic
 def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """``memcpy(target, source, nbytes)``; the two do not overlap."""

@@ -29,6 +29,10 @@ from kvferry.layouts.intrinsics import (
     prefetch,
     stream_16,
     stream_64,
+    transpose_1,
+    transpose_2,
+    transpose_4,
+    transpose_8,
 )
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -50,8 +54,6 @@ _LARGE = 4096
 """Bytes from which a piece is worth aligning on its own."""
 _PREFETCH_LIMIT = 65536
 """Bytes of a piece above which the hardware's prefetcher needs no help."""
-_TRANSPOSE = 32
-"""Edge of the square, in elements, in which elements are transposed."""
 
 
 @kernel
@@ -184,33 +186,68 @@ def _copy_row(
 
 
 @kernel
-def _copy_elements(target: int, source: int, dims: Any, left: int, width: int) -> None:
-    """Single elements: transposes, in squares that fit the first-level cache."""
-    across = 0  # the dim along which the source lies closest
-    for dim in range(1, left):
-        if abs(dims[dim, 1]) < abs(dims[across, 1]):
-            across = dim
-    if across == 0:
-        across = 1
+def _transpose_square(
+    target: int, target_step: int, source: int, source_step: int, width: int
+) -> None:
+    """16 bytes times 16 bytes; rows lie dense on the source, columns on the target."""
+    if width == 1:
+        transpose_1(target, target_step, source, source_step)
+    elif width == 2:
+        transpose_2(target, target_step, source, source_step)
+    elif width == 4:
+        transpose_4(target, target_step, source, source_step)
+    else:
+        transpose_8(target, target_step, source, source_step)
+
+
+@kernel
+def _copy_plane(target: int, source: int, inner: Any, across: Any, width: int, ahead: int) -> None:
+    """Two dims of single elements: ``inner`` lies closest on the target, ``across`` on the source.
+
+    Where each lies dense, whole squares are transposed in registers; the margins go one by one.
+    """
+    inner_count, across_count = inner[0], across[0]
+    edge = 16 // width
+    squares = inner[2] == width and across[1] == width and edge > 1
+    inner_whole = inner_count - inner_count % edge if squares else 0
+    across_whole = across_count - across_count % edge if squares else 0
+    for i in range(0, inner_whole, edge):
+        for j in range(0, across_whole, edge):
+            at = source + i * inner[1] + j * width
+            if ahead != 0 and j * width % 64 == 0:
+                for row in range(edge):
+                    prefetch(at + ahead + row * inner[1])
+            _transpose_square(target + i * width + j * across[2], across[2], at, inner[1], width)
+    for j in range(across_count):
+        first = inner_whole if j < across_whole else 0
+        _copy_row(
+            target + j * across[2] + first * inner[2],
+            source + j * across[1] + first * inner[1],
+            inner_count - first,
+            inner[2],
+            inner[1],
+            width,
+        )
+
+
+@kernel
+def _copy_elements(target: int, source: int, dims: Any, left: int, width: int, ahead: int) -> None:
+    """Up to three loops around single elements."""
+    for dim in range(left, 3):
+        dims[dim, 0], dims[dim, 1], dims[dim, 2] = 1, 0, 0
+    across = 1  # of the outer dims, the one along which the source lies closest
+    if left > 2 and abs(dims[2, 1]) < abs(dims[1, 1]):
+        across = 2
     rest = 3 - across
-    rest_extent = dims[rest, 0] if rest < left else 1
-    across_extent = dims[across, 0] if across < left else 1
-    for k in range(rest_extent):
-        source_plane, target_plane = source, target
-        if rest < left:
-            source_plane += k * dims[rest, 1]
-            target_plane += k * dims[rest, 2]
-        for j_first in range(0, across_extent, _TRANSPOSE):
-            j_last = min(j_first + _TRANSPOSE, across_extent)
-            for i_first in range(0, dims[0, 0], _TRANSPOSE):
-                count = min(_TRANSPOSE, dims[0, 0] - i_first)
-                for j in range(j_first, j_last):
-                    source_row = source_plane + i_first * dims[0, 1]
-                    target_row = target_plane + i_first * dims[0, 2]
-                    if across < left:
-                        source_row += j * dims[across, 1]
-                        target_row += j * dims[across, 2]
-                    _copy_row(target_row, source_row, count, dims[0, 2], dims[0, 1], width)
+    for k in range(dims[rest, 0]):
+        _copy_plane(
+            target + k * dims[rest, 2],
+            source + k * dims[rest, 1],
+            dims[0],
+            dims[across],
+            width,
+            ahead,
+        )
 
 
 @kernel
@@ -219,7 +256,7 @@ def _copy_box(
 ) -> int:
     """One run of one tile that is not a single piece; returns its number of pieces."""
     if piece in {1, 2, 4, 8, 16}:
-        _copy_elements(target, source, dims, left, piece)
+        _copy_elements(target, source, dims, left, piece, ahead)
     else:
         _copy_pieces(target, source, dims, left, piece, stream, ahead)
     pieces = 1

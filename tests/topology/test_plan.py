@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -126,13 +127,13 @@ def test_a_peers_memory_without_a_tensor_or_a_part_is_refused():
     made = plan()
     memory = made.source.memory(0, 5)
     tensors = memory.tensors
-    lacking = dataclasses_replace(memory, tensors=tensors[:3] + tensors[4:])
+    lacking = changed(memory, tensors=tensors[:3] + tensors[4:])
     with pytest.raises(ProtocolError, match=r"rank 0: has no tensor 'layer.3'"):
         made.lower({0: lacking}, made.target.memory(0, 5))
-    only_k = dataclasses_replace(tensors[0], parts={"k": tensors[0].parts["k"]})
-    with pytest.raises(ProtocolError, match="'layer.0' has no part 'v'"):
+    only_k = changed(tensors[0], parts={"k": tensors[0].parts["k"]})
+    with pytest.raises(ProtocolError, match=r"'layer.0' has no part 'v'"):
         made.lower(
-            {0: dataclasses_replace(memory, tensors=(only_k, *tensors[1:]))},
+            {0: changed(memory, tensors=(only_k, *tensors[1:]))},
             made.target.memory(0, 5),
         )
 
@@ -140,17 +141,15 @@ def test_a_peers_memory_without_a_tensor_or_a_part_is_refused():
 def test_a_peers_numbers_beyond_64_bits_are_refused():
     made = plan()
     memory = made.source.memory(0, 5)
-    far = dataclasses_replace(memory.tensors[0], offset=2**64 - 1)
+    far = changed(memory.tensors[0], offset=2**64 - 1)
     with pytest.raises(BoundsError, match="64 bits"):
         made.lower(
-            {0: dataclasses_replace(memory, tensors=(far, *memory.tensors[1:]))},
+            {0: changed(memory, tensors=(far, *memory.tensors[1:]))},
             made.target.memory(0, 5),
         )
 
 
-def dataclasses_replace(struct, **changes):
-    import msgspec
-
+def changed(struct, **changes):
     return msgspec.structs.replace(struct, **changes)
 
 
