@@ -10,7 +10,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 
 # A stamp carries a digest of what it was made from, so that a changed file or another checkout's
 # leftovers set up again, and a mere change of a file's time does not.

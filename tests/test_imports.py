@@ -1,8 +1,10 @@
-"""The rooms of the package import only what stands above them."""
+"""The rooms of the package import only what stands above them, and only what is declared."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,3 +131,29 @@ import {module}
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+
+
+#: Import name → name of the distribution, where they differ.
+DISTRIBUTIONS = {
+    "prometheus_client": "prometheus-client",
+    "zmq": "pyzmq",
+}
+
+#: Integrations import these only where their engine or device is there.
+PEERS = {"nixl", "triton", "ucxx", "vllm"}
+
+
+def test_every_third_party_import_is_a_declared_dependency():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.split(r"[\[<>=;~ ]", item)[0] for items in lists for item in items}
+    found: dict[str, str] = {}
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            found |= {name.split(".")[0]: str(path.relative_to(ROOT)) for name in names}
+    foreign = found.keys() - sys.stdlib_module_names - PEERS - {"kvferry"}
+    undeclared = {n: found[n] for n in foreign if DISTRIBUTIONS.get(n, n) not in declared}
+    assert undeclared == {}

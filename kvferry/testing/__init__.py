@@ -1,0 +1,35 @@
+"""Conformance suites for authors of connectors and transports, and what the suites stand on.
+
+    ConnectorConformance   what every connector must do                 connector_conformance.py
+    FakeEngine             drives a connector's halves, checks them     fake_engine.py
+    KnownCache             a KV cache whose every cell is known         known_cache.py
+    TransportConformance   what every transport must do                 transport_conformance.py
+
+Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvferry.testing.connector_conformance import ConnectorConformance
+    from kvferry.testing.fake_engine import FakeEngine
+    from kvferry.testing.known_cache import KnownCache
+    from kvferry.testing.transport_conformance import TransportConformance
+
+__all__ = ["ConnectorConformance", "FakeEngine", "KnownCache", "TransportConformance"]
+
+_MODULES = {
+    "ConnectorConformance": "connector_conformance",
+    "FakeEngine": "fake_engine",
+    "KnownCache": "known_cache",
+    "TransportConformance": "transport_conformance",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for: pytest must rewrite a suite's asserts before it is imported, and who
+    # uses one part need not have what the others stand on.
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
