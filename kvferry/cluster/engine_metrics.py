@@ -1,17 +1,14 @@
 """Prometheus metrics of one engine."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvferry.cluster.engine_records import RequestSummary
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.engine import EngineStats
-
-if TYPE_CHECKING:
-    from kvferry.cluster.engine_server import RequestSummary
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 10)
@@ -59,7 +56,7 @@ class EngineMetrics:
             registry=self.registry,
         )
 
-    def count(self, request: "RequestSummary") -> None:
+    def count(self, request: RequestSummary) -> None:
         """Takes in an ended request."""
         self._requests.labels(request.finish_reason).inc()
         self._output_tokens.inc(len(request.token_ids))

@@ -1,35 +1,23 @@
-"""What runs in the processes of an engine and of a conversion, once they have their settings."""
+"""What runs in the scheduler process of an engine, once it has its settings."""
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from kvferry.cluster.child import Ready, Reporter
 from kvferry.cluster.engine_server import EngineServer
 from kvferry.cluster.settings import EngineSettings
-from kvferry.config import ModelConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.weights import Progress, TinyConfig, load_model_config, prepare_model
+from kvferry.engine.weights import load_model_config
 from kvferry.errors import KVFerryError
 
 logger = logging.getLogger(__name__)
 
 Serve = Callable[[Any, socket.socket, asyncio.Event], Awaitable[None]]
 """Serves an ASGI application on a listening socket until the event is set."""
-
-
-def convert(model: ModelConfig, progress: Progress) -> Path:
-    """Converts a model unless that was done before; returns its folder.
-
-    Raises:
-        ModelError: see :func:`~kvferry.engine.weights.prepare_model`.
-    """
-    tiny = TinyConfig(seed=model.seed) if model.source == "tiny" else None
-    return prepare_model(model.source, tiny=tiny, progress=progress)
 
 
 def run_engine(

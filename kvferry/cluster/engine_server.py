@@ -21,12 +21,13 @@ from starlette.routing import Route
 
 from kvferry.cluster import sse, web
 from kvferry.cluster.engine_metrics import EngineMetrics
+from kvferry.cluster.engine_records import Records, RequestSummary
 from kvferry.cluster.openai import ApiError
 from kvferry.config import parse_struct
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.messages import EngineOutput, RequestTimings, SamplingParams
+from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import ConfigError, KVFerryError
 
 T = TypeVar("T")
@@ -80,29 +81,6 @@ class EngineRequestBody(msgspec.Struct, frozen=True, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
         )
-
-
-class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """One ended request, as ``/kvferry/records`` tells it."""
-
-    request_id: str
-    prompt_tokens: int
-    token_ids: list[int]
-    gaps: list[float]
-    """For each token, the difference of the two best logits."""
-    finish_reason: str
-    error: str
-    num_cached_tokens: int
-    num_external_tokens: int
-    timings: RequestTimings | None
-
-
-class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/kvferry/records``."""
-
-    engine: str
-    transfers: list[TransferRecord]
-    requests: list[RequestSummary]
 
 
 class _Run:

@@ -29,6 +29,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It would log every health check.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     what, report = sys.argv[1], Reporter(int(sys.argv[2]))
     run = {"engine": _engine, "router": _router, "convert": _convert}[what]
     try:
@@ -47,7 +49,7 @@ def main() -> int:
 
 
 def _convert(report: Reporter) -> None:
-    from kvferry.cluster.engine_process import convert
+    from kvferry.cluster.model_shape import convert
 
     settings = begin(ConvertSettings)
     report.send(Ready(folder=str(convert(settings.model, report.loading))))

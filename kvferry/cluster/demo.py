@@ -1,0 +1,384 @@
+"""The demo without its display: prompts, the undivided engine, the cluster, the comparison."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from kvferry.cluster import sse
+from kvferry.cluster.engine_records import Records, RequestSummary
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.records import digest_mismatch
+from kvferry.engine.messages import SamplingParams
+from kvferry.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+PROMPT_FOLDER = Path(__file__).parent / "demo_prompts"
+RECORDS_TIMEOUT_S = 30.0
+"""Seconds that the engines have to report their transfers after the last answer."""
+
+Advance: TypeAlias = Callable[[int, int], None]
+"""Called with what is done and what there is in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question."""
+
+    name: str
+    text: str
+
+
+@dataclass(slots=True)
+class Reference:
+    """What the undivided engine answers."""
+
+    token_ids: list[int]
+    gaps: list[float]
+    """For each token, the difference of the two best logits."""
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as the client sees it. Times are Unix seconds."""
+
+    name: str
+    sent: float = 0.0
+    first_token: float | None = None
+    finished: float | None = None
+    request_id: str = ""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where an answer leaves the undivided engine's."""
+
+    position: int
+    """Index of the first token that differs."""
+    expected: int | None
+    """The undivided engine's token there; ``None`` where its answer has ended."""
+    got: int | None
+    reference_gap: float | None
+    """Difference of the two best logits there, in the undivided engine."""
+    cluster_gap: float | None
+    """The same in the engine that drew the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All that is known of one request."""
+
+    name: str
+    answer: Answer
+    prefill: RequestSummary
+    decode: RequestSummary | None
+    """``None`` when the first token was the whole answer."""
+    loads: tuple[TransferRecord, ...]
+    """What each decode rank has loaded."""
+    difference: Difference | None
+    damage: str
+    """What is wrong with the KV that arrived; empty when it is that which was lent."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether tokens and KV are those of the undivided engine."""
+        return self.difference is None and not self.damage
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved, over all ranks."""
+        return sum(load.nbytes for load in self.loads)
+
+    @property
+    def copies(self) -> int:
+        """Contiguous copies after merging, over all ranks."""
+        return sum(load.copies for load in self.loads)
+
+    @property
+    def tokens_moved(self) -> int:
+        """Tokens whose KV has moved."""
+        return max((load.tokens for load in self.loads), default=0)
+
+    @property
+    def transfer_s(self) -> float:
+        """From the first rank's start to the last rank's end, in seconds."""
+        if not self.loads:
+            return 0.0
+        return max(load.finished for load in self.loads) - min(load.started for load in self.loads)
+
+
+def load_prompts(folder: Path | None = None) -> list[Prompt]:
+    """The prompts of a folder of text files, by name; those that ship if left out.
+
+    Raises:
+        ConfigError: no such folder, or no text files in it.
+    """
+    folder = folder or PROMPT_FOLDER
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ConfigError(f"{folder}: holds no prompts; put one text file per prompt there")
+    return [Prompt(file.stem, file.read_text(encoding="utf-8").strip()) for file in files]
+
+
+def demo_config(model: str, transport: str) -> ClusterConfig:
+    """Two engines that agree in nothing: TP 3 against PP 2, blocks of 16 against 24, HND, NHD."""
+    extra = {"transport": transport, "record_digests": True}
+    connector = {
+        "kv_connector": "PullConnector",
+        "kv_port": 0,
+        "kv_connector_extra_config": extra,
+    }
+    return ClusterConfig.from_mapping(
+        {
+            "model": {"source": model, "dtype": "float32"},
+            "prefill": [
+                {
+                    "name": "prefill",
+                    "tp": 3,
+                    "block_size": 16,
+                    "layout": "HND",
+                    "num_blocks": 512,
+                    "kv_transfer_config": {**connector, "kv_role": "kv_producer"},
+                }
+            ],
+            "decode": [
+                {
+                    "name": "decode",
+                    "pp": 2,
+                    "block_size": 24,
+                    "layout": "NHD",
+                    "num_blocks": 352,
+                    "kv_transfer_config": {**connector, "kv_role": "kv_consumer"},
+                }
+            ],
+            "router": {"port": 0},
+        },
+        "demo",
+    )
+
+
+def run_reference(
+    folder: str, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int, advance: Advance
+) -> list[Reference]:
+    """The answers of one undivided engine, TP 1 and PP 1, in this process; it is closed then.
+
+    Args:
+        folder: the converted model.
+        dtype: as in the cluster.
+        prompts: token ids.
+        max_tokens: longest answer.
+        advance: told how many of the prompts' and answers' tokens are done.
+
+    Raises:
+        EngineError: a prompt failed.
+    """
+    from kvferry.engine.builder import build_engine
+
+    config = EngineConfig(name="undivided", kv_transfer_config={}, num_blocks=512)
+    answers = [Reference([], [], len(prompt)) for prompt in prompts]
+    total = sum(len(prompt) + max_tokens for prompt in prompts)
+    with build_engine(config, folder, dtype=dtype, executor="inprocess", connect=False) as engine:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), prompt, SamplingParams(max_tokens=max_tokens))
+        left = len(prompts)
+        while left:
+            for output in engine.step():
+                answer = answers[int(output.request_id)]
+                answer.token_ids += output.new_token_ids
+                answer.gaps += output.gaps
+                if output.finish_reason == "error":
+                    raise EngineError(f"the undivided engine failed: {output.error}")
+                left -= output.finish_reason is not None
+            advance(engine.stats().computed_tokens, total)
+    advance(total, total)
+    return answers
+
+
+async def send_all(
+    url: str, prompts: Sequence[Prompt], max_tokens: int, changed: Callable[[Answer], None]
+) -> list[Answer]:
+    """Sends all prompts at once as streaming chats; returns when the last one has ended.
+
+    Args:
+        url: the router.
+        prompts: what to ask.
+        max_tokens: longest answer.
+        changed: told of every answer that gained something.
+    """
+    import httpx
+
+    answers = [Answer(prompt.name) for prompt in prompts]
+    timeout = httpx.Timeout(None, connect=10.0)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as client:
+        await asyncio.gather(
+            *(
+                _ask(client, prompt, max_tokens, answer, changed)
+                for prompt, answer in zip(prompts, answers, strict=True)
+            )
+        )
+    return answers
+
+
+async def _ask(
+    client: "httpx.AsyncClient",
+    prompt: Prompt,
+    max_tokens: int,
+    answer: Answer,
+    changed: Callable[[Answer], None],
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": prompt.text}],
+        "max_completion_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    answer.sent = time.time()
+    changed(answer)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            answer.error = (await response.aread()).decode(errors="replace")
+        else:
+            async for chunk in _chunks(response.aiter_lines()):
+                _take(chunk, answer)
+                changed(answer)
+    answer.finished = time.time()
+    changed(answer)
+
+
+async def _chunks(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
+    async for payload in sse.payloads(lines):
+        if payload != b"[DONE]":
+            yield msgspec.json.decode(payload)
+
+
+def _take(chunk: Mapping[str, Any], answer: Answer) -> None:
+    if "error" in chunk:
+        answer.error = str(chunk["error"])
+        return
+    answer.request_id = str(chunk["id"])
+    for choice in chunk["choices"]:
+        answer.text += choice["delta"].get("content", "")
+        answer.token_ids += choice["token_ids"]
+        answer.finish_reason = choice["finish_reason"]
+        if answer.token_ids and answer.first_token is None:
+            answer.first_token = time.time()
+
+
+def fetch_records(cluster: Cluster, answers: Sequence[Answer]) -> dict[str, Records]:
+    """Role → what its engine did, once every rank has reported each request that moved.
+
+    Raises:
+        EngineError: a report does not come.
+    """
+    import httpx
+
+    deadline = time.monotonic() + RECORDS_TIMEOUT_S
+    moved = [answer.request_id for answer in answers if len(answer.token_ids) > 1]
+    with httpx.Client(trust_env=False, timeout=RECORDS_TIMEOUT_S) as client:
+        while True:
+            found: dict[str, Records] = {}
+            for engine in cluster.engines:
+                response = client.get(f"{engine.url}/kvferry/records")
+                response.raise_for_status()
+                found[engine.role] = msgspec.json.decode(response.content, type=Records)
+            missing = [id for id in moved if not _is_reported(id, found, cluster)]
+            if not missing:
+                return found
+            if time.monotonic() > deadline:
+                raise EngineError(f"no transfer records of {len(missing)} requests: {missing}")
+            time.sleep(0.2)
+
+
+def _is_reported(request_id: str, found: Mapping[str, Records], cluster: Cluster) -> bool:
+    return all(
+        sum(record.request_id == request_id for record in found[engine.role].transfers)
+        == engine.config.tp * engine.config.pp
+        for engine in cluster.engines
+    ) and all(
+        any(request.request_id == request_id for request in records.requests)
+        for records in found.values()
+    )
+
+
+def compare(
+    references: Sequence[Reference], answers: Sequence[Answer], records: Mapping[str, Records]
+) -> list[Result]:
+    """Each answer beside the undivided engine's, and what was lent beside what arrived."""
+    return [
+        _result(reference, answer, records)
+        for reference, answer in zip(references, answers, strict=True)
+    ]
+
+
+def _result(reference: Reference, answer: Answer, records: Mapping[str, Records]) -> Result:
+    prefill, decode = (
+        next((r for r in records[role].requests if r.request_id == answer.request_id), None)
+        for role in ("prefill", "decode")
+    )
+    assert prefill is not None, "it drew the first token"
+    lent, loads = (
+        [r for r in records[role].transfers if r.request_id == answer.request_id]
+        for role in ("prefill", "decode")
+    )
+    return Result(
+        name=answer.name,
+        answer=answer,
+        prefill=prefill,
+        decode=decode,
+        loads=tuple(loads),
+        difference=find_difference(
+            reference, answer.token_ids, prefill.gaps + (decode.gaps if decode else [])
+        ),
+        damage=_damage(lent, loads),
+    )
+
+
+def find_difference(
+    reference: Reference, token_ids: Sequence[int], gaps: Sequence[float]
+) -> Difference | None:
+    """The first token that differs; ``None`` if none does.
+
+    Args:
+        reference: the undivided engine's answer.
+        token_ids: the cluster's answer.
+        gaps: of the two best logits, for each token of ``token_ids``.
+    """
+    if token_ids == reference.token_ids:
+        return None
+    longest = max(len(token_ids), len(reference.token_ids))
+    pairs = [(_at(reference.token_ids, i), _at(token_ids, i)) for i in range(longest)]
+    position = next(index for index, (expected, got) in enumerate(pairs) if expected != got)
+    expected, got = pairs[position]
+    return Difference(position, expected, got, _at(reference.gaps, position), _at(gaps, position))
+
+
+def _at(values: Sequence[T], index: int) -> T | None:
+    return values[index] if index < len(values) else None
+
+
+def _damage(lent: Sequence[TransferRecord], loads: Sequence[TransferRecord]) -> str:
+    if not loads:
+        return ""  # nothing had to move: the first token was the whole answer
+    failed = next((load for load in loads if not load.ok), None)
+    if failed is not None:
+        return f"rank {failed.rank} could not load: {failed.error}"
+    if {record.lease_id for record in lent} != {record.lease_id for record in loads}:
+        return "the records speak of different leases"
+    token = digest_mismatch(lent, loads)
+    return "" if token is None else f"the KV of token {token} is not that which was lent"
