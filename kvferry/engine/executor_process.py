@@ -232,11 +232,13 @@ class _RankProcess:
 
     def _relay_lines(self) -> None:
         assert self.process.stdout is not None
+        levels, level = logging.getLevelNamesMapping(), logging.INFO
         with self.process.stdout as lines:
             for line in lines:
                 text = line.rstrip()
                 self._last_lines.append(text)
-                level = logging.getLevelNamesMapping().get(text.partition(" ")[0], logging.INFO)
+                # A line without a level, of a traceback for example, belongs to the last with one.
+                level = levels.get(text.partition(" ")[0], level)
                 rank_logger.log(level, "[%s] %s", self._tag, text)
 
 

@@ -47,8 +47,8 @@ class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int = 6
     num_kv_heads: int = 3
     head_size: int = 16
-    hidden_size: int = 64
-    intermediate_size: int = 112
+    hidden_size: int = 96
+    intermediate_size: int = 130
     vocab_size: int = 320
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False

@@ -1,0 +1,198 @@
+"""The model against transformers' LlamaForCausalLM, on the same weights in float64."""
+
+import json
+
+import pytest
+import torch
+
+from kvferry.engine.attention import build_batch
+from kvferry.engine.communicator import SingleCommunicator
+from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.messages import SamplingParams, ScheduledRequest
+from kvferry.engine.model import NoHook
+from kvferry.engine.runner import ModelRunner
+from kvferry.engine.weights import load_model_config, prepare_model
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.fixture
+def transformers_model(monkeypatch):
+    """Loads a converted folder with transformers, its norm not rounded to float32."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama import modeling_llama
+
+    def norm(self, x):
+        return self.weight * (x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt())
+
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+
+    def load(folder):
+        return LlamaForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="sdpa"
+        ).eval()
+
+    return load
+
+
+@pytest.fixture
+def our_logits(worker_spec):
+    """Logits after every token of a prompt: each token is its own request's last."""
+
+    def compute(folder, prompt, **shape):
+        spec = worker_spec(folder, num_blocks=64, **shape)
+        geometry = spec.geometry
+        memory = torch.zeros(geometry.nbytes(0, 64), dtype=torch.uint8).numpy()
+        runner = ModelRunner(spec, SingleCommunicator(), memory)
+        rows = []
+        blocks = list(range(40, 40 - len(prompt) // geometry.block_size - 1, -1))
+        with torch.inference_mode():
+            for position, token in enumerate(prompt):
+                request = ScheduledRequest(
+                    request_id="r",
+                    token_ids=[token],
+                    first_position=position,
+                    block_ids=(blocks,),
+                    sample=SamplingParams(),
+                )
+                batch = build_batch([request], geometry.block_size, torch.float64)
+                rows.append(runner.model.forward(batch, runner.cache, NoHook())[0])
+        return torch.stack(rows)
+
+    return compute
+
+
+@pytest.fixture
+def with_rope(tiny_folder, tmp_path):
+    """A tiny model with other rope settings, as a folder that transformers might have written."""
+
+    def make(rope, **values):
+        folder = tiny_folder(**values)
+        config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": rope}
+        source = tmp_path / "llama3"
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(config))
+        (source / "model.safetensors").symlink_to(folder / "model.safetensors")
+        return prepare_model(source, cache=tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_transformers(
+    tied, tiny_folder, transformers_model, our_logits, prompts
+):
+    folder = tiny_folder(tie_word_embeddings=tied)
+    (prompt,) = prompts(45)
+    with torch.no_grad():
+        theirs = transformers_model(folder)(torch.tensor([prompt])).logits[0]
+    torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-10)
+
+
+def test_logits_with_llama3_rope_scaling_are_those_of_transformers(
+    with_rope, transformers_model, our_logits, prompts
+):
+    folder = with_rope(LLAMA3_ROPE)
+    (prompt,) = prompts(90)
+    with torch.no_grad():
+        theirs = transformers_model(folder)(torch.tensor([prompt])).logits[0]
+    # transformers blends the frequencies in another order: float32 apart, not float64.
+    torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-4)
+    plain = our_logits(with_plain_rope(folder), prompt)
+    assert (plain - theirs).abs().max() > 1e-2
+
+
+def with_plain_rope(folder):
+    """The same folder without scaling, to show that the test above can see scaling."""
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    return folder
+
+
+def test_greedy_tokens_and_gaps_are_those_of_transformers(
+    tiny_folder, transformers_model, worker_spec, generate, prompts
+):
+    folder = tiny_folder()
+    model = transformers_model(folder)
+    asked = prompts(1, 3, 17, 64)
+    with InProcessExecutor(worker_spec(folder, num_blocks=64)) as executor:
+        found = generate(executor, asked, tokens=12)
+    for prompt, sequence in zip(asked, found, strict=True):
+        theirs = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=12,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        assert sequence.output == theirs.sequences[0, len(prompt) :].tolist()
+        best = torch.stack([row[0].topk(2).values for row in theirs.logits])
+        assert sequence.gaps == pytest.approx((best[:, 0] - best[:, 1]).tolist(), abs=1e-5)
+
+
+def test_weights_shape_the_answer_enough_for_token_tests(
+    tiny_folder, worker_spec, generate, prompts
+):
+    """Tokens differ, and a model whose attention saw nothing would choose others."""
+    with InProcessExecutor(worker_spec(tiny_folder(), num_blocks=64)) as executor:
+        found = generate(executor, prompts(30, 30, 30), tokens=16)
+        alone = generate(executor, [[sequence.prompt[-1]] for sequence in found], tokens=16)
+    assert len({token for sequence in found for token in sequence.output}) > 8
+    for sequence, without_context in zip(found, alone, strict=True):
+        assert sequence.output != without_context.output
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_narrow_dtypes_stay_close_to_float64(dtype, tiny_folder, worker_spec, prompts, generate):
+    folder, asked = tiny_folder(), prompts(20, 33)
+    with InProcessExecutor(worker_spec(folder)) as executor:
+        exact = generate(executor, asked, tokens=1)
+    with InProcessExecutor(worker_spec(folder, dtype=dtype)) as executor:
+        rounded = generate(executor, asked, tokens=1)
+    for one, other in zip(exact, rounded, strict=True):
+        tolerance = 1e-4 if dtype == "float32" else 0.3
+        assert one.gaps[0] == pytest.approx(other.gaps[0], abs=tolerance)
+        assert one.output == other.output or one.gaps[0] < tolerance
+
+
+@pytest.mark.slow
+def test_smollm2_answers_like_transformers(tmp_path, worker_spec, generate):
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    progress = []
+    folder = prepare_model(
+        "smollm2", cache=tmp_path, progress=lambda doing, done: progress.append((doing, done))
+    )
+    fractions = [done for _, done in progress]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert load_model_config(folder).eos_token_ids == (2,)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )["input_ids"]
+        for question in ("What is the capital of France?", "Write a haiku about the sea.")
+    ]
+    spec = worker_spec(folder, tp=2, pp=2, block_size=24, num_blocks=20, dtype="float32")
+    with InProcessExecutor(spec) as executor:
+        found = generate(executor, asked, tokens=12, chunk=16)
+    assert "Paris" in tokenizer.decode(found[0].output)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for prompt, sequence in zip(asked, found, strict=True):
+        theirs = model.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=2
+        )
+        expected = theirs[0, len(prompt) :].tolist()  # ends at the end of the answer, ours does not
+        assert sequence.output[: len(expected)] == expected
+        assert len(expected) > 5
