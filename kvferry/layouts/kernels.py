@@ -201,10 +201,14 @@ def _transpose_square(
 
 
 @kernel
-def _copy_plane(target: int, source: int, inner: Any, across: Any, width: int, ahead: int) -> None:
+def _copy_plane(
+    target: int, source: int, inner: Any, across: Any, width: int, ahead: int, target_ahead: int
+) -> None:
     """Two dims of single elements: ``inner`` lies closest on the target, ``across`` on the source.
 
     Where each lies dense, whole squares are transposed in registers; the margins go one by one.
+    ``ahead`` and ``target_ahead`` are where the next run lies: its lines are asked for on both
+    sides, because squares of 16 bytes are too short to stream.
     """
     inner_count, across_count = inner[0], across[0]
     edge = 16 // width
@@ -217,6 +221,9 @@ def _copy_plane(target: int, source: int, inner: Any, across: Any, width: int, a
             if ahead != 0 and j * width % 64 == 0:
                 for row in range(edge):
                     prefetch(at + ahead + row * inner[1])
+            if target_ahead != 0 and i * width % 64 == 0:
+                for row in range(edge):
+                    prefetch(target + i * width + j * across[2] + target_ahead + row * across[2])
             _transpose_square(target + i * width + j * across[2], across[2], at, inner[1], width)
     for j in range(across_count):
         first = inner_whole if j < across_whole else 0
@@ -231,7 +238,9 @@ def _copy_plane(target: int, source: int, inner: Any, across: Any, width: int, a
 
 
 @kernel
-def _copy_elements(target: int, source: int, dims: Any, left: int, width: int, ahead: int) -> None:
+def _copy_elements(
+    target: int, source: int, dims: Any, left: int, width: int, ahead: int, target_ahead: int
+) -> None:
     """Up to three loops around single elements."""
     for dim in range(left, 3):
         dims[dim, 0], dims[dim, 1], dims[dim, 2] = 1, 0, 0
@@ -247,16 +256,24 @@ def _copy_elements(target: int, source: int, dims: Any, left: int, width: int, a
             dims[across],
             width,
             ahead,
+            target_ahead,
         )
 
 
 @kernel
 def _copy_box(
-    target: int, source: int, dims: Any, left: int, piece: int, stream: bool, ahead: int
+    target: int,
+    source: int,
+    dims: Any,
+    left: int,
+    piece: int,
+    stream: bool,
+    ahead: int,
+    target_ahead: int,
 ) -> int:
     """One run of one tile that is not a single piece; returns its number of pieces."""
     if piece in {1, 2, 4, 8, 16}:
-        _copy_elements(target, source, dims, left, piece, ahead)
+        _copy_elements(target, source, dims, left, piece, ahead, target_ahead)
     else:
         _copy_pieces(target, source, dims, left, piece, stream, ahead)
     pieces = 1
@@ -316,7 +333,17 @@ def copy_table(
                         + runs[r + 1, R_S_TOKEN] * tile[S_TOKEN]
                     )
                 )
-            pieces += _copy_box(target, source, dims, left, piece, stream, ahead)
+            target_ahead = 0
+            if r + 1 < len(runs):
+                target_ahead = (
+                    target_base
+                    - target
+                    + (
+                        runs[r + 1, R_T_BLOCK] * tile[T_BLOCK]
+                        + runs[r + 1, R_T_TOKEN] * tile[T_TOKEN]
+                    )
+                )
+            pieces += _copy_box(target, source, dims, left, piece, stream, ahead, target_ahead)
         if held:
             _copy_long(held_target, held_source, held, stream, 0)
             pieces += 1
