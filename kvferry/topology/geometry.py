@@ -12,6 +12,9 @@ from typing import Any
 
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
+
+__all__ = ["EngineGeometry", "ParallelShape", "Part", "RankCoordinates", "dtype_name"]
 
 #: Bytes per element of every dtype a KV cache may have.
 ITEMSIZES = {
@@ -21,9 +24,6 @@ ITEMSIZES = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
     **dict.fromkeys(("int8", "uint8"), 1),
 }
-
-_MAX_COUNT = 1 << 20
-"""Most layers, heads, elements, tokens per block or ranks per axis."""
 
 CROSS_LAYER_NAME = "layers"
 """Name of the tensor that holds every layer of a rank."""
@@ -56,57 +56,6 @@ class Part:
     dtype: str
     itemsize: int
     """Bytes per element."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankCoordinates:
-    """A rank's place on each axis of its engine."""
-
-    pp: int
-    pcp: int
-    tp: int
-
-
-@dataclass(frozen=True, slots=True)
-class ParallelShape:
-    """Ranks per axis of one engine; ``rank = (pp_rank * pcp + pcp_rank) * tp + tp_rank``.
-
-    >>> ParallelShape(tp=4, pp=2).coordinates(6)
-    RankCoordinates(pp=1, pcp=0, tp=2)
-
-    Raises:
-        ValueError: an axis is shorter than 1.
-    """
-
-    tp: int = 1
-    """Tensor-parallel ranks: they share the heads."""
-    pp: int = 1
-    """Pipeline stages: they share the layers."""
-    dcp: int = 1
-    """Decode-context-parallel ranks; they lie inside TP."""
-    pcp: int = 1
-    """Prefill-context-parallel ranks."""
-
-    def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dcp", "pcp"):
-            _check_count(axis, getattr(self, axis))
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the engine."""
-        return self.pp * self.pcp * self.tp
-
-    def coordinates(self, rank: int) -> RankCoordinates:
-        """Where a rank stands on each axis.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: {rank} is not one of 0 to {self.world_size - 1}")
-        stage, tp_rank = divmod(rank, self.tp)
-        pp_rank, pcp_rank = divmod(stage, self.pcp)
-        return RankCoordinates(pp=pp_rank, pcp=pcp_rank, tp=tp_rank)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -166,11 +115,11 @@ class EngineGeometry:
         layer_names: Sequence[str] | None = None,
     ) -> None:
         values = {
-            "num_layers": _check_count("num_layers", num_layers),
-            "num_kv_heads": _check_count("num_kv_heads", num_kv_heads),
-            "head_size": _check_count("head_size", head_size),
+            "num_layers": check_count("num_layers", num_layers),
+            "num_kv_heads": check_count("num_kv_heads", num_kv_heads),
+            "head_size": check_count("head_size", head_size),
             "dtype": dtype_name(dtype),
-            "block_size": _check_count("block_size", block_size),
+            "block_size": check_count("block_size", block_size),
             "layout": layout if isinstance(layout, Layout) else Layout.parse(layout),
             "parallel": parallel,
             "head_size_v": None if head_size_v == head_size else head_size_v,
@@ -184,7 +133,7 @@ class EngineGeometry:
 
     def _check(self) -> None:
         if self.head_size_v is not None:
-            _check_count("head_size_v", self.head_size_v)
+            check_count("head_size_v", self.head_size_v)
         if self.use_mla and (self.num_kv_heads != 1 or self.head_size_v is not None):
             raise ValueError(
                 f"use_mla: the latent has 1 head and no v, got num_kv_heads={self.num_kv_heads}, "
@@ -446,14 +395,3 @@ def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
     return strides[::-1]
-
-
-def _check_count(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: {value!r} is not a whole number")
-    if value < 1:
-        raise ValueError(f"{name}: {value} is less than 1")
-    # A peer's description is turned into a geometry too; absurd counts must not cost time.
-    if value > _MAX_COUNT:
-        raise ValueError(f"{name}: {value} is more than {_MAX_COUNT}")
-    return value
