@@ -1,0 +1,387 @@
+"""What goes wrong around the PullConnector ends in right cells or in one clear error."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvferry.connectors.pull.scheduler as pull_scheduler
+import kvferry.testing.fake_engine as fake_engine
+from kvferry.config import KVTransferConfig
+from kvferry.control.client import fetch_status
+from kvferry.control.leases import LeaseTable
+from kvferry.control.tickets import sign, verify
+from kvferry.errors import (
+    ConfigError,
+    IncompatibleError,
+    LeaseRevokedError,
+    PeerLostError,
+    PluginError,
+    PortInUseError,
+    TicketError,
+    TicketExpiredError,
+    TicketForgedError,
+)
+from kvferry.testing.connector_conformance import Pair, small_geometry
+from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_request import Stage
+from kvferry.topology.geometry import EngineGeometry
+
+KEY = "k" * 32
+SOURCE = small_geometry("HND", 4, tp=2)
+TARGET = small_geometry("NHD", 6, pp=2)
+
+OpenEngine = Callable[..., FakeEngine]
+
+
+def config(role: str, engine_id: str, kv_port: int = 0, **extra: Any) -> KVTransferConfig:
+    defaults = {"cluster_key": KEY, "handshake_timeout_s": 2.0}
+    return KVTransferConfig(
+        kv_connector="PullConnector",
+        kv_role=role,  # type: ignore[arg-type]
+        engine_id=engine_id,
+        kv_port=kv_port,
+        kv_connector_extra_config={**defaults, **extra},
+    )
+
+
+@pytest.fixture
+def open_engine() -> Iterator[OpenEngine]:
+    """Opens engines that are closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def open_one(
+            role: str,
+            engine_id: str,
+            geometry: EngineGeometry,
+            kv_port: int = 0,
+            **extra: Any,
+        ) -> FakeEngine:
+            engine = FakeEngine.open(config(role, engine_id, kv_port, **extra), geometry)
+            stack.callback(engine.close)
+            return engine
+
+        yield open_one
+
+
+@pytest.fixture
+def pair(open_engine: OpenEngine) -> Pair:
+    """Leases that nobody takes end soon, so that every test can wait for all blocks."""
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
+    return Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+
+
+def port_of(engine: FakeEngine) -> int:
+    port: int = engine.scheduler.port  # type: ignore[attr-defined]
+    return port
+
+
+def retold(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The params with a ticket that says something else, signed as the cluster signs."""
+    ticket = verify(params["ticket"], KEY.encode())
+    return {**params, "ticket": sign(msgspec.structs.replace(ticket, **changes), KEY.encode())}
+
+
+def served(pair: Pair, request_id: str) -> None:
+    """The pair still moves a prompt; every block comes back."""
+    request = pair.decode(pair.prefill(request_id, 21))
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
+# ---- tickets ----------------------------------------------------------------------------------
+
+
+def test_a_ticket_signed_with_another_key_is_refused_before_anyone_is_contacted(
+    pair: Pair,
+) -> None:
+    source = pair.prefill("r", 21)
+    assert source.response_params is not None
+    ticket = verify(source.response_params["ticket"], KEY.encode())
+    source.response_params["ticket"] = sign(ticket, b"x" * 32)
+    with pytest.raises(TicketForgedError, match="signature"):
+        pair.decode(source)
+    assert fetch_status("127.0.0.1", port_of(pair.producer)).peers == ()
+    served(pair, "next")
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "AAAA.BBBB", "é", "A" * 2_000_000])
+def test_text_that_is_no_ticket_is_refused(pair: Pair, text: str) -> None:
+    source = pair.prefill("r", 21)
+    source.response_params = {"do_remote_prefill": True, "ticket": text}
+    with pytest.raises(TicketError, match="ticket"):
+        pair.decode(source)
+    served(pair, "next")
+
+
+def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    assert source.response_params is not None
+    source.response_params |= {"remote_host": "203.0.113.1", "remote_block_ids": [[0, 0, 0, 0]]}
+    request = pair.decode(source)
+    pair.finish(request)
+    assert not request.failed
+    pair.settle()
+
+
+def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    pair.finish(pair.decode(source))
+    with pytest.raises(TicketExpiredError, match="was used"):
+        pair.consumer.add("thief", range(22), source.response_params)
+    pair.settle()
+
+
+def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=0.3)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    source = pair.prefill("r", 21)
+    time.sleep(0.4)
+    request = pair.decode(source)
+    pair.finish(request)
+    assert isinstance(request.error, LeaseRevokedError)
+    assert request.external_tokens == 0
+    pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((1, 2), "2 blocks of 4 tokens hold 8"),
+        ((1, 2, 3, 4, 5, 6_000), "block 6000 does not exist"),
+        ((1, 2, 0, 4, 5, 6), "null block"),
+    ],
+)
+def test_block_ids_that_make_no_sense_fail_the_load_and_nothing_else(
+    pair: Pair, blocks: tuple[int, ...], message: str
+) -> None:
+    source = pair.prefill("r", 21)
+    assert source.response_params is not None
+    source.response_params = retold(source.response_params, block_ids=(blocks,))
+    request = pair.decode(source)
+    pair.finish(request)
+    assert request.failed
+    records = [r for o in pair.consumer.outputs for r in o.transfer_records]
+    assert any(message in record.error for record in records)
+    served(pair, "next")
+
+
+# ---- leases and clocks ------------------------------------------------------------------------
+
+
+class ShiftedClock:
+    """A monotonic clock that is ahead of this process's by ``offset_s``."""
+
+    def __init__(self, offset_s: float) -> None:
+        self.offset_s = offset_s
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.offset_s
+
+
+@pytest.fixture
+def source_clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedClock:
+    """The clock of every lease table from now on: an hour ahead of the targets'."""
+    clock = ShiftedClock(3600.0)
+
+    def table(**kwargs: Any) -> LeaseTable:
+        return LeaseTable(**kwargs, clock=clock)
+
+    monkeypatch.setattr(pull_scheduler, "LeaseTable", table)
+    return clock
+
+
+def test_clocks_an_hour_apart_do_not_matter(
+    source_clock: ShiftedClock, open_engine: OpenEngine
+) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    served(pair, "first")
+    source_clock.offset_s = -3600.0 + source_clock.offset_s  # and set back while it runs: no lease
+    served(pair, "second")
+
+
+def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=0.4)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    deadline = time.monotonic() + 1.5  # the consumer's engine is busy with something else
+    while time.monotonic() < deadline:
+        producer.step()
+        time.sleep(0.01)
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
+def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(
+    source_clock: ShiftedClock, open_engine: OpenEngine
+) -> None:
+    pair = Pair(
+        open_engine("kv_producer", "p", SOURCE), open_engine("kv_consumer", "d", TARGET), 20.0
+    )
+    request = pair.decode(pair.prefill("r", 21))
+
+    def jump_once_loading() -> None:
+        if request.stage is Stage.LOADING:
+            source_clock.offset_s += 1000.0
+            pair.consumer.during_step = lambda: None
+
+    pair.consumer.during_step = jump_once_loading
+    pair.finish(request)
+    assert request.failed
+    records = [r for o in pair.consumer.outputs for r in o.transfer_records]
+    assert {record.ok for record in records} == {False}
+    assert all("LeaseRevokedError" in record.error for record in records)
+    served(pair, "next")
+
+
+def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, max_leased_fraction=0.1)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    assert pair.prefill("fits", 21).response_params is not None
+    assert pair.prefill("does not", 21).response_params is None
+    errors = fetch_status("127.0.0.1", port_of(producer)).errors
+    assert any("max_leased_blocks" in event.message for event in errors)
+
+
+# ---- engines that come, go and come back -------------------------------------------------------
+
+
+def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_port: int) -> None:
+    consumer = open_engine("kv_consumer", "d", TARGET, peers=[f"127.0.0.1:{free_port}"])
+    time.sleep(0.3)
+    producer = open_engine("kv_producer", "p", SOURCE, kv_port=free_port)
+    deadline = time.monotonic() + 10.0
+    while not fetch_status("127.0.0.1", free_port).peers:
+        assert time.monotonic() < deadline, "no handshake although nobody sent a request"
+        time.sleep(0.02)
+    served(Pair(producer, consumer, 20.0), "r")
+
+
+def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
+    open_engine: OpenEngine, free_port: int
+) -> None:
+    consumer = open_engine("kv_consumer", "d", TARGET)
+    old = Pair(open_engine("kv_producer", "p", SOURCE, kv_port=free_port), consumer, 20.0)
+    served(old, "before")
+    stale = old.prefill("stale", 21)
+    old.producer.close()
+
+    new = Pair(open_engine("kv_producer", "p", SOURCE, kv_port=free_port), consumer, 20.0)
+    served(new, "after")
+    request = new.decode(stale)
+    new.finish(request)
+    assert isinstance(request.error, TicketExpiredError)
+    assert "start" in str(request.error)
+    new.settle()
+
+
+def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
+    open_engine: OpenEngine,
+) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
+    old = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    abandoned = old.decode(old.prefill("abandoned", 21))
+    old.run(lambda: abandoned.stage is not Stage.WAITING, "the load to start")
+    old.consumer.close()
+
+    served(Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0), "after")
+
+
+def test_a_producer_that_is_not_there_fails_the_load_in_the_configured_time(
+    open_engine: OpenEngine,
+) -> None:
+    consumer = open_engine("kv_consumer", "d", TARGET, handshake_timeout_s=0.5)
+    pair = Pair(open_engine("kv_producer", "p", SOURCE), consumer, 20.0)
+    source = pair.prefill("r", 21)
+    pair.producer.close()
+    request = pair.decode(source)
+    fake_engine.run(
+        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=10.0, what="the failure"
+    )
+    assert isinstance(request.error, PeerLostError)
+    assert "handshake_timeout_s" in str(request.error)
+
+
+def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_block_moves(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE)
+    model = fake_engine.fake_model(TARGET)
+    other = msgspec.structs.replace(model, weights_digest="other", rope="other")
+    monkeypatch.setattr(fake_engine, "fake_model", lambda geometry: other)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    pair.finish(request)
+    assert isinstance(request.error, IncompatibleError)
+    assert request.external_tokens == 0
+    text = "\n".join(request.error.mismatches)
+    assert "weights" in text
+    assert "rope" in text
+
+
+# ---- configuration ----------------------------------------------------------------------------
+
+
+def test_a_taken_port_is_named(open_engine: OpenEngine) -> None:
+    first = open_engine("kv_producer", "p", SOURCE)
+    with pytest.raises(PortInUseError, match=str(port_of(first))):
+        open_engine("kv_producer", "q", SOURCE, kv_port=port_of(first))
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "message"),
+    [
+        ({"transprot": "shm"}, ConfigError, "did you mean 'transport'"),
+        ({"transport": "carrier-pigeon"}, PluginError, "shm"),
+        ({"transport_config": {"tcp": {}}}, ConfigError, "not in transport"),
+        ({"transport_config": {"shm": {"chunk_byte": 1}}}, ConfigError, "chunk_bytes"),
+        ({"cluster_key": "short"}, ConfigError, "at least 16"),
+        ({"cluster_key": None, "cluster_key_file": "/nowhere/key"}, ConfigError, "cannot be read"),
+        ({"lease_duration_s": 0.0}, ConfigError, "lease_duration_s"),
+        ({"lease_duration_s": "30"}, ConfigError, "lease_duration_s"),
+        ({"peers": ["nonsense"]}, ConfigError, "peers"),
+        ({"curve_keys": "/nowhere/keys.json"}, ConfigError, "curve_keys"),
+    ],
+)
+def test_wrong_extra_keys_are_named_with_the_remedy(
+    open_engine: OpenEngine, extra: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        open_engine("kv_consumer", "d", TARGET, **extra)
+
+
+def test_a_producer_refuses_to_load(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    with pytest.raises(ConfigError, match="kv_role"):
+        pair.producer.add("s", range(22), source.response_params)
+
+
+def test_without_a_key_only_configured_peers_are_contacted(open_engine: OpenEngine) -> None:
+    producer = open_engine("kv_producer", "p", SOURCE, cluster_key=None)
+    consumer = open_engine("kv_consumer", "d", TARGET, cluster_key=None, peers=["127.0.0.1:1"])
+    pair = Pair(producer, consumer, 20.0)
+    with pytest.raises(TicketError, match="not in peers"):
+        pair.decode(pair.prefill("r", 21))
+
+
+# ---- what the on-call engineer sees -----------------------------------------------------------
+
+
+def test_status_shows_peers_leases_and_transfers(pair: Pair) -> None:
+    request = pair.decode(pair.prefill("r", 21))
+    pair.prefill("waiting for nobody", 5)
+    pair.finish(request)
+    report = fetch_status("127.0.0.1", port_of(pair.producer))
+    assert [peer.engine_id for peer in report.peers] == ["d"]
+    assert [lease.request_id for lease in report.leases] == ["waiting for nobody"]
+    assert report.leases[0].num_blocks == 2
+    assert report.leases[0].remaining_s > 0
+    assert fetch_status("127.0.0.1", port_of(pair.consumer)).transfers == ()
