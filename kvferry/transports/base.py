@@ -135,9 +135,12 @@ class Transport(ABC):
     def connect(self, endpoint: bytes) -> Peer:
         """Connects to a serving rank. Idempotence is the caller's: one call, one peer.
 
+        It never waits for the other side, so where nobody is there this may show only in the
+        reads: they fail with ``PeerLostError``. A lost peer stays lost; connect again.
+
         Raises:
             DecodeError: the endpoint does not decode.
-            PeerLostError: nobody is there.
+            PeerLostError: nobody is there, where that can be told at once.
         """
 
     @abstractmethod
@@ -146,7 +149,9 @@ class Transport(ABC):
     ) -> Transfer:
         """Starts to copy ``tiles`` × ``runs`` from the peer's regions into ours; returns at once.
 
-        Everything is bounds-checked against both sides' regions before a byte moves.
+        Everything is bounds-checked against both sides' regions before a byte moves. The tables
+        must not change until the transfer is terminal. From a lost peer the transfer fails with
+        ``PeerLostError``.
 
         Raises:
             BoundsError: a tile and a run leave a region.

@@ -243,6 +243,7 @@ class TcpReader:
             del self._handlers[socket]
         with zmq_errors(f"cannot close the connection to {peer.address}"):
             peer.socket.disable_monitor()
+            peer.monitor.close()
             peer.socket.close()
         reads = [*peer.reads.values(), *peer.waiting]
         peer.reads.clear()

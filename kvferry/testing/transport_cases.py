@@ -1,0 +1,159 @@
+"""Copies for the transport conformance tests: random strided boxes, and plain large ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """Tiles and runs whose addresses stay inside regions of the given sizes."""
+
+    tiles: Tiles
+    runs: Runs
+    source_region_bytes: tuple[int, ...]
+    target_region_bytes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Side:
+    """How one side lays out its blocks: byte strides by dim, and the bytes of one tile's area."""
+
+    block_stride: int
+    token_stride: int
+    head_stride: int
+    element_stride: int
+    area: int
+
+
+def random_case(seed: int) -> Case:
+    """Tiles of any shape in regions of several sizes, runs that cut blocks anywhere.
+
+    Strides come from a random order of the four dims with random gaps, on each side its own; no
+    two bytes of a target coincide.
+    """
+    rng = np.random.default_rng(seed)
+    heads, elements = int(rng.integers(1, 4)), int(rng.integers(1, 5))
+    itemsize = int(rng.choice([1, 2, 3, 4, 8, 24]))
+    source_block, target_block = int(rng.integers(1, 9)), int(rng.integers(1, 9))
+    runs = _random_runs(rng, source_block, target_block)
+    blocks = [int(runs[f"{side}_block"].max()) + 1 for side in ("source", "target")]
+    num_tiles, num_regions = int(rng.integers(1, 6)), int(rng.integers(1, 4))
+    tiles = np.zeros(num_tiles, dtype=TILE_DTYPE)
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = heads, elements, itemsize
+    sizes = []
+    for side, num_blocks, block in (
+        ("source", blocks[0], source_block),
+        ("target", blocks[1], target_block),
+    ):
+        lead = int(rng.integers(0, 40))
+        lay = _random_side(rng, (num_blocks, block, heads, elements), itemsize)
+        region_of = np.sort(rng.integers(0, num_regions, num_tiles))
+        first = np.searchsorted(region_of, region_of)  # number of the region's first tile
+        tiles[f"{side}_region"] = region_of
+        tiles[f"{side}_offset"] = lead + (np.arange(num_tiles) - first) * lay.area
+        for dim in ("block", "token", "head", "element"):
+            tiles[f"{side}_{dim}_stride"] = getattr(lay, f"{dim}_stride")
+        held = np.bincount(region_of, minlength=num_regions)
+        sizes.append(tuple(int(lead + count * lay.area) or 1 for count in held))
+    return Case(tiles, runs, *sizes)
+
+
+def large_case(nbytes: int, seed: int = 0) -> Case:
+    """About ``nbytes`` in blocks of 16 KiB, shuffled on both sides, with one layout change."""
+    heads, elements, tokens, itemsize = 2, 32, 16, 16
+    block = heads * elements * tokens * itemsize
+    num_tiles = 8
+    num_blocks = max(1, nbytes // (block * num_tiles))
+    rng = np.random.default_rng(seed)
+    runs = np.zeros(num_blocks, dtype=RUN_DTYPE)
+    runs["source_block"], runs["target_block"] = (
+        rng.permutation(num_blocks),
+        rng.permutation(num_blocks),
+    )
+    runs["tokens"] = tokens
+    row = elements * itemsize
+    tiles = np.zeros(num_tiles, dtype=TILE_DTYPE)
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = heads, elements, itemsize
+    for side, token, head in (("source", heads * row, row), ("target", row, tokens * row)):
+        tiles[f"{side}_offset"] = np.arange(num_tiles) * num_blocks * block
+        tiles[f"{side}_block_stride"] = block
+        tiles[f"{side}_token_stride"] = token
+        tiles[f"{side}_head_stride"] = head
+        tiles[f"{side}_element_stride"] = itemsize
+    total = (num_tiles * num_blocks * block,)
+    return Case(tiles, runs, total, total)
+
+
+def violations(case: Case) -> list[tuple[str, Tiles, Runs]]:
+    """The case with one number changed each time so that it leaves the memory; with a name."""
+    huge = 1 << 62
+    changes: Sequence[tuple[str, str, int]] = (
+        ("tiles", "source_region", len(case.source_region_bytes)),
+        ("tiles", "target_region", len(case.target_region_bytes)),
+        ("tiles", "source_region", -1),
+        ("tiles", "target_region", -1),
+        ("tiles", "source_offset", -1),
+        ("tiles", "target_offset", -1),
+        ("tiles", "source_offset", max(case.source_region_bytes)),
+        ("tiles", "target_offset", max(case.target_region_bytes)),
+        ("tiles", "source_block_stride", huge),
+        ("tiles", "target_head_stride", -huge),
+        ("tiles", "heads", huge),
+        ("tiles", "elements", 0),
+        ("tiles", "itemsize", -1),
+        ("runs", "source_block", huge),
+        ("runs", "source_block", 1 << 40),
+        ("runs", "target_block", 1 << 40),
+        ("runs", "target_block", -1),
+        ("runs", "source_token", 1 << 40),
+        ("runs", "target_token", 1 << 40),
+        ("runs", "tokens", 1 << 40),
+        ("runs", "tokens", -1),
+    )
+    result = []
+    for table, field, value in changes:
+        tiles, runs = case.tiles.copy(), case.runs.copy()
+        (tiles if table == "tiles" else runs)[field][-1] = value
+        result.append((f"{table}[-1].{field} = {value}", tiles, runs))
+    return result
+
+
+def _random_runs(rng: np.random.Generator, source_block: int, target_block: int) -> Runs:
+    """A request's runs: shuffled block tables, cut wherever a block of either side ends."""
+    tokens = int(rng.integers(1, 40))
+    source = rng.permutation(int(-(-tokens // source_block)) + 4)
+    target = rng.permutation(int(-(-tokens // target_block)) + 4)
+    first = int(rng.integers(0, tokens))
+    rows = []
+    at = first
+    while at < tokens:
+        until = min(
+            tokens,
+            (at // source_block + 1) * source_block,
+            (at // target_block + 1) * target_block,
+        )
+        rows.append(
+            (
+                source[at // source_block],
+                at % source_block,
+                target[at // target_block],
+                at % target_block,
+                until - at,
+            )
+        )
+        at = until
+    return np.array(rows, dtype=RUN_DTYPE)
+
+
+def _random_side(rng: np.random.Generator, extents: tuple[int, ...], itemsize: int) -> _Side:
+    strides = [0, 0, 0, 0]
+    reach = itemsize
+    for dim in rng.permutation(4):
+        strides[dim] = reach + int(rng.integers(0, 3))
+        reach = strides[dim] * (extents[dim] - 1) + reach
+    block, token, head, element = strides
+    return _Side(block, token, head, element, area=reach + int(rng.integers(0, 20)))

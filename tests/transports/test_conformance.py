@@ -1,0 +1,24 @@
+"""The transports that ship pass the conformance class."""
+
+from types import MappingProxyType
+
+import pytest
+
+from kvferry.testing.transport_conformance import TransportConformance
+from kvferry.transports.shm import ShmTransport
+from kvferry.transports.tcp import TcpTransport
+
+
+class TestShmTransport(TransportConformance):
+    transport = ShmTransport
+
+
+class TestTcpTransport(TransportConformance):
+    transport = TcpTransport
+
+
+@pytest.mark.slow
+class TestTcpTransportWithOneThreadAndSmallChunks(TransportConformance):
+    transport = TcpTransport
+    threads = 1
+    extra = MappingProxyType({"chunk_bytes": 65536, "window_bytes": 262144})
