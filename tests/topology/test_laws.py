@@ -99,6 +99,17 @@ def test_law_1_every_cell_of_the_span_is_written_exactly_once(worlds):
     law()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
+def test_the_laws_hold_for_many_more_pairs(worlds, check):
+    @settings(LAW, max_examples=1500, database=None)
+    @given(st.data())
+    def law(data):
+        check(worlds, data)
+
+    law()
+
+
 # ---- defects that the laws must catch ----------------------------------------------------------
 
 

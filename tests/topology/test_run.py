@@ -18,6 +18,7 @@ from kvferry.topology import (
     memory_of,
     plan_transfer,
     run_copies,
+    token_digests,
 )
 from kvferry.topology.run import addresses_of
 
@@ -272,6 +273,23 @@ def test_exchanged_cells_change_the_digest(dim):
         np.flip(whole, {"layer": 0, "part": 1, "token": 3, "head": 4, "element": 5}[dim])
     )
     assert of(flipped) != of(whole)
+
+
+def test_digests_per_token_locate_a_defect_and_add_up_over_spans():
+    one = geometry(dtype="int32", block_size=3)
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.integers(0, 2**31, one.cache_shape(0, 5), dtype=np.int32)
+        for name in one.tensor_names(0)
+    }
+    memory, regions = memory_of(one, 0, tensors)
+    place = (one, 0, memory, addresses_of(regions), [4, 1, 2])
+    before = token_digests(*place, 8)
+    assert int(before[5:].sum()) == digest(*place, 8, 5)
+    np.testing.assert_array_equal(token_digests(*place, 8, 5), before[5:])
+    tensors["layer.1"][1, 1, 1, 0, 2] ^= 1  # v of token 4: block 1 of the table, token 1 of it
+    changed = token_digests(*place, 8) != before
+    assert changed.tolist() == [token == 4 for token in range(8)]
 
 
 def test_replicas_are_counted_once():
