@@ -1,0 +1,184 @@
+"""A prefill and a decode engine around one tiny model, and the undivided engine to compare with."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.config import EngineConfig
+from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.records import digest_mismatch
+from kvferry.engine.builder import ExecutorKind, build_engine
+from kvferry.engine.engine import Completion, Engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.weights import TinyConfig, prepare_model
+
+NUM_BLOCKS = 96
+TIMEOUT_S = 60.0
+
+
+def engine_config(role: str, name: str, shape: dict[str, Any], **extra: Any) -> EngineConfig:
+    """A small engine; ``shape`` gives tp, pp, block_size and layout, ``extra`` the extra keys."""
+    keys = {"record_digests": True, "cluster_key": "k" * 32, **extra}
+    policy = keys.pop("kv_load_failure_policy", "fail")
+    return EngineConfig(
+        name=name,
+        num_blocks=shape.get("num_blocks", NUM_BLOCKS),
+        max_num_batched_tokens=64,
+        kv_transfer_config={
+            "kv_connector": "PullConnector",
+            "kv_role": role,
+            "kv_port": keys.pop("kv_port", 0),
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": keys,
+        },
+        **{key: value for key, value in shape.items() if key != "num_blocks"},
+    )
+
+
+@dataclass
+class EnginePair:
+    """What a router does, without HTTP: prompts go to ``prefill``, then to ``decode``."""
+
+    prefill: Engine
+    decode: Engine
+    records: list[TransferRecord]
+
+    def step(self) -> dict[str, Completion]:
+        """One step of each engine; collects what they say."""
+        for engine in (self.prefill, self.decode):
+            for output in engine.step():
+                self.done.setdefault(output.request_id, Completion(output.request_id)).add(output)
+            self.records += engine.records()
+        return self.done
+
+    def __post_init__(self) -> None:
+        self.done: dict[str, Completion] = {}
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Steps both engines until a condition holds."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not until():
+            assert time.monotonic() < deadline, (self.prefill.stats(), self.decode.stats())
+            self.step()
+            if not (self.prefill.is_computing or self.decode.is_computing):
+                time.sleep(0.001)
+
+    def finish(self, names: Sequence[str]) -> list[Completion]:
+        """Steps until these requests have ended."""
+        self.run(
+            lambda: all(n in self.done and self.done[n].finish_reason is not None for n in names)
+        )
+        return [self.done[name] for name in names]
+
+    def prefilled(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+        """Computes prompts on the prefill engine: one token each, and the params for the other."""
+        names = [uuid.uuid4().hex for _ in prompts]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.prefill.add_request(
+                name,
+                prompt,
+                SamplingParams(max_tokens=1, ignore_eos=True),
+                kv_transfer_params={"do_remote_decode": True},
+            )
+        return self.finish(names)
+
+    def submit(self, first: Completion, prompt: Sequence[int], max_tokens: int) -> str:
+        """Gives the decode engine a computed prompt and its first token."""
+        name = uuid.uuid4().hex
+        self.decode.add_request(
+            name,
+            [*prompt, *first.token_ids],
+            SamplingParams(max_tokens=max_tokens - 1, ignore_eos=True, seed_offset=1),
+            kv_transfer_params=first.kv_transfer_params,
+        )
+        return name
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
+        """Answers, the first token of each from the prefill engine."""
+        firsts = self.prefilled(prompts)
+        names = [self.submit(f, p, max_tokens) for f, p in zip(firsts, prompts, strict=True)]
+        ended = self.finish(names)
+        for first, completion in zip(firsts, ended, strict=True):
+            completion.token_ids[:0] = first.token_ids
+        return ended
+
+    def settle(self) -> None:
+        """Steps until every block of both engines is free again."""
+        self.run(lambda: not (self.prefill.has_work() or self.decode.has_work()))
+        for engine in (self.prefill, self.decode):
+            stats = engine.stats().scheduler
+            assert stats.free_blocks == NUM_BLOCKS - 1, stats
+
+    def check_digests(self) -> int:
+        """Asserts that every load arrived bit for bit; returns how many there were."""
+        leases = {r.lease_id for r in self.records if r.direction == "recv" and r.ok}
+        for lease in leases:
+            of_lease = [record for record in self.records if record.lease_id == lease]
+            sent = [record for record in of_lease if record.direction == "send"]
+            received = [record for record in of_lease if record.direction == "recv"]
+            assert digest_mismatch(sent, received) is None
+        return len(leases)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six query heads over three KV heads, five layers: few shapes divide them."""
+    return prepare_model(
+        "tiny", tiny=TinyConfig(num_layers=5), cache=tmp_path_factory.mktemp("models")
+    )
+
+
+@pytest.fixture(scope="session")
+def undivided(model_folder: Path) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
+    """Greedy answers of one engine with one rank, each prompt computed once."""
+    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    config = EngineConfig(name="whole", num_blocks=256, kv_transfer_config={})
+
+    def answers(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+        missing = [p for p in prompts if (tuple(p), max_tokens) not in known]
+        if missing:
+            engine = build_engine(
+                config, model_folder, dtype="float64", executor="inprocess", connect=False
+            )
+            sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            with engine:
+                for prompt, answer in zip(missing, engine.generate(missing, sampling), strict=True):
+                    known[tuple(prompt), max_tokens] = answer.token_ids
+        return [known[tuple(prompt), max_tokens] for prompt in prompts]
+
+    return answers
+
+
+OpenPair = Callable[..., EnginePair]
+
+
+@pytest.fixture
+def open_pair(model_folder: Path) -> Iterator[OpenPair]:
+    """Opens pairs in float64; they are closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def open_one(
+            prefill: dict[str, Any],
+            decode: dict[str, Any],
+            *,
+            executor: ExecutorKind = "inprocess",
+            **extra: Any,
+        ) -> EnginePair:
+            engines = []
+            for role, name, shape in (
+                ("kv_producer", "p", prefill),
+                ("kv_consumer", "d", decode),
+            ):
+                config = engine_config(role, name, shape, **extra)
+                engine = build_engine(config, model_folder, dtype="float64", executor=executor)
+                stack.callback(engine.close)
+                engines.append(engine)
+            return EnginePair(*engines, records=[])
+
+        yield open_one
