@@ -32,6 +32,9 @@ from kvferry.transports.base import Transfer, TransferState, Transport
 
 logger = logging.getLogger(__name__)
 
+CONFIRM_ATTEMPTS = 3
+"""How often the source is asked whether a load counts before it is given up."""
+
 POLL_S = 0.0003
 """Pause between two looks at running reads."""
 
@@ -55,6 +58,8 @@ class RankLoad:
     """Unix seconds at which its last read became terminal."""
     confirming: bool = False
     """Whether the source was told and its answer is awaited."""
+    confirms: int = 0
+    """How often the source was asked for the confirm."""
 
     @property
     def nbytes(self) -> int:
@@ -289,6 +294,11 @@ class Loader:
             load.token_digests = self._digest(
                 spec.target_block_ids, spec.first_token, spec.num_tokens
             )
+        self._ask(load)
+
+    def _ask(self, load: RankLoad) -> None:
+        """Sends the Finish; its answer comes through the inbox."""
+        load.confirms += 1
         future = self._client.finish(
             load.spec.address,
             load.spec.incarnation,
@@ -300,6 +310,9 @@ class Loader:
 
     def _conclude(self, confirmed: _Confirmed) -> None:
         load, error = confirmed.load, confirmed.future.exception()
+        if isinstance(error, PeerLostError) and load.confirms < CONFIRM_ATTEMPTS:
+            self._ask(load)  # an answer that was lost is given again
+            return
         if load.error is None:
             if isinstance(error, KVFerryError):
                 load.error = error
