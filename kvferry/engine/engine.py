@@ -232,7 +232,7 @@ class Engine:
         self._count_step(output)
         if not output.requests and self._connector is None:
             return  # the ranks keep no state of requests: there is nothing to tell them
-        for request_id in self._scheduler.take_started_loads():
+        for request_id in self._scheduler.take_started():
             self._aggregator.forget(request_id)
         ranks = self._executor.execute(output)
         report = self._aggregator.join(

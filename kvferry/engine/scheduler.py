@@ -10,9 +10,9 @@ places, each in order of arrival::
     loading ──► ready ───────┘           hold blocks that the connector fills, or has filled
 
 Nothing deadlocks: a request is admitted only if its whole known sequence fits beside what the
-admitted ones still need for theirs; when answers outgrow the pool, the youngest of those that run
-or are ready gives its blocks up and is computed again, so the oldest always gets on. Blocks of
-loads and of ended requests that are lent out cannot be taken back, but both come back in the end.
+admitted ones still need for theirs. When answers then outgrow the pool, the youngest of those that
+run or are ready gives its blocks up and is computed again, so the oldest always gets on. Blocks of
+loads and of ended requests that are lent out cannot be taken back, but all of them come back.
 """
 
 import time
@@ -135,18 +135,13 @@ class Scheduler:
         self._end(request, RequestStatus.FINISHED_ABORTED)
         return True
 
-    def fail_all(self, error: KVFerryError) -> None:
-        """Ends every live request with an error."""
-        for request in list(self._requests.values()):
-            self._end(request, RequestStatus.FINISHED_ERROR, error=error)
-
     def take_news(self) -> list[EngineOutput]:
         """Outputs since the last call."""
         news, self._news = self._news, []
         return news
 
-    def take_started_loads(self) -> list[str]:
-        """Ids of the requests whose load began since the last call; a request may load again."""
+    def take_started(self) -> list[str]:
+        """Ids of loads and loans that began since the last call: earlier reports are not theirs."""
         return self._transfers.take_started()
 
     def has_work(self) -> bool:
@@ -179,9 +174,8 @@ class Scheduler:
         """Puts the next step together. Every call is followed by one of :meth:`update`."""
         step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
         self._schedule_running(step)
-        if not step.preempted:
-            self._schedule_ready(step)
         if not step.preempted:  # whoever was pushed out would come straight back in
+            self._schedule_ready(step)
             self._schedule_waiting(step)
         output = SchedulerOutput(
             requests=step.parts,
@@ -214,12 +208,10 @@ class Scheduler:
         while self._ready and step.budget and self._has_seat():
             request = self._ready[0]
             count = min(request.num_remaining_tokens, step.budget)
-            while not self._grow(request, count):
-                # Who runs will end and free blocks. If nobody does, the youngest gives way; the
-                # last one keeps what it loaded and waits for loads and leases to end.
-                if self._running or len(self._ready) == 1:
-                    return
-                self._preempt(self._ready[-1], step)
+            if not self._grow(request, count):
+                # Its blocks were reserved when it was admitted. Answers have outgrown the pool
+                # since, and give the blocks back when they end or, if lent out, are read.
+                return
             del self._ready[0]
             self._run(request)
             self._compute(request, count, step)

@@ -15,6 +15,7 @@ from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import RankOutput, ScheduledRequest, SchedulerOutput
+from kvferry.errors import WorkerDiedError
 from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
 from kvferry.testing.toy_cache import (
     ToyCache,
@@ -54,8 +55,8 @@ class SimulatedExecutor:
         self.vocab_size = vocab_size
         self.steps: list[SchedulerOutput] = []
         """Every step so far."""
-        self.dead: set[int] = set()
-        """Ranks that answer no more."""
+        self.failures: dict[int, WorkerDiedError] = {}
+        """Why each dead rank is dead; see :meth:`kill`."""
         self._decoder = msgspec.msgpack.Decoder(metadata)
         self.geometry = toy_geometry(block_size, self.world_size)
         self.caches = [self._allocate(rank, num_blocks) for rank in range(self.world_size)]
@@ -70,6 +71,18 @@ class SimulatedExecutor:
         self.workers[rank].register_kv_caches({_LAYER: cache})
         return cache
 
+    def kill(self, rank: int) -> None:
+        """Makes a rank answer no more."""
+        self.failures[rank] = WorkerDiedError(f"simulated rank {rank} was killed")
+
+    def alive(self) -> bool:
+        """Whether no rank was killed."""
+        return not self.failures
+
+    def first_failure(self) -> WorkerDiedError:
+        """Why the first rank that was killed is dead."""
+        return next(iter(self.failures.values()))
+
     def handshakes(self) -> list[bytes]:
         """What each rank's connector wants the scheduler half to know."""
         return [worker.handshake_metadata() for worker in self.workers]
@@ -77,7 +90,7 @@ class SimulatedExecutor:
     def execute(self, output: SchedulerOutput) -> list[RankOutput | None]:
         """Runs one step on every rank; a dead rank's place holds ``None``."""
         self.steps.append(output)
-        live = [rank for rank in range(self.world_size) if rank not in self.dead]
+        live = [rank for rank in range(self.world_size) if rank not in self.failures]
         outputs: list[RankOutput | None] = [None] * self.world_size
         sequences: dict[str, list[list[int] | None]] = {}
         for rank in live:

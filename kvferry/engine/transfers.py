@@ -154,7 +154,7 @@ class KVTransfers:
             self._started.append(request.request_id)
 
     def take_started(self) -> list[str]:
-        """Ids of the loads that began since the last call."""
+        """Ids of loads and loans that began since the last call: earlier reports are not theirs."""
         started, self._started = self._started, []
         return started
 
@@ -209,6 +209,8 @@ class KVTransfers:
         num_blocks = sum(map(len, block_ids))
         if keep and num_blocks:
             self._held[name] = _Held(request, num_blocks, loading)
+            if not loading:
+                self._started.append(name)
         elif num_blocks:
             self._manager.free(request)
         return params

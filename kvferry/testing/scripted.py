@@ -270,6 +270,7 @@ class ScriptedWorker(WorkerConnector):
             rank=self._rank,
             peer="script",
             direction="recv",
+            first_token=load.first,
             tokens=load.end - load.first,
             nbytes=16 * (load.end - load.first),
             copies=1,

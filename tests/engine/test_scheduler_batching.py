@@ -113,9 +113,9 @@ def test_a_prefix_hit_is_not_computed_again_and_is_reported():
     engine, executor, _ = open_simulated(SchedulerOptions())
     engine.add_request("first", prompt(18))
     drain(engine)
-    engine.add_request("second", prompt(18) + [9, 9], SamplingParams(max_tokens=3))
+    engine.add_request("second", [*prompt(18), 9, 9], SamplingParams(max_tokens=3))
     tokens, last = drain(engine)
-    assert tokens["second"] == reference_tokens(prompt(18) + [9, 9], 3, VOCAB)
+    assert tokens["second"] == reference_tokens([*prompt(18), 9, 9], 3, VOCAB)
     assert last["second"].num_cached_tokens == 16
     assert _parts(executor, "second")[0].first_position == 16
 
@@ -290,7 +290,7 @@ def test_a_preempted_request_can_be_aborted():
         engine.step()
     (victim,) = executor.steps[-1].preempted_req_ids
     assert engine.abort(victim)
-    tokens, last = drain(engine)
+    _tokens, last = drain(engine)
     assert last[victim].finish_reason == "abort"
     assert free_blocks(engine) == 10
 

@@ -1,0 +1,140 @@
+"""Builds an engine from what a user wrote."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from kvferry.cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.config import EngineConfig, KVTransferConfig
+from kvferry.connectors.base import SchedulerConnector
+from kvferry.connectors.registry import connector_context
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Engine
+from kvferry.engine.executor import Executor, InProcessExecutor
+from kvferry.engine.model_config import LlamaConfig
+from kvferry.engine.weights import fingerprint, load_model_config
+from kvferry.engine.worker_spec import WorkerSpec
+from kvferry.errors import ConfigError
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+
+logger = logging.getLogger(__name__)
+
+ExecutorKind = Literal["process", "inprocess"]
+
+
+def build_engine(
+    config: EngineConfig,
+    model_folder: str | Path,
+    *,
+    dtype: str,
+    executor: ExecutorKind = "process",
+    connect: bool = True,
+    eos_token_ids: Sequence[int] | None = None,
+    enable_prefix_caching: bool = True,
+) -> Engine:
+    """Starts the ranks of an engine, and its connector, and returns it ready for requests.
+
+    Args:
+        config: of the engine.
+        model_folder: a converted folder, see :func:`kvferry.engine.weights.prepare_model`.
+        dtype: of weights, activations and KV cache.
+        executor: ranks as processes, or as threads of this process.
+        connect: whether the engine exchanges KV; without, ``kv_transfer_config`` is not read.
+        eos_token_ids: tokens that end an answer; those of the model if left out.
+        enable_prefix_caching: whether requests share the blocks of equal prefixes.
+
+    Raises:
+        ConfigError: the shape or the connector's keys cannot be used.
+        ModelError: the folder cannot be used.
+        HostError: a port is taken, or memory is short.
+        WorkerDiedError: a rank did not start.
+    """
+    model = load_model_config(model_folder)
+    geometry = _geometry(config, model, dtype)
+    transfer = config.transfer_config() if connect else None
+    incarnation = secrets.token_hex(8)
+    options = SchedulerOptions(
+        max_model_len=_model_len(config, model),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        eos_token_ids=model.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids),
+        vocab_size=model.vocab_size,
+        enable_prefix_caching=enable_prefix_caching,
+        load_failure_policy="fail" if transfer is None else transfer.kv_load_failure_policy,
+    )
+    spec = WorkerSpec(
+        engine=config.name,
+        model_folder=str(model_folder),
+        group=geometry.description(),
+        num_blocks=config.num_blocks,
+        incarnation=incarnation,
+        kv_transfer_config=transfer,
+        threads=config.threads,
+    )
+    # The connector first: a port that is taken shows at once, weights take their time.
+    connector = None if transfer is None else _open_scheduler_half(transfer, spec)
+    try:
+        ranks = _open_executor(executor, spec)
+    except BaseException:
+        if connector is not None:
+            connector.close()
+        raise
+    return Engine.open(options, kv_cache_config(geometry, config.num_blocks), ranks, connector)
+
+
+def kv_cache_config(geometry: EngineGeometry, num_blocks: int) -> KVCacheConfig:
+    """The scheduler's view of a KV cache: one group, no tensors, as it owns no memory."""
+    names = tuple(geometry.layer_name(layer) for layer in range(geometry.num_layers))
+    spec = FullAttentionSpec(
+        block_size=geometry.block_size,
+        num_kv_heads=geometry.num_kv_heads,
+        head_size=geometry.head_size,
+        dtype=geometry.dtype,
+    )
+    return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(names, spec),))
+
+
+def _geometry(config: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
+    try:
+        return model.geometry(
+            dtype=dtype,
+            block_size=config.block_size,
+            layout=config.layout,
+            parallel=ParallelShape(tp=config.tp, pp=config.pp),
+        )
+    except ValueError as error:
+        raise ConfigError(f"engine {config.name!r}: {error}") from error
+
+
+def _model_len(config: EngineConfig, model: LlamaConfig) -> int:
+    if config.max_model_len > model.max_position_embeddings:
+        logger.info(
+            "engine %r: max_model_len is %d, the model's positions end at %d; using that",
+            config.name,
+            config.max_model_len,
+            model.max_position_embeddings,
+        )
+    return min(config.max_model_len, model.max_position_embeddings)
+
+
+def _open_scheduler_half(config: KVTransferConfig, spec: WorkerSpec) -> SchedulerConnector:
+    geometry = spec.geometry
+    plugin, context = connector_context(
+        config,
+        incarnation=spec.incarnation,
+        groups=(geometry,),
+        model=fingerprint(spec.folder, geometry.dtype),
+        num_blocks=spec.num_blocks,
+        world_size=geometry.world_size,
+    )
+    return plugin.scheduler(context)
+
+
+def _open_executor(kind: ExecutorKind, spec: WorkerSpec) -> Executor:
+    if kind == "inprocess":
+        return InProcessExecutor(spec)
+    from kvferry.engine.executor_process import ProcessExecutor
+
+    return ProcessExecutor(spec)

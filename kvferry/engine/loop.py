@@ -1,0 +1,244 @@
+"""Runs an engine on a thread of its own, for servers that must not block."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from kvferry.engine.engine import IDLE_SLEEP_S, Engine
+from kvferry.engine.messages import EngineOutput, SamplingParams
+from kvferry.errors import EngineError, KVFerryError
+
+logger = logging.getLogger(__name__)
+
+OnOutput = Callable[[EngineOutput], object]
+"""Told the news of one request, on the engine's thread; must not block."""
+
+T = TypeVar("T")
+
+_CHECK_INTERVAL_S = 1.0
+"""Pause between two looks at idle ranks: a rank that dies then is noticed within it."""
+
+_MAX_PAUSE_S = 0.01
+"""Longest pause between steps that only wait for leases of ended requests."""
+
+
+class EngineLoop:
+    """Steps an engine while it has work; requests and questions come from any thread.
+
+    Owns the engine and closes it. When the engine cannot go on, every live request is answered
+    with an error and ``on_failure`` is told, once, on the engine's thread.
+    """
+
+    def __init__(self, engine: Engine, on_failure: Callable[[KVFerryError], object]) -> None:
+        self._engine = engine
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._listeners: dict[str, OnOutput] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._failure: KVFerryError | None = None
+        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+
+    @classmethod
+    def open(
+        cls, engine: Engine, on_failure: Callable[[KVFerryError], object] = lambda _error: None
+    ) -> Self:
+        """Starts the thread."""
+        loop = cls(engine, on_failure)
+        loop._thread.start()
+        return loop
+
+    @property
+    def failure(self) -> KVFerryError | None:
+        """Why the engine cannot go on; ``None`` while it can."""
+        return self._failure
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        on_output: OnOutput,
+        *,
+        kv_transfer_params: dict[str, Any] | None = None,
+        cache_salt: str | None = None,
+        arrival: float | None = None,
+    ) -> None:
+        """Hands a request to the engine.
+
+        ``on_output`` is called once per step with news; the last call has a ``finish_reason``. A
+        request that is refused gets one call: ``error``, with the refusal and its type.
+
+        Raises:
+            KVFerryError: the engine is closed, or cannot go on.
+        """
+        add = partial(
+            self._engine.add_request,
+            request_id,
+            prompt_token_ids,
+            sampling,
+            kv_transfer_params=kv_transfer_params,
+            cache_salt=cache_salt,
+            arrival=arrival,
+        )
+        self._post(lambda: self._add(request_id, add, on_output))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; it is answered with ``abort`` unless it has just ended otherwise.
+
+        Does nothing once the engine is closed or has failed: there are no requests then.
+        """
+        try:
+            self._post(lambda: self._abort(request_id))
+        except KVFerryError:
+            logger.debug("abort of %r: the engine has ended", request_id)
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Runs ``function`` on the engine's thread, between two steps; ``Engine.stats``, say.
+
+        Raises:
+            KVFerryError: the engine is closed, or cannot go on.
+        """
+        future: Future[T] = Future()
+
+        def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        self._post(answer)
+        return future
+
+    def close(self) -> None:
+        """Ends the thread, answers live requests with an error, closes the engine. Idempotent."""
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                self._inbox.put(lambda: None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _post(self, task: Callable[[], None]) -> None:
+        # Under the lock, nothing is posted after the thread has emptied the inbox for good.
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            if self._closing:
+                raise EngineError("the engine is closed")
+            self._inbox.put(task)
+
+    # -- on the engine's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+            error: KVFerryError = EngineError("the engine was closed")
+        except KVFerryError as reason:
+            error = reason
+        except Exception as reason:
+            logger.exception("the engine's step failed")
+            error = EngineError(f"the engine's step failed: {type(reason).__name__}: {reason}")
+        self._wind_up(error)
+
+    def _serve(self) -> None:
+        pause = 0.0
+        while not self._closing:
+            self._take_tasks(pause)
+            if not self._engine.has_work():
+                self._engine.check()
+                pause = _CHECK_INTERVAL_S
+                continue
+            for output in self._engine.step():
+                self._deliver(output)
+            if self._engine.is_computing:
+                pause = 0.0
+            elif self._listeners:
+                pause = IDLE_SLEEP_S  # somebody waits for a load
+            else:
+                pause = min(max(2 * pause, IDLE_SLEEP_S), _MAX_PAUSE_S)
+
+    def _take_tasks(self, pause: float) -> None:
+        """Runs what is in the inbox; waits for ``pause`` seconds if it is empty."""
+        try:
+            self._inbox.get(timeout=pause)() if pause else self._inbox.get_nowait()()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _add(self, request_id: str, add: Callable[[], None], on_output: OnOutput) -> None:
+        try:
+            add()
+        except (KVFerryError, ValueError, TypeError) as error:
+            refusal = _error_output(request_id, error)
+            self._tell(on_output, refusal)
+            return
+        self._listeners[request_id] = on_output
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+
+    def _deliver(self, output: EngineOutput) -> None:
+        listener = self._listeners.get(output.request_id)
+        if listener is None:
+            return
+        if output.finish_reason is not None:
+            del self._listeners[output.request_id]
+        self._tell(listener, output)
+
+    def _tell(self, listener: OnOutput, output: EngineOutput) -> None:
+        try:
+            listener(output)
+        except Exception:
+            # One client's listener must not end the others' engine.
+            logger.exception("the listener of request %r failed", output.request_id)
+
+    def _wind_up(self, error: KVFerryError) -> None:
+        with self._lock:
+            failed = not self._closing
+            if failed:
+                self._failure = error
+            self._closing = True
+        # The lock is free again and the inbox closed: what is still in it gets its answer now.
+        tasks: list[Callable[[], None]] = []
+        while not self._inbox.empty():
+            tasks.append(self._inbox.get_nowait())
+        for task in tasks:
+            task()
+        for request_id, listener in self._listeners.items():
+            self._tell(listener, _error_output(request_id, error))
+        self._listeners.clear()
+        try:
+            self._engine.close()
+        except KVFerryError:
+            logger.exception("closing the engine")
+        if failed:
+            self._on_failure(error)
+
+
+def _error_output(request_id: str, error: Exception) -> EngineOutput:
+    return EngineOutput(
+        request_id=request_id,
+        finish_reason="error",
+        error=str(error),
+        error_type=type(error).__name__,
+    )

@@ -1,0 +1,219 @@
+"""Random requests, loads, failures, aborts and lendings in a small pool.
+
+Whatever happens: every token is the model's, every block is accounted for, everything ends.
+"""
+
+import dataclasses
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import RequestStatus
+from kvferry.engine.simulated import open_simulated
+from kvferry.errors import OutOfBlocksError, TicketError
+from kvferry.testing.toy_cache import reference_tokens
+
+VOCAB = 64
+BLOCK_SIZE = 4
+EOS = 5
+
+plain = st.just({})
+loads = st.fixed_dictionaries(
+    {"external": st.integers(4, 30), "load_steps": st.integers(1, 12)},
+    optional={
+        "ask_later": st.integers(0, 4),
+        "load_async": st.booleans(),
+        "repeat": st.integers(0, 2),
+        "lend_steps": st.integers(1, 6),
+    },
+)
+failures = st.fixed_dictionaries(
+    {"external": st.integers(4, 30), "valid": st.integers(0, 20)},
+    optional={
+        "load_steps": st.integers(1, 8),
+        "load_async": st.booleans(),
+        "report_blocks": st.booleans(),
+        "report_failed": st.booleans(),
+    },
+)
+loans = st.fixed_dictionaries({"lend_steps": st.integers(1, 10)})
+odd = st.sampled_from([{"refuse": True}, {"impossible": True}, {"external": 0, "ask_later": 7}])
+scripts = st.one_of(plain, loads, loads, failures, loans, odd)
+
+
+@dataclasses.dataclass
+class Sent:
+    prompt: list[int]
+    max_tokens: int
+    script: dict
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reason: str | None = None
+    aborted: bool = False
+
+    def expected(self):
+        return reference_tokens(self.prompt, self.max_tokens, VOCAB, stop=(EOS,))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(8, 16),
+        budget=st.integers(1, 24),
+        seats=st.integers(1, 4),
+        policy=st.sampled_from(["fail", "recompute"]),
+        caching=st.booleans(),
+        world_size=st.integers(1, 2),
+    )
+    def open(self, num_blocks, budget, seats, policy, caching, world_size):
+        options = SchedulerOptions(
+            max_num_batched_tokens=budget,
+            max_num_seqs=seats,
+            load_failure_policy=policy,
+            enable_prefix_caching=caching,
+            eos_token_ids=(EOS,),
+        )
+        self.policy, self.num_blocks, self.seats, self.budget = policy, num_blocks, seats, budget
+        self.engine, self.executor, self.connector = open_simulated(
+            options,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            world_size=world_size,
+            scripted=True,
+        )
+        self.scheduler = self.engine._scheduler
+        self.sent = {}
+
+    @rule(
+        length=st.integers(1, 24),
+        salt=st.integers(0, 2),
+        max_tokens=st.integers(1, 12),
+        script=scripts,
+    )
+    def add(self, length, salt, max_tokens, script):
+        prompt = [(7 * i + salt) % VOCAB for i in range(length)]
+        name = f"r{len(self.sent)}"
+        fits = -(-(length + max_tokens - 1) // BLOCK_SIZE) <= self.num_blocks - 1
+        refused = None
+        try:
+            self.engine.add_request(
+                name, prompt, SamplingParams(max_tokens=max_tokens), kv_transfer_params=script
+            )
+        except (OutOfBlocksError, TicketError) as error:
+            refused = type(error)
+        expected = OutOfBlocksError if not fits else TicketError if "refuse" in script else None
+        assert refused is expected
+        self.sent[name] = Sent(prompt, max_tokens, script)
+        if refused:
+            self.sent[name].reason = "refused"
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count):
+        for _ in range(count):
+            self.step()
+
+    def step(self):
+        computing = {name for name, sent in self.sent.items() if sent.reason is None}
+        for output in self.engine.step():
+            sent = self.sent[output.request_id]
+            assert sent.reason is None
+            sent.tokens += output.new_token_ids
+            sent.reason = output.finish_reason
+            if sent.reason is not None:
+                self.check_end(sent, output)
+        step = self.executor.steps[-1]
+        assert sum(step.num_scheduled_tokens.values()) <= self.budget
+        assert len(step.requests) <= self.seats
+        assert set(step.num_scheduled_tokens) <= computing
+
+    def check_end(self, sent, output):
+        expected = sent.expected()
+        assert sent.tokens == expected[: len(sent.tokens)]
+        if sent.reason == "abort":
+            assert sent.aborted
+        elif sent.reason == "error":
+            assert self.policy == "fail"
+            assert "impossible" in sent.script or "valid" in sent.script
+        else:
+            assert sent.tokens == expected
+            assert sent.reason == ("stop" if expected[-1] == EOS else "length")
+
+    @rule(salt=st.integers(0, 2), count=st.integers(2, 4))
+    def press(self, salt, count):
+        """Many plain requests at once: every block that is free too early finds a taker."""
+        for _ in range(count):
+            self.add(9, salt, 3, {})
+        self.steps(2)
+
+    @precondition(lambda self: self.scheduler._transfers.num_loading)
+    @rule(data=st.data())
+    def abort_a_load(self, data):
+        name = data.draw(st.sampled_from([r.request_id for r in self.scheduler._transfers.loading]))
+        assert self.engine.abort(name)
+        self.sent[name].aborted = True
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from([*self.sent, "nobody"]))
+        live = name in self.scheduler._requests
+        assert self.engine.abort(name) == live
+        if live:
+            self.sent[name].aborted = True
+
+    @invariant()
+    def every_block_is_accounted_for(self):
+        if not hasattr(self, "engine"):
+            return
+        transfers, manager = self.scheduler._transfers, self.scheduler._manager
+        tables = {
+            name: manager.get_block_ids(name)[0]
+            for name in [*self.scheduler._requests, *transfers._held]
+        }
+        used = {block for table in tables.values() for block in table}
+        assert 0 not in used
+        assert self.engine.stats().scheduler.free_blocks == self.num_blocks - 1 - len(used)
+        # What is being filled belongs to nobody else.
+        for name, request in transfers._loading.items():
+            filled = set(tables[name][request.load.local_tokens // BLOCK_SIZE :])
+            others = {b for other, table in tables.items() if other != name for b in table}
+            assert not filled & others
+
+    @invariant()
+    def every_live_request_is_in_one_place(self):
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.scheduler
+        places = [
+            *scheduler._waiting,
+            *scheduler._ready,
+            *scheduler._running,
+            *scheduler._transfers.loading,
+        ]
+        assert sorted(r.request_id for r in places) == sorted(scheduler._requests)
+        for queue in (scheduler._waiting, scheduler._ready, scheduler._running):
+            assert [r.sequence for r in queue] == sorted(r.sequence for r in queue)
+        assert all(r.status is RequestStatus.RUNNING for r in scheduler._running)
+        assert not any(r.allocated_tokens for r in scheduler._waiting)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(4000):
+            if not self.engine.has_work():
+                break
+            self.step()
+            self.every_block_is_accounted_for()
+        assert not self.engine.has_work()
+        assert all(sent.reason is not None for sent in self.sent.values())
+        assert self.engine.stats().scheduler.free_blocks == self.num_blocks - 1
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=120,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestScheduler = SchedulerMachine.TestCase
