@@ -18,7 +18,7 @@ from kvferry.topology.description import (
 )
 from kvferry.topology.geometry import EngineGeometry
 
-MAX_RANKS = 4096
+MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
 MAX_GROUPS = 64
 """KV cache groups of the largest engine that is accepted."""
@@ -155,7 +155,10 @@ def _check_tensor(
         raise ValueError(f"{where}: parts: {sorted(tensor.parts)}, expected {sorted(sizes)}")
     size = region_bytes[tensor.region]
     for name, strides in tensor.parts.items():
-        first, end = _extent(strides, box, sizes[name].head_size, sizes[name].itemsize)
+        try:
+            first, end = _extent(strides, box, sizes[name].head_size, sizes[name].itemsize)
+        except ValueError as error:
+            raise ValueError(f"{where}: part {name}: {error}") from error
         first, end = tensor.offset + first, tensor.offset + end
         if first < 0 or end > size:
             raise ValueError(
@@ -170,6 +173,8 @@ def _extent(strides: PartStrides, box: Box, elements: int, itemsize: int) -> tup
     extents = (box.layers, box.blocks, box.tokens, box.heads, elements)
     first = last = strides.offset
     for field, extent in zip(_STRIDE_FIELDS, extents, strict=True):
+        if extent > 1 and getattr(strides, field) == 0:
+            raise ValueError(f"stride of {field}: 0 bytes for {extent} of them; cells overlap")
         reach = getattr(strides, field) * (extent - 1)
         first, last = first + min(reach, 0), last + max(reach, 0)
     return first, last + itemsize

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, LeaseStatus
+from kvferry.control.options import ControlOptions
 from kvferry.errors import BoundsError
 
 Target: TypeAlias = tuple[str, str]
@@ -113,6 +114,15 @@ class _Open:
         self.reports = {}
 
 
+def check_rank(engine_id: str, rank: int, world_size: int) -> None:
+    """Raises BoundsError unless ``rank`` is one of the engine's ``world_size`` ranks."""
+    if not 0 <= rank < world_size:
+        raise BoundsError(
+            f"rank: engine {engine_id!r} reports rank {rank}, its description has ranks "
+            f"0 to {world_size - 1}"
+        )
+
+
 class LeaseTable:
     """All leases of one source engine. Thread-safe; no method waits for anything but its lock."""
 
@@ -145,6 +155,22 @@ class LeaseTable:
         self._deadlines: list[tuple[float, str]] = []  # one entry per open lease, maybe too early
         self._pinned = 0
         self._outcomes: Counter[str] = Counter()
+
+    @classmethod
+    def from_options(
+        cls,
+        options: ControlOptions,
+        num_blocks: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "LeaseTable":
+        """A table for an engine whose pool has ``num_blocks`` blocks, the null block included."""
+        return cls(
+            duration_s=options.lease_duration_s,
+            max_blocks=options.leased_blocks_cap(num_blocks),
+            takeover_after_s=options.takeover_after_s,
+            remembered=options.remembered_leases,
+            clock=clock,
+        )
 
     def grant(self, request_id: str, num_blocks: int) -> Lease | LeaseRefusal:
         """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits."""
@@ -194,16 +220,17 @@ class LeaseTable:
         the report: its blocks were kept all the time.
 
         Args:
+            lease_id: the lease.
+            engine_id: the target.
+            incarnation: the target's current incarnation; the caller has made sure of that.
+            rank: which of the target's ranks reports.
+            ok: whether its reads succeeded.
             world_size: ranks of the *target*; the lease is done when each has reported.
 
         Raises:
             BoundsError: ``rank`` is not a rank of the target.
         """
-        if not 0 <= rank < world_size:
-            raise BoundsError(
-                f"rank: engine {engine_id!r} reports rank {rank}, its description has ranks "
-                f"0 to {world_size - 1}"
-            )
+        check_rank(engine_id, rank, world_size)
         target = (engine_id, incarnation)
         with self._lock:
             now = self._clock()
@@ -227,6 +254,9 @@ class LeaseTable:
         Leases that it does not hold, and that somebody else holds, are left alone.
 
         Args:
+            engine_id: the target.
+            incarnation: its start that speaks.
+            lease_ids: the leases.
             keep: leave the lease to other targets until it expires, instead of ending it.
         """
         target = (engine_id, incarnation)
@@ -319,8 +349,10 @@ class LeaseTable:
         if entry is None:
             ended = self._ended.get(lease_id)
             done = ended is not None and ended.outcome is LeaseOutcome.DONE
-            return LeaseAnswer.DONE if ended and done and ended.target == target else (
-                LeaseAnswer.REVOKED
+            return (
+                LeaseAnswer.DONE
+                if ended and done and ended.target == target
+                else (LeaseAnswer.REVOKED)
             )
         if target in entry.former:
             return LeaseAnswer.REVOKED

@@ -77,6 +77,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+        if self.max_leased_blocks is not None and self.max_leased_blocks < 0:
+            raise ValueError(f"max_leased_blocks: {self.max_leased_blocks} is negative")
         if self.takeover_after_s is not None and not (
             0 < self.takeover_after_s <= self.lease_duration_s
         ):

@@ -74,14 +74,12 @@ class PeerTable:
                 return False
             if incarnation in peer.superseded and now - peer.last_seen < self._twin_silence_s:
                 peer.last_error = f"start {incarnation} came back beside its successor"
-                raise IncompatibleError(
-                    engine_id,
-                    [
-                        f"engine_id: {engine_id!r} runs as {peer.description.incarnation}, and "
-                        f"its earlier start {incarnation} is still alive; give each engine its "
-                        "own engine_id"
-                    ],
+                mismatch = (
+                    f"engine_id: {engine_id!r} runs as {peer.description.incarnation}, and its "
+                    f"earlier start {incarnation} is still alive; give each engine its own "
+                    "engine_id"
                 )
+                raise IncompatibleError(engine_id, [mismatch])
             replaced = Peer(description, "ready", now, now, superseded=peer.superseded)
             replaced.superseded.append(peer.description.incarnation)
             self._peers[engine_id] = replaced
@@ -155,4 +153,8 @@ class PeerTable:
 
     def _make_room(self) -> None:
         while len(self._peers) > self._max_peers:
-            del self._peers[min(self._peers, key=lambda name: self._peers[name].last_seen)]
+            # Refused ones go first: however many of them knock, they displace nobody who fits.
+            _, _, engine_id = min(
+                (peer.state == "ready", peer.last_seen, name) for name, peer in self._peers.items()
+            )
+            del self._peers[engine_id]

@@ -182,8 +182,7 @@ class SeenTickets:
 def _mac(payload: bytes, key: bytes) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(
-            f"key: {len(key)} bytes, a ticket key has at least {MIN_KEY_BYTES}; "
-            "take 32 random ones"
+            f"key: {len(key)} bytes, a ticket key has at least {MIN_KEY_BYTES}; take 32 random ones"
         )
     return hmac.new(key, _DOMAIN + payload, hashlib.sha256).digest()
 

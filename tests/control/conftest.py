@@ -1,0 +1,171 @@
+"""Engines to shake hands with, clocks to turn, and a served engine."""
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvferry.control.client import ControlClient
+from kvferry.control.leases import LeaseTable
+from kvferry.control.options import ControlOptions
+from kvferry.control.server import ControlServer
+from kvferry.topology.description import (
+    EngineDescription,
+    ModelFingerprint,
+    RankDescription,
+)
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+
+
+class Clock:
+    """A clock that stands until it is turned."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _fingerprint(**changes: object) -> ModelFingerprint:
+    values: dict[str, object] = {
+        "name": "tiny",
+        "architecture": "LlamaForCausalLM",
+        "num_layers": 6,
+        "num_kv_heads": 3,
+        "head_size": 8,
+        "dtype": "float32",
+        "rope": "theta=10000",
+        "config_digest": "c0",
+        "weights_digest": "w0",
+    }
+    return ModelFingerprint(**(values | changes))
+
+
+def _description(
+    engine_id: str,
+    incarnation: str = "start-1",
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    block_size: int = 16,
+    layout: str = "NHD",
+    num_blocks: int = 10,
+    num_layers: int = 6,
+    num_kv_heads: int = 3,
+    head_size: int = 8,
+    dtype: str = "float32",
+    transports: tuple[str, ...] = ("shm", "tcp"),
+    model: ModelFingerprint | None = None,
+    **fields: object,
+) -> EngineDescription:
+    geometry = EngineGeometry(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
+        block_size=block_size,
+        layout=layout,
+        parallel=ParallelShape(tp=tp, pp=pp),
+    )
+    ranks = tuple(
+        RankDescription(
+            rank=rank,
+            endpoints={name: f"{name}-{rank}".encode() for name in transports},
+            memory=(geometry.memory(rank, num_blocks, region_per_tensor=True),),
+        )
+        for rank in range(geometry.world_size)
+    )
+    return EngineDescription(
+        engine_id=engine_id,
+        incarnation=incarnation,
+        model=model or _fingerprint(),
+        groups=(geometry.description(),),
+        ranks=ranks,
+        **fields,
+    )
+
+
+@dataclass
+class Served:
+    """A source engine that answers, and clients of target engines."""
+
+    server: ControlServer
+    leases: LeaseTable
+    description: EngineDescription
+    address: str
+    client: Callable[..., ControlClient]
+
+    @property
+    def incarnation(self) -> str:
+        return self.description.incarnation
+
+    def grant(self, num_blocks: int = 1, request_id: str = "r") -> str:
+        """Grants a lease; returns its id."""
+        return self.leases.grant(request_id, num_blocks).lease_id
+
+
+@pytest.fixture(scope="session")
+def clock_class() -> type[Clock]:
+    return Clock
+
+
+@pytest.fixture(scope="session")
+def fingerprint() -> Callable[..., ModelFingerprint]:
+    """Makes model fingerprints, with changes."""
+    return _fingerprint
+
+
+@pytest.fixture(scope="session")
+def describe() -> Callable[..., EngineDescription]:
+    """Makes valid engine descriptions that fit each other unless told otherwise."""
+    return _description
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Served]]:
+    """Opens served engines and closes them, and their clients, at the end."""
+    opened: list[ControlServer | ControlClient] = []
+    numbers = itertools.count()
+
+    def open_client(
+        description: EngineDescription, options: ControlOptions | None = None
+    ) -> ControlClient:
+        client = ControlClient(
+            engine_id=description.engine_id, incarnation=description.incarnation, options=options
+        )
+        opened.append(client)
+        return client
+
+    def open_served(
+        *,
+        engine_id: str | None = None,
+        incarnation: str | None = None,
+        leases: LeaseTable | None = None,
+        ready: bool = True,
+        port: int = 0,
+        options: ControlOptions | None = None,
+        **more: object,
+    ) -> Served:
+        engine_id = engine_id or f"prefill-{next(numbers)}"
+        description = _description(engine_id, incarnation or secrets.token_hex(4), pp=2)
+        leases = leases or LeaseTable(max_blocks=1000, duration_s=30.0)
+        server = ControlServer.open(
+            engine_id=engine_id,
+            incarnation=description.incarnation,
+            role="kv_producer",
+            leases=leases,
+            port=port,
+            options=options,
+            **more,
+        )
+        opened.append(server)
+        if ready:
+            server.set_description(description)
+        return Served(server, leases, description, f"127.0.0.1:{server.port}", open_client)
+
+    yield open_served
+    for thing in reversed(opened):
+        thing.close()

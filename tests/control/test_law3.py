@@ -1,0 +1,401 @@
+"""Law 3 at the source: blocks are freed only when no read that will be counted can still run.
+
+A state machine plays a source engine, two target engines and a network that delays, repeats,
+reorders and loses messages. The oracle keeps what the code under test cannot see: when each read
+began and ended, and when blocks were freed. Time is the world's; the source's clock runs an hour
+ahead of it and drifts, and the targets act whenever they like, which covers every clock of theirs.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvferry.control import messages
+from kvferry.control.desk import ControlDesk, ErrorLog
+from kvferry.control.leases import LeaseOutcome, LeaseTable
+from kvferry.control.messages import (
+    ErrorReply,
+    Finish,
+    FinishAnswer,
+    Finishes,
+    Handshake,
+    LeaseAnswer,
+    Release,
+    Renew,
+)
+from kvferry.control.peers import PeerTable
+
+DURATION = 30.0
+ENGINES = {"x": 2, "y": 3}  # engine id -> ranks
+
+engines = st.sampled_from(sorted(ENGINES))
+picks = st.integers(0, 3)
+seldom = st.sampled_from((False, False, False, True))
+
+
+@dataclass
+class Read:
+    """One rank of one start of a target, reading the blocks of one lease."""
+
+    target: tuple[str, str]
+    rank: int
+    lease_id: str
+    began: int
+    """Number of the step."""
+    ended: int | None = None
+
+
+@dataclass
+class Granted:
+    lease_id: str
+    incarnation: str
+    """Start of the source that granted it."""
+    freed: int | None = None
+    """Number of the step in which its blocks were freed."""
+    holders: list[tuple[str, str]] = field(default_factory=list)
+    """Targets that were told held, in the order of the first time."""
+
+
+@dataclass
+class Sent:
+    payload: bytes
+    target: tuple[str, str]
+    read: Read | None = None
+
+
+class World(RuleBasedStateMachine):
+    """See the top of the file."""
+
+    table_class: type[LeaseTable]
+    describe: staticmethod
+
+    @initialize(drift=st.floats(0.8, 1.2))
+    def start(self, drift):
+        self.now = 0.0
+        self.step = 0
+        self.clock = lambda: 3600.0 + self.now * drift
+        self.starts = Counter(p=0, x=0, y=0)
+        self.network: list[Sent] = []
+        self.reads: list[Read] = []
+        self.leases: list[Granted] = []
+        self.given_up: set[tuple[tuple[str, str], str]] = set()
+        self.boot_source()
+        for engine in ENGINES:
+            self.shake_hands(engine)
+        self.network = []
+        self.grant()
+
+    def boot_source(self):
+        self.starts["p"] += 1
+        self.incarnation = f"p{self.starts['p']}"
+        self.table = self.table_class(duration_s=DURATION, max_blocks=1000, clock=self.clock)
+        self.desk = ControlDesk(
+            engine_id="p",
+            incarnation=self.incarnation,
+            role="kv_producer",
+            leases=self.table,
+            peers=PeerTable(clock=self.clock, twin_silence_s=DURATION),
+            errors=ErrorLog(10),
+        )
+        self.desk.set_description(self.descriptions("p", self.incarnation))
+
+    def descriptions(self, engine_id, incarnation, tp=1):
+        return self.describe(engine_id, incarnation, tp=tp, num_layers=1)
+
+    def target(self, engine):
+        return engine, f"{engine}{self.starts[engine]}"
+
+    # ---- the source ------------------------------------------------------------------------
+
+    @rule()
+    def sweep_and_free(self):
+        for ended in self.table.sweep():
+            lease = self.find(ended.lease_id)
+            assert lease.freed is None, "freed twice"
+            lease.freed = self.step
+            if ended.outcome is LeaseOutcome.DONE:
+                finished = {
+                    read.rank
+                    for read in self.reads
+                    if read.lease_id == ended.lease_id
+                    and read.target == ended.target
+                    and read.ended is not None
+                }
+                assert finished == set(range(ENGINES[ended.target[0]])), "a rank is still reading"
+
+    def grant(self):
+        lease = self.table.grant("request", 10)
+        self.leases.append(Granted(lease.lease_id, self.incarnation))
+
+    def restart_source(self):
+        self.boot_source()
+        for lease in self.leases:
+            if lease.freed is None:
+                lease.freed = self.step
+
+    # ---- the targets -----------------------------------------------------------------------
+
+    @rule(engine=engines, pick=picks, late=seldom)
+    def renew(self, engine, pick, late):
+        lease, target = self.pick_lease(pick), self.target(engine)
+        message = Renew(**self.header(lease, target), lease_ids=(lease.lease_id,))
+        self.post(message, target, late=late)
+
+    @rule(engine=engines, pick=picks, keep=st.booleans(), late=seldom)
+    def release(self, engine, pick, keep, late):
+        lease, target = self.pick_lease(pick), self.target(engine)
+        self.given_up.add((target, lease.lease_id))
+        message = Release(**self.header(lease, target), lease_ids=(lease.lease_id,), keep=keep)
+        self.post(message, target, late=late)
+
+    @rule(engine=engines, rank=st.integers(0, 2), pick=picks, at_once=st.booleans())
+    def begin_read(self, engine, rank, pick, at_once):
+        lease, target = self.pick_lease(pick), self.target(engine)
+        rank %= ENGINES[engine]
+        begun = {(read.target, read.rank, read.lease_id) for read in self.reads}
+        # The target's one duty: each rank reads a lease at most once per start.
+        if (target, rank, lease.lease_id) not in begun and (
+            (target, lease.lease_id) not in self.given_up
+        ):
+            read = Read(target, rank, lease.lease_id, self.step)
+            self.reads.append(read)
+            if at_once:
+                self.finish(read, ok=True, late=False)
+
+    @precondition(lambda self: any(read.ended is None for read in self.reads))
+    @rule(pick=picks, fails=seldom, late=seldom)
+    def end_read(self, pick, fails, late):
+        running = [read for read in self.reads if read.ended is None]
+        self.finish(running[pick % len(running)], ok=not fails, late=late)
+
+    def finish(self, read, *, ok, late):
+        self.step += 1
+        read.ended = self.step
+        item = Finish(lease_id=read.lease_id, rank=read.rank, ok=ok)
+        message = Finishes(**self.header(self.find(read.lease_id), read.target), items=(item,))
+        self.post(message, read.target, read, late=late)
+
+    def shake_hands(self, engine, late=False):
+        target = self.target(engine)
+        description = self.descriptions(*target, tp=ENGINES[engine])
+        self.post(Handshake(id=1, description=description), target, late=late)
+
+    # ---- between them ----------------------------------------------------------------------
+
+    @rule(seconds=st.sampled_from((0.5, DURATION / 6, DURATION / 2, DURATION / 2, DURATION)))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule(
+        kind=st.sampled_from(
+            ("restart target", "late handshake", "restart source", "lose", "grant")
+        ),
+        engine=engines,
+        pick=picks,
+    )
+    def mishap(self, kind, engine, pick):
+        match kind:
+            case "restart target":
+                # Reads of the old start go on: it may be a process that only looked dead.
+                self.starts[engine] += 1
+                self.shake_hands(engine)
+            case "late handshake":
+                self.starts[engine] += 1
+                self.shake_hands(engine, late=True)
+            case "restart source" if pick == 0:
+                self.restart_source()
+                for known in ENGINES:
+                    self.shake_hands(known)
+            case "lose" if self.network:
+                del self.network[pick % len(self.network)]
+            case _:
+                self.grant()
+
+    @precondition(lambda self: self.network)
+    @rule(pick=picks, keep=st.booleans())
+    def deliver(self, pick, keep):
+        """Hands one of the messages over, maybe one that was delivered before."""
+        index = pick % len(self.network)
+        sent = self.network[index] if keep else self.network.pop(index)
+        self.hand_over(sent)
+
+    def post(self, message, target, read=None, *, late=False):
+        sent = Sent(messages.encode(message), target, read)
+        self.network.append(sent)  # those delivered at once stay to be delivered again
+        self.network = self.network[-4:]
+        if not late:
+            self.hand_over(sent)
+
+    def hand_over(self, sent):
+        self.step += 1
+        reply = messages.decode_reply(self.desk.handle(sent.payload))
+        if isinstance(reply, messages.Renewed):
+            for lease_id, answer in reply.states.items():
+                if answer is LeaseAnswer.HELD:
+                    self.check_held(lease_id, sent.target)
+        elif isinstance(reply, messages.FinishReply):
+            (answer,) = reply.answers
+            if answer is FinishAnswer.HELD:
+                self.check_confirmed(sent)
+        elif isinstance(reply, ErrorReply):
+            assert reply.name == "HandshakeNeededError", reply
+
+    def check_confirmed(self, sent):
+        read = sent.read
+        lease = self.find(read.lease_id)
+        assert lease.freed is None or lease.freed > read.ended, (
+            f"read from step {read.began} to {read.ended} was confirmed, "
+            f"its blocks were freed in step {lease.freed}"
+        )
+        self.check_held(read.lease_id, sent.target)
+
+    def check_held(self, lease_id, target):
+        """A target that has lost a lease to another never gets it back."""
+        lease = self.find(lease_id)
+        if target not in lease.holders:
+            lease.holders.append(target)
+        assert lease.holders[-1] == target, "two targets hold one lease"
+
+    def header(self, lease, target):
+        return {
+            "id": 1,
+            "engine_id": target[0],
+            "incarnation": target[1],
+            "source_incarnation": lease.incarnation,
+        }
+
+    def pick_lease(self, pick):
+        return self.leases[-1 - pick % min(2, len(self.leases))]
+
+    def find(self, lease_id):
+        return next(lease for lease in self.leases if lease.lease_id == lease_id)
+
+    def check_invariants(self, *args, **kwargs):
+        # Hypothesis calls this after every rule; it also numbers the steps.
+        super().check_invariants(*args, **kwargs)
+        self.step = getattr(self, "step", 0) + 1
+
+    def teardown(self):
+        """Left alone, every lease ends within one duration: no block stays pinned for ever."""
+        if hasattr(self, "table"):
+            self.now += DURATION / 0.8 + 1
+            self.sweep_and_free()
+            assert self.table.pinned_blocks == self.table.num_open == 0
+            assert all(lease.freed is not None for lease in self.leases)
+
+
+def play(table_class, describe, examples, phases=tuple(Phase)):
+    machine = type(
+        "Machine", (World,), {"table_class": table_class, "describe": staticmethod(describe)}
+    )
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=phases,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_a_confirmed_read_ended_before_its_blocks_were_freed(describe):
+    play(LeaseTable, describe, examples=300)
+
+
+class HeldAfterTheEnd(LeaseTable):
+    """Mutation: a late report is confirmed although the lease has ended."""
+
+    def _late_finish(self, lease_id, target, rank, ok):
+        return FinishAnswer.HELD
+
+
+class CountsReports(LeaseTable):
+    """Mutation: reports are counted, not ranks."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.reports = Counter()
+
+    def _report(self, entry, rank, ok):
+        self.reports[entry.lease.lease_id] += 1
+        return super()._report(entry, rank, ok)
+
+    def _is_done(self, entry, world_size):
+        return self.reports[entry.lease.lease_id] >= world_size
+
+
+class KeepsReports(LeaseTable):
+    """Mutation: the reports of a former holder count for the next one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.kept = defaultdict(dict)
+
+    def _report(self, entry, rank, ok):
+        kept = self.kept[entry.lease.lease_id]
+        kept[rank] = ok
+        entry.reports = kept
+        return FinishAnswer.HELD
+
+
+class GivesBack(LeaseTable):
+    """Mutation: a target that has lost a lease may have it again."""
+
+    def _live(self, lease_id, now):
+        entry = super()._live(lease_id, now)
+        if entry is not None:
+            entry.former.clear()
+        return entry
+
+
+class FreesAtRelease(LeaseTable):
+    """Mutation: a released lease is freed and still confirmed."""
+
+    def _late_finish(self, lease_id, target, rank, ok):
+        ended = self._ended.get(lease_id)
+        if ended is not None and ended.target == target:
+            return FinishAnswer.HELD
+        return FinishAnswer.REVOKED
+
+
+@pytest.mark.parametrize(
+    "mutation", [HeldAfterTheEnd, CountsReports, KeepsReports, GivesBack, FreesAtRelease]
+)
+def test_the_law_fails_for(mutation, describe):
+    with pytest.raises(AssertionError):
+        # Finding the failure is enough; shrinking it costs most of the time.
+        play(mutation, describe, examples=1000, phases=(Phase.generate,))
+
+
+@pytest.mark.parametrize("drift", [0.7, 1.0, 1.3])
+def test_a_lease_is_kept_alive_by_renewals_timed_with_a_wrong_and_drifting_clock(
+    drift, clock_class
+):
+    """The source's clock is an hour ahead and exact; the target renews by its own."""
+    source = clock_class(3600.0)
+    table = LeaseTable(duration_s=DURATION, max_blocks=10, clock=source)
+    lease_id = table.grant("request", 1).lease_id
+    target_clock, next_renewal = -5000.0, -5000.0
+    for _ in range(1000):
+        source.now += 1.0
+        target_clock += drift
+        if target_clock >= next_renewal:
+            assert table.renew("d", "i", [lease_id]) == {lease_id: LeaseAnswer.HELD}
+            next_renewal = target_clock + DURATION / 6
+        assert table.sweep() == []
+    source.now += DURATION
+    assert [ended.outcome for ended in table.sweep()] == [LeaseOutcome.EXPIRED]

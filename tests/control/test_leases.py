@@ -1,0 +1,276 @@
+"""What a lease promises, one sentence per test. Law 3 as a whole: test_law3.py."""
+
+import threading
+
+import pytest
+
+from kvferry.control.leases import Lease, LeaseOutcome, LeaseRefusal, LeaseTable
+from kvferry.control.messages import FinishAnswer, LeaseAnswer
+from kvferry.control.options import ControlOptions
+from kvferry.errors import BoundsError
+
+D1, D2 = ("d1", "a"), ("d2", "b")
+
+
+@pytest.fixture
+def clock(clock_class):
+    return clock_class(1000.0)
+
+
+@pytest.fixture
+def table(clock):
+    return LeaseTable(duration_s=30.0, max_blocks=100, clock=clock)
+
+
+def grant(table, num_blocks=10):
+    lease = table.grant("request", num_blocks)
+    assert isinstance(lease, Lease)
+    return lease.lease_id
+
+
+def renew(table, target, lease_id):
+    return table.renew(*target, [lease_id])[lease_id]
+
+
+def finish(table, target, lease_id, rank=0, ok=True, world_size=2):
+    return table.finish(lease_id, *target, rank=rank, ok=ok, world_size=world_size)
+
+
+def outcomes(table):
+    return [ended.outcome for ended in table.sweep()]
+
+
+def test_lease_ids_are_random_and_never_the_request_id(table):
+    ids = {grant(table, 0) for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(lease_id) == 32 for lease_id in ids)
+
+
+def test_a_lease_beyond_the_cap_is_refused_with_both_numbers_and_the_key_to_change(table):
+    grant(table, 60)
+    refusal = table.grant("big", 41)
+    assert isinstance(refusal, LeaseRefusal)
+    for word in ("max_leased_blocks", "60 of 100", "41", "'big'"):
+        assert word in refusal.reason
+    assert isinstance(table.grant("fits", 40), Lease)
+    assert table.counters() == {"refused": 1}
+
+
+def test_blocks_stay_pinned_until_the_lease_is_swept(table):
+    lease_id = grant(table, 100)
+    table.release(*D1, [lease_id])
+    assert isinstance(table.grant("next", 1), LeaseRefusal)
+    assert outcomes(table) == [LeaseOutcome.RELEASED]
+    assert isinstance(table.grant("next", 1), Lease)
+
+
+def test_the_cap_comes_from_the_options_or_is_half_the_pool():
+    assert LeaseTable.from_options(ControlOptions(), 101).max_blocks == 50
+    assert LeaseTable.from_options(ControlOptions(max_leased_blocks=7), 101).max_blocks == 7
+
+
+def test_an_untaken_lease_expires_after_its_duration_and_is_swept_once(table, clock):
+    lease_id = grant(table)
+    clock.now += 29.9
+    assert table.sweep() == []
+    clock.now += 0.1
+    (ended,) = table.sweep()
+    assert (ended.lease_id, ended.outcome, ended.target) == (lease_id, LeaseOutcome.EXPIRED, None)
+    assert (ended.num_blocks, ended.request_id) == (10, "request")
+    assert table.sweep() == []
+    assert table.num_open == table.pinned_blocks == 0
+
+
+def test_each_renewal_extends_by_one_duration_from_now(table, clock):
+    lease_id = grant(table)
+    for _ in range(10):
+        clock.now += 29.0
+        assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+        assert table.sweep() == []
+    clock.now += 30.0
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_an_expired_lease_answers_revoked_for_ever_even_before_it_is_swept(table, clock):
+    lease_id = grant(table)
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+    assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
+    clock.now += 30.0
+    for _ in range(2):
+        assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+        assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
+        assert finish(table, D1, lease_id, rank=0) == FinishAnswer.REVOKED
+        table.sweep()
+
+
+def test_one_target_at_a_time_holds_a_lease(table):
+    lease_id = grant(table)
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+    assert renew(table, D2, lease_id) == LeaseAnswer.TAKEN
+    assert finish(table, D2, lease_id) == FinishAnswer.REVOKED
+    table.release(*D2, [lease_id])
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+
+
+def test_another_target_takes_over_once_the_holder_stopped_renewing(table, clock):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
+    clock.now += 14.9
+    assert renew(table, D2, lease_id) == LeaseAnswer.TAKEN
+    clock.now += 0.1
+    assert renew(table, D2, lease_id) == LeaseAnswer.HELD
+    assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+    assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
+    # The first holder's report does not count for the second.
+    assert finish(table, D2, lease_id, rank=1) == FinishAnswer.HELD
+    assert table.sweep() == []
+    assert finish(table, D2, lease_id, rank=0) == FinishAnswer.HELD
+    assert outcomes(table) == [LeaseOutcome.DONE]
+
+
+def test_a_holder_that_gave_up_with_keep_leaves_the_lease_to_others_and_never_gets_it_back(table):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    table.release(*D1, [lease_id], keep=True)
+    assert table.sweep() == []
+    assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+    assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
+    assert renew(table, D2, lease_id) == LeaseAnswer.HELD
+
+
+def test_a_target_that_needs_nothing_may_release_a_lease_it_never_took(table):
+    lease_id = grant(table)
+    table.release(*D1, [lease_id])
+    (ended,) = table.sweep()
+    assert ended.outcome == LeaseOutcome.RELEASED
+    assert renew(table, D2, lease_id) == LeaseAnswer.REVOKED
+
+
+def test_done_needs_every_rank_of_the_target_by_identity(table):
+    lease_id = grant(table)
+    for _ in range(5):
+        assert finish(table, D1, lease_id, rank=1, world_size=3) == FinishAnswer.HELD
+    assert finish(table, D1, lease_id, rank=0, world_size=3) == FinishAnswer.HELD
+    assert table.sweep() == []
+    assert finish(table, D1, lease_id, rank=2, ok=False, world_size=3) == FinishAnswer.HELD
+    (ended,) = table.sweep()
+    assert ended.outcome == LeaseOutcome.DONE
+    assert ended.reports == {0: True, 1: True, 2: False}
+    assert ended.target == D1
+
+
+def test_after_it_is_done_a_repeated_report_gets_its_old_answer_and_nobody_else_gets_held(table):
+    lease_id = grant(table)
+    finish(table, D1, lease_id, rank=0)
+    finish(table, D1, lease_id, rank=1, ok=False)
+    table.sweep()
+    assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
+    assert finish(table, D1, lease_id, rank=1, ok=False) == FinishAnswer.HELD
+    assert finish(table, D1, lease_id, rank=1, ok=True) == FinishAnswer.REVOKED
+    assert finish(table, D2, lease_id, rank=0) == FinishAnswer.REVOKED
+    assert finish(table, ("d1", "later"), lease_id, rank=0) == FinishAnswer.REVOKED
+    assert renew(table, D1, lease_id) == LeaseAnswer.DONE
+    assert renew(table, D2, lease_id) == LeaseAnswer.REVOKED
+
+
+def test_a_report_that_contradicts_the_first_is_not_confirmed(table):
+    lease_id = grant(table)
+    assert finish(table, D1, lease_id, rank=0, ok=False) == FinishAnswer.HELD
+    assert finish(table, D1, lease_id, rank=0, ok=True) == FinishAnswer.REVOKED
+
+
+def test_a_rank_outside_the_target_is_an_error_and_changes_nothing(table):
+    lease_id = grant(table)
+    for rank in (-1, 2, 10**9):
+        with pytest.raises(BoundsError, match="ranks 0 to 1"):
+            finish(table, D1, lease_id, rank=rank)
+    assert renew(table, D2, lease_id) == LeaseAnswer.HELD
+
+
+def test_a_restarted_target_loses_its_leases_and_they_may_be_taken_at_once(table, clock):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    finish(table, D1, lease_id, rank=0)
+    clock.now += 10
+    table.drop_older("d1", "later")
+    assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
+    assert renew(table, ("d1", "later"), lease_id) == LeaseAnswer.HELD
+    assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+    (status,) = table.snapshot()
+    assert status.ranks_done == ()
+
+
+def test_a_lease_of_a_restarted_target_still_expires_at_its_old_deadline(table, clock):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    clock.now += 29
+    table.drop_older("d1", "later")
+    clock.now += 1
+    assert [ended.lease_id for ended in table.sweep()] == [lease_id]
+
+
+def test_a_restart_leaves_the_leases_of_the_same_start_and_of_others_alone(table):
+    first, second = grant(table), grant(table)
+    renew(table, D1, first)
+    renew(table, D2, second)
+    table.drop_older(*D1)
+    table.drop_older("d3", "x")
+    assert renew(table, D1, first) == renew(table, D2, second) == LeaseAnswer.HELD
+
+
+def test_the_source_may_revoke_and_then_nothing_is_confirmed(table):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    table.revoke([lease_id, "unknown"])
+    assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
+    assert outcomes(table) == [LeaseOutcome.REVOKED]
+
+
+def test_unknown_leases_are_revoked(table):
+    assert table.renew("d", "i", ["nope"]) == {"nope": LeaseAnswer.REVOKED}
+    assert finish(table, D1, "nope") == FinishAnswer.REVOKED
+    table.release("d", "i", ["nope"])
+    assert table.sweep() == []
+
+
+def test_only_so_many_ended_leases_are_remembered_and_a_forgotten_one_is_revoked(clock):
+    table = LeaseTable(max_blocks=100, remembered=3, clock=clock)
+    ids = [grant(table, 1) for _ in range(5)]
+    for lease_id in ids:
+        finish(table, D1, lease_id, world_size=1)
+    answers = [finish(table, D1, lease_id, world_size=1) for lease_id in ids]
+    assert answers == [FinishAnswer.REVOKED] * 2 + [FinishAnswer.HELD] * 3
+
+
+def test_leases_may_be_asked_for_by_many_threads_at_once():
+    table = LeaseTable(max_blocks=1000)
+    ids = [grant(table, 1) for _ in range(200)]
+    confirmed = []
+
+    def rank(number):
+        for lease_id in ids:
+            table.renew(*D1, [lease_id])
+            confirmed.append(finish(table, D1, lease_id, rank=number, world_size=4))
+
+    swept = []
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        swept += table.sweep()
+    swept += table.sweep()
+    assert confirmed == [FinishAnswer.HELD] * 800
+    assert sorted(ended.lease_id for ended in swept) == sorted(ids)
+    assert {ended.outcome for ended in swept} == {LeaseOutcome.DONE}
+    assert table.pinned_blocks == 0
+
+
+def test_the_snapshot_shows_age_rest_holder_and_ranks(table, clock):
+    lease_id = grant(table, 7)
+    clock.now += 5
+    finish(table, D1, lease_id, rank=1, world_size=3)
+    (status,) = table.snapshot()
+    assert (status.lease_id, status.request_id, status.num_blocks) == (lease_id, "request", 7)
+    assert (status.age_s, status.remaining_s) == (5.0, 25.0)
+    assert (status.target, status.ranks_done) == ("d1", (1,))
