@@ -4,6 +4,7 @@
     FakeEngine             drives a connector's halves, checks them     fake_engine.py
     KnownCache             a KV cache whose every cell is known         known_cache.py
     TransportConformance   what every transport must do                 transport_conformance.py
+    faulty_transport, …    transports that lose, delay and stall reads  faults.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -14,16 +15,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvferry.testing.connector_conformance import ConnectorConformance
     from kvferry.testing.fake_engine import FakeEngine
+    from kvferry.testing.faults import (
+        Faults,
+        faulty_transport,
+        lossy_transport,
+        slow_transport,
+        stalling_transport,
+    )
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
 
-__all__ = ["ConnectorConformance", "FakeEngine", "KnownCache", "TransportConformance"]
+__all__ = [
+    "ConnectorConformance",
+    "FakeEngine",
+    "Faults",
+    "KnownCache",
+    "TransportConformance",
+    "faulty_transport",
+    "lossy_transport",
+    "slow_transport",
+    "stalling_transport",
+]
 
 _MODULES = {
     "ConnectorConformance": "connector_conformance",
     "FakeEngine": "fake_engine",
+    "Faults": "faults",
     "KnownCache": "known_cache",
     "TransportConformance": "transport_conformance",
+    "faulty_transport": "faults",
+    "lossy_transport": "faults",
+    "slow_transport": "faults",
+    "stalling_transport": "faults",
 }
 
 

@@ -86,11 +86,12 @@ class Scene:
         """The memory is what it was when the scene was laid out, or refilled."""
         self._assert_around(self.before, "was changed")
 
-    def refill(self, seed: int = 77) -> None:
-        """Gives the target to somebody else: overwrites it, and remembers what it holds now."""
+    def refill(self) -> None:
+        """Gives the target to somebody else: overwrites it, at once and all of it."""
         for memory in self.around:
-            memory[:] = pattern(memory.nbytes, seed)
-        self.before = [memory.copy() for memory in self.around]
+            memory[:] = 0xA5
+        # Not copied from the memory: what lands between the two lines is to be found.
+        self.before = [np.full_like(memory, 0xA5) for memory in self.around]
 
     def _assert_around(self, expected: list[ByteArray], what: str) -> None:
         for number, (memory, wanted) in enumerate(zip(self.around, expected, strict=True)):
@@ -106,6 +107,8 @@ class TransportConformance:
 
     transport: ClassVar[type[Transport]]
     """The class under test."""
+    serving: ClassVar[type[Transport] | None] = None
+    """The class that the peer opens in its own process, if not the one under test."""
     extra: ClassVar[Mapping[str, Any]] = {}
     """Keys of its ``ExtraConfig``, on both sides."""
     threads: ClassVar[int] = 2
@@ -128,13 +131,13 @@ class TransportConformance:
     @classmethod
     def healthy_peer(cls) -> Iterator[PeerProcess]:
         """A peer that all tests share; none may harm it."""
-        with PeerProcess(cls.transport, cls.options()) as peer:
+        with PeerProcess(cls.serving or cls.transport, cls.options()) as peer:
             yield peer
 
     @pytest.fixture
     def fresh_peer(self) -> Iterator[PeerProcess]:
         """A peer for one test, which may stop or kill it."""
-        with PeerProcess(self.transport, self.options()) as peer:
+        with PeerProcess(self.serving or self.transport, self.options()) as peer:
             yield peer
 
     @pytest.fixture
@@ -218,8 +221,12 @@ class TransportConformance:
         scene = self.scene(local, healthy_peer, large_case(16 << 20))
         transfer = scene.read()
         seen = [0]
-        while not transfer.is_terminal:
+
+        def ended() -> bool:
             seen.append(transfer.bytes_done)
+            return transfer.is_terminal
+
+        self.wait_for(ended)
         self.wait(local, transfer)
         assert transfer.state is TransferState.DONE, transfer.error
         assert seen == sorted(seen)

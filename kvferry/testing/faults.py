@@ -1,0 +1,256 @@
+"""Transports that lose, delay and stall reads on purpose, for the tests of connectors.
+
+.. code-block:: python
+
+    Lossy = lossy_transport(ShmTransport, loss=0.2, seed=7)
+    with temporary_plugin(TRANSPORTS, "shm", Lossy):
+        ...  # every fifth read of this process or so fails with PeerLostError, half landed
+
+What happens to the n-th read of a transport depends on the seed and n only.
+"""
+
+import enum
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvferry.errors import (
+    CancelledError,
+    KVFerryError,
+    PeerLostError,
+    StalledError,
+    TransferError,
+)
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+
+
+class Fault(enum.Enum):
+    """What happens to a read."""
+
+    NONE = "none"
+    LOSS = "loss"
+    """Half of it lands, then the peer is lost."""
+    STALL = "stall"
+    """Half of it lands, then nothing more; after ``stall_timeout_s`` it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How often reads go wrong, and how slow they are."""
+
+    loss: float = 0.0
+    """Share of the reads that lose their peer, 0 to 1."""
+    stall: float = 0.0
+    """Share of the reads that stall, 0 to 1."""
+    delay_s: tuple[float, float] = (0.0, 0.0)
+    """Every read starts later by a time between these two, in seconds."""
+    seed: int = 0
+
+    def draw(self, number: int) -> tuple[Fault, float]:
+        """What happens to read ``number``: its fault and its delay in seconds."""
+        rng = np.random.default_rng((self.seed, number))
+        chance, delay = float(rng.random()), float(rng.uniform(*self.delay_s))
+        if chance < self.loss:
+            return Fault.LOSS, delay
+        if chance < self.loss + self.stall:
+            return Fault.STALL, delay
+        return Fault.NONE, delay
+
+
+class _Later:
+    """``after``, and then some time."""
+
+    def __init__(self, after: Waitable | None, delay_s: float) -> None:
+        self._after = after
+        self._delay_s = delay_s
+
+    def wait(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+        time.sleep(self._delay_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Faulted:
+    """A read that goes wrong: its first half is real, its second half never starts."""
+
+    outer: Transfer
+    fault: Fault
+    half: Transfer
+    rest: Transfer
+    gate: threading.Event
+    """What the second half waits for; set when all is over, so that no thread waits for ever."""
+    running: set[Transfer]
+    cancelled: bool = False
+
+    def verdict(self) -> tuple[TransferState, KVFerryError]:
+        if self.cancelled:
+            return TransferState.CANCELLED, CancelledError("the read was cancelled")
+        if self.half.error is not None:
+            return TransferState.FAILED, self.half.error
+        if self.fault is Fault.LOSS:
+            return TransferState.FAILED, PeerLostError("injected: the peer is lost")
+        return TransferState.FAILED, StalledError("injected: no progress")
+
+
+class FaultyTransport(Transport):
+    """A transport around another one. Made by :func:`faulty_transport`, never directly."""
+
+    inner_class: ClassVar[type[Transport]]
+    faults: ClassVar[Faults]
+
+    def __init__(self, inner: Transport, stall_timeout_s: float) -> None:
+        self._inner = inner
+        self._stall_timeout_s = stall_timeout_s
+        self._lock = threading.RLock()
+        self._reads = 0
+        self._faulted: dict[Transfer, _Faulted] = {}
+        self._ended: list[Transfer] = []
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "FaultyTransport":
+        """Opens the inner transport; raises what that raises."""
+        return cls(cls.inner_class.open(options), options.stall_timeout_s)
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """As the inner transport."""
+        return self._inner.allocate(nbytes)
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """As the inner transport."""
+        return self._inner.register(memory, serve=serve)
+
+    def endpoint(self) -> bytes:
+        """As the inner transport."""
+        return self._inner.endpoint()
+
+    def connect(self, endpoint: bytes) -> Peer:
+        """As the inner transport."""
+        return self._inner.connect(endpoint)
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """As the inner transport, unless a fault was drawn for it."""
+        with self._lock:
+            fault, delay_s = self.faults.draw(self._reads)
+            self._reads += 1
+            if delay_s:
+                after = _Later(after, delay_s)
+            if fault is Fault.NONE:
+                return self._inner.read(peer, tiles, runs, after=after)
+            middle = len(runs) // 2
+            # The second half comes first: if it leaves the memory nothing has begun.
+            gate = threading.Event()
+            rest = self._inner.read(peer, tiles, runs[middle:], after=gate)
+            try:
+                half = self._inner.read(peer, tiles, runs[:middle], after=after)
+            except KVFerryError:
+                self._inner.cancel(rest)
+                raise
+            outer = Transfer(nbytes=half.nbytes + rest.nbytes)
+            self._faulted[outer] = _Faulted(outer, fault, half, rest, gate, {half, rest})
+            return outer
+
+    def poll(self) -> list[Transfer]:
+        """As the inner transport; the clock of stalled reads runs here."""
+        with self._lock:
+            self._settle()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def cancel(self, transfer: Transfer) -> None:
+        """As the inner transport."""
+        with self._lock:
+            faulted = self._faulted.get(transfer)
+            if faulted is None:
+                self._inner.cancel(transfer)
+                return
+            faulted.cancelled = True
+            for part in faulted.running:
+                self._inner.cancel(part)
+
+    def close(self) -> None:
+        """Closes the inner transport; what a fault kept running fails."""
+        self._inner.close()
+        with self._lock:
+            self._settle()
+
+    def _settle(self) -> None:
+        owners = {part: each for each in self._faulted.values() for part in each.running}
+        for ended in self._inner.poll():
+            owner = owners.get(ended)
+            if owner is None:
+                self._ended.append(ended)
+            else:
+                owner.running.discard(ended)
+        for faulted in list(self._faulted.values()):
+            self._advance(faulted)
+
+    def _advance(self, faulted: _Faulted) -> None:
+        outer, half = faulted.outer, faulted.half
+        if half.bytes_done > outer.bytes_done:
+            outer.bytes_done, outer.segments = half.bytes_done, half.segments
+            outer.progressed = half.progressed
+        if faulted.running:
+            waited = time.monotonic() - max(outer.progressed, half.finished or 0.0)
+            stalls = faulted.fault is Fault.STALL and half.error is None
+            if half.is_terminal and not (stalls and waited < self._stall_timeout_s):
+                self._inner.cancel(faulted.rest)
+            return
+        del self._faulted[outer]
+        faulted.gate.set()
+        state, outer.error = faulted.verdict()
+        if isinstance(faulted.rest.error, TransferError) and not isinstance(
+            faulted.rest.error, CancelledError
+        ):
+            outer.error = faulted.rest.error  # the connection or the transport was closed
+        outer.finished = time.monotonic()
+        outer.state = state
+        self._ended.append(outer)
+
+
+def faulty_transport(transport: type[Transport], faults: Faults) -> type[FaultyTransport]:
+    """A transport class that is ``transport`` with ``faults``; it keeps the name."""
+    attributes: dict[str, Any] = {
+        "__doc__": f"{transport.__name__} with {faults}.",
+        "name": transport.name,
+        "fences": transport.fences,
+        "ExtraConfig": transport.ExtraConfig,
+        "inner_class": transport,
+        "faults": faults,
+    }
+    return type(f"Faulty{transport.__name__}", (FaultyTransport,), attributes)
+
+
+def lossy_transport(
+    transport: type[Transport], *, loss: float, seed: int = 0
+) -> type[FaultyTransport]:
+    """Loses the peer in a share ``loss`` of the reads, when half of the runs have landed."""
+    return faulty_transport(transport, Faults(loss=loss, seed=seed))
+
+
+def slow_transport(
+    transport: type[Transport], *, delay_s: tuple[float, float], seed: int = 0
+) -> type[FaultyTransport]:
+    """Starts every read between ``delay_s[0]`` and ``delay_s[1]`` seconds late."""
+    return faulty_transport(transport, Faults(delay_s=delay_s, seed=seed))
+
+
+def stalling_transport(
+    transport: type[Transport], *, stall: float, seed: int = 0
+) -> type[FaultyTransport]:
+    """Stalls a share ``stall`` of the reads, when half of the runs have landed."""
+    return faulty_transport(transport, Faults(stall=stall, seed=seed))
