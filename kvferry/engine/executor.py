@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from kvferry.engine.communicator import Communicator, LocalGroup
 from kvferry.engine.messages import RankOutput, SchedulerOutput
 from kvferry.engine.worker import Worker
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the other ranks get to end a step in which one rank failed.
 GRACE_S = 5.0
+
+#: Seconds that a rank gets to close its connector and end; ending takes long on a busy machine.
+CLOSE_S = 20.0
 
 
 class Executor(ABC):
@@ -102,7 +107,8 @@ class InProcessExecutor(Executor):
     """Every rank a thread of this process; the same semantics without the cost of processes.
 
     Args:
-        spec: of the workers; ``threads`` is not read, as torch's threads belong to the process.
+        spec: of the workers. ``threads`` also becomes torch's default for threads that this
+            process starts later.
 
     Raises:
         ModelError, ConfigError, HostError: a rank could not start; none is left running.
@@ -160,7 +166,7 @@ class InProcessExecutor(Executor):
         for rank in self._ranks:
             rank.steps.put(None)
         for rank in self._ranks:
-            rank.thread.join(GRACE_S)
+            rank.thread.join(CLOSE_S)
 
 
 class _RankThread:
@@ -195,6 +201,7 @@ class _RankThread:
             return WorkerDiedError(f"no answer for {timeout_s:g} seconds")
 
     def _serve(self, spec: WorkerSpec, communicator: Communicator) -> None:
+        torch.set_num_threads(spec.threads)  # of this thread; ranks would crowd each other out
         try:
             self.worker = Worker(spec, communicator)
         except Exception as error:  # whatever it is, the executor raises it

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry import errors
-from kvferry.engine.executor import GRACE_S, Executor
+from kvferry.engine.executor import CLOSE_S, GRACE_S, Executor
 from kvferry.engine.executor_messages import Answer, Command, Done, Failed, Ready, Start, Step, Stop
 from kvferry.engine.messages import RankOutput, SchedulerOutput
 from kvferry.engine.worker_spec import WorkerSpec
@@ -163,10 +163,10 @@ class ProcessExecutor(Executor):
         self._failures[rank] = failure
 
     def close(self) -> None:
-        """Asks the ranks to end, and kills those that have not after a few seconds."""
+        """Asks the ranks to end, and kills those that have not in ``CLOSE_S`` seconds."""
         for process in self._ranks:
             process.send(Stop())
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + CLOSE_S
         for process in self._ranks:
             process.close(max(deadline - time.monotonic(), 0.1))
 
@@ -203,7 +203,7 @@ class _RankProcess:
     def death(self) -> WorkerDiedError:
         """How the process ended; waits for that, as its socket closes a little earlier."""
         try:
-            code = self.process.wait(GRACE_S)
+            code = self.process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             self.kill()
             code = self.process.wait()

@@ -25,7 +25,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_config: KVTransferConfig | None = None
     """``None`` for an engine that exchanges no KV."""
     threads: int = 1
-    """Compute threads per rank, where ranks are processes."""
+    """Compute threads per rank."""
     start_timeout_s: float = 300.0
     """Seconds in which every rank must be ready."""
     step_timeout_s: float = 600.0

@@ -96,7 +96,7 @@ def test_a_killed_rank_is_reported_with_its_signal(tiny_folder, worker_spec, rec
         outputs = executor.execute(step(tokens=0, kill_rank=1))
         assert outputs[1] is None
         assert outputs[0] is not None
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 60  # not the 600 s of a silent rank
         failure = str(executor.failures[1])
         assert f"rank 1 of engine 'tested' (pid {executor.pids[1]}) died" in failure
         assert "killed by SIGKILL" in failure
@@ -113,13 +113,13 @@ def test_a_dead_neighbour_ends_a_sum_at_once(tiny_folder, worker_spec):
         before = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"rank 0 .* killed by SIGKILL"):
             executor.execute(step())
-        assert time.monotonic() - before < 10
+        assert time.monotonic() - before < 60
         assert not executor.alive()
         assert set(executor.failures) == {0, 1}
 
 
 def test_a_rank_that_raises_says_what(tiny_folder, worker_spec, recording_connector, caplog):
-    spec = worker_spec(tiny_folder(), connector=recording_connector(), step_timeout_s=2.0)
+    spec = worker_spec(tiny_folder(), connector=recording_connector())
     with ProcessExecutor(spec) as executor:
         with pytest.raises(WorkerDiedError, match="RuntimeError: this connector is broken"):
             executor.execute(step(fail_rank=0))
