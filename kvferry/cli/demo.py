@@ -132,7 +132,7 @@ def _cluster(
                 console.print(f"[bold red]{answer.name}:[/] {escape(answer.error)}")
             for death in cluster.deaths:
                 console.print(f"[bold red]died:[/] {escape(str(death))}")
-            console.print(f"demo: {len(failed)} of {len(answers)} requests failed")
+            console.print(f"demo: {len(failed)} of {len(answers)} requests failed", soft_wrap=True)
             cluster.close()
             sys.exit(1)
         records = steps.fetch_records(cluster, answers)
@@ -147,7 +147,7 @@ def _send(
 
         def changed(answer: Answer) -> None:
             if answer.finished is not None:
-                console.print(_line(answer))
+                console.print(_line(answer), soft_wrap=True)
 
         return asyncio.run(steps.send_all(cluster.url, questions, max_tokens, changed))
     with Live(console=console, refresh_per_second=8, get_renderable=lambda: _board(live)):
@@ -228,7 +228,8 @@ def _verdict(console: Console, results: Sequence[Result]) -> int:
     damaged = [result for result in results if result.damage]
     kv = f"KV of {len(damaged)} requests differs" if damaged else "KV verified bit for bit"
     console.print(
-        f"demo: {identical}/{len(results)} requests identical to the undivided engine, {kv}"
+        f"demo: {identical}/{len(results)} requests identical to the undivided engine, {kv}",
+        soft_wrap=True,
     )
     return 0 if all(result.ok for result in results) else 1
 

@@ -187,8 +187,13 @@ def run_reference(
     Raises:
         EngineError: a prompt failed.
     """
+    import torch
+
     from kvferry.engine.builder import build_engine
 
+    # One thread, as each rank of the cluster has: several of them wait for each other at every
+    # operation, which on a busy machine takes many times as long.
+    torch.set_num_threads(1)
     config = EngineConfig(name="undivided", kv_transfer_config={}, num_blocks=512)
     answers = [Reference([], [], len(prompt)) for prompt in prompts]
     total = sum(len(prompt) + max_tokens for prompt in prompts)

@@ -78,10 +78,17 @@ def _draw_lives(axes: Any, results: Sequence[Result], origin: float) -> None:
             axes.plot(first - origin, row, marker="|", color="black", markersize=13, zorder=4)
     _label_rows(axes, results)
     axes.set_xlabel("seconds since the first request was sent")
-    axes.set_title("Each request's life (black mark: first token at the client)")
+    axes.set_title("Each request's life (black mark: first token at the client)", loc="left")
     axes.set_xlim(0, end * 1.01)
     handles = [Patch(color=colour, label=phase) for phase, colour in PHASES]
-    axes.legend(handles=handles, loc="lower right", ncols=len(handles), fontsize=8)
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+    )
 
 
 def _draw_transfers(axes: Any, results: Sequence[Result]) -> None:
@@ -93,11 +100,12 @@ def _draw_transfers(axes: Any, results: Sequence[Result]) -> None:
     _label_rows(axes, results)
     axes.set_xlim(0, max(milliseconds) * 1.35 or 1.0)
     axes.set_xlabel("milliseconds from the first rank's start to the last rank's end")
-    axes.set_title("Transfers alone")
+    axes.set_title("Transfers alone", loc="left")
 
 
 def _label_rows(axes: Any, results: Sequence[Result]) -> None:
     labels = [f"{result.name} ({result.prefill.prompt_tokens} tokens)" for result in results]
     axes.set_yticks(range(len(results)), labels, fontsize=8)
     axes.invert_yaxis()
+    axes.set_axisbelow(True)
     axes.grid(axis="x", alpha=0.3)

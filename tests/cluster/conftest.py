@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -18,8 +19,10 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.cluster import sse
-from kvferry.cluster.router import EngineAddress, Router, RouterSettings
+from kvferry.cluster.router import Router
+from kvferry.cluster.settings import EngineAddress, RouterSettings
 from kvferry.cluster.text import TextCodec
+from kvferry.engine.tiny_tokenizer import write_tiny_tokenizer
 
 EOS = 256
 """Id after the 256 bytes."""
@@ -184,22 +187,15 @@ def servers(server_thread: Servers) -> Iterator[Servers]:
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tokenizer whose ids 0 to 255 are bytes and 256 ends a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    symbols = bytes_to_unicode()
-    vocab = {symbols[byte]: byte for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
-    fast.chat_template = (
+    folder = tmp_path_factory.mktemp("byte_model")
+    write_tiny_tokenizer(folder, 257)
+    config = folder / "tokenizer_config.json"
+    template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
         "{% endif %}{{ m.role }}:{{ m.content }}\n{% endfor %}assistant:"
     )
-    folder = tmp_path_factory.mktemp("byte_model")
-    fast.save_pretrained(folder)
+    values = {**msgspec.json.decode(config.read_bytes()), "chat_template": template}
+    config.write_bytes(msgspec.json.encode(values))
     return folder
 
 
@@ -239,8 +235,6 @@ class Setup:
         with self.client.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-        import msgspec
-
         return [line if line == "[DONE]" else msgspec.json.decode(line) for line in lines]
 
     def stop(self, engine: FakeEngine) -> None:

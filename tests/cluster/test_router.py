@@ -268,6 +268,7 @@ def test_a_decode_engine_that_dies_before_its_first_token_starts_the_request_ane
     # The first lease may be in the dead engine's hands: a second prefill gives another.
     assert [asked["prompt"] for asked in setup.prefill[0].bodies] == [list(b"Hi"), list(b"HiH")]
     assert setup.decode[1].bodies[0]["prompt"] == list(b"HiHe")
+    assert len(set(setup.prefill[0].ids)) == 2, "the first id may still hold lent blocks"
 
 
 def test_a_decode_engine_that_dies_in_the_middle_is_an_error(make_setup):
