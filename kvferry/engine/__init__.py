@@ -1,0 +1,1 @@
+"""The reference engine: a paged model, a scheduler, workers and executors."""

@@ -96,6 +96,6 @@ class GlooCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
-            # "[file:line] what happened. General advice. General advice."
+            # Gloo puts a source line in brackets before what happened, and sentences of advice after.
             happened = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise WorkerDiedError(f"rank {self.rank}: cannot {doing}: {happened}") from error
