@@ -96,6 +96,6 @@ class GlooCommunicator(Communicator):
         try:
             yield
         except RuntimeError as error:
-            # Gloo puts a source line in brackets before what happened, and sentences of advice after.
+            # Gloo puts a source line before what happened, and sentences of advice after it.
             happened = str(error).partition("] ")[2].partition(". ")[0] or str(error)
             raise WorkerDiedError(f"rank {self.rank}: cannot {doing}: {happened}") from error
