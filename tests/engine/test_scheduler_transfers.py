@@ -393,14 +393,14 @@ def test_repeated_reports_of_the_ranks_change_nothing(repeat):
 
 
 def test_loads_that_fill_the_pool_do_not_lock_each_other_out():
-    # Each needs 6 of 11 blocks in the end; loads alone would fill the pool and then nobody grows.
-    engine, _, _ = opened(num_blocks=12)
-    prompts = {name: prompt(12, ord(name)) for name in "abcde"}
+    # Three loads of 12 tokens would fill all 9 blocks, and none had one for its 13th token.
+    engine, _, _ = opened(num_blocks=10)
+    prompts = {name: prompt(13, ord(name)) for name in "abcde"}
     for name, ids in prompts.items():
-        add(engine, name, ids, max_tokens=12, external=12, load_steps=2)
+        add(engine, name, ids, max_tokens=12, external=13, load_steps=2)
     tokens, _ = drain(engine)
     assert tokens == {name: reference_tokens(ids, 12, VOCAB) for name, ids in prompts.items()}
-    assert_idle(engine, 12)
+    assert_idle(engine, 10)
 
 
 def test_a_load_leaves_room_for_the_prefill_under_way():

@@ -1,0 +1,206 @@
+"""An engine on its own thread: requests and questions from anywhere, and a clean end."""
+
+import threading
+import time
+
+import pytest
+
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Completion
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.simulated import open_simulated
+from kvferry.errors import EngineError, WorkerDiedError
+from kvferry.testing.toy_cache import reference_tokens
+
+VOCAB = 64
+WAIT_S = 20.0
+
+
+class Listener:
+    """Collects the news of one request."""
+
+    def __init__(self, name):
+        self.completion = Completion(name)
+        self.calls = 0
+        self.ended = threading.Event()
+
+    def __call__(self, output):
+        self.calls += 1
+        assert not self.ended.is_set()
+        self.completion.add(output)
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    def wait(self):
+        assert self.ended.wait(WAIT_S)
+        return self.completion
+
+
+@pytest.fixture
+def simulated():
+    return open_simulated(SchedulerOptions(), scripted=True)
+
+
+@pytest.fixture
+def failures():
+    return []
+
+
+@pytest.fixture
+def loop(simulated, failures):
+    with EngineLoop.open(simulated[0], failures.append) as opened:
+        yield opened
+
+
+def submit(loop, name, prompt, max_tokens=5, **script):
+    listener = Listener(name)
+    loop.submit(
+        name,
+        prompt,
+        SamplingParams(max_tokens=max_tokens),
+        listener,
+        kv_transfer_params=script or None,
+    )
+    return listener
+
+
+def eventually(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_requests_from_many_threads_all_get_their_answers(loop):
+    listeners = {}
+
+    def send(number):
+        for i in range(5):
+            name = f"{number}-{i}"
+            listeners[name] = submit(loop, name, [number, i, 3], external=3 * (i % 2))
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(6):
+        for i in range(5):
+            done = listeners[f"{number}-{i}"].wait()
+            assert done.token_ids == reference_tokens([number, i, 3], 5, VOCAB)
+
+
+def test_tokens_come_one_step_at_a_time(loop):
+    listener = submit(loop, "r", [1, 2, 3], max_tokens=7)
+    listener.wait()
+    assert listener.calls == 7
+
+
+def test_a_refused_request_gets_its_reason_and_harms_nobody(loop):
+    other = submit(loop, "other", [1, 2], max_tokens=20)
+    refused = submit(loop, "r", [1] * 5000).wait()
+    assert (refused.finish_reason, refused.error_type) == ("error", "OutOfBlocksError")
+    assert "max_model_len" in refused.error
+    empty = submit(loop, "r", []).wait()
+    assert empty.error_type == "ValueError"
+    twice = submit(loop, "other", [1, 2]).wait()
+    assert "in use" in twice.error
+    assert other.wait().token_ids == reference_tokens([1, 2], 20, VOCAB)
+
+
+def test_an_abort_reaches_the_listener(loop):
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    loop.abort("r")
+    loop.abort("nobody")
+    assert listener.wait().finish_reason == "abort"
+
+
+def test_questions_are_answered_between_steps(loop):
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    eventually(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.loading == 1)
+    with pytest.raises(ZeroDivisionError):
+        loop.call(lambda engine: 1 / 0).result(WAIT_S)
+    loop.abort("r")
+    listener.wait()
+
+
+def test_an_idle_engine_does_not_step(simulated, loop):
+    _, executor, _ = simulated
+    submit(loop, "r", [1, 2, 3]).wait()
+    eventually(lambda: not loop.call(lambda engine: engine.has_work()).result(WAIT_S))
+    steps = len(executor.steps)
+    time.sleep(0.05)
+    assert len(executor.steps) == steps
+
+
+def test_waiting_for_a_load_steps_with_pauses(simulated, loop):
+    _, executor, _ = simulated
+    started = time.monotonic()
+    submit(loop, "r", [1, 2, 3], external=3, load_steps=40).wait()
+    assert time.monotonic() - started >= 0.030
+    assert len(executor.steps) < 60
+
+
+def test_lent_blocks_come_back_without_any_request(simulated, loop):
+    submit(loop, "r", [1, 2, 3], max_tokens=1, lend_steps=20).wait()
+    eventually(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.lent == 0)
+
+
+def test_a_listener_that_fails_ends_nothing(loop, caplog):
+    def broken(output):
+        raise RuntimeError("the client has gone")
+
+    loop.submit("broken", [1, 2], SamplingParams(max_tokens=3), broken)
+    assert submit(loop, "r", [1, 2]).wait().token_ids == reference_tokens([1, 2], 5, VOCAB)
+    assert "the client has gone" in caplog.text
+
+
+def test_a_dead_rank_ends_every_request_with_an_error_and_tells_the_owner(
+    simulated, loop, failures
+):
+    _, executor, connector = simulated
+    listeners = [submit(loop, name, [1, 2, 3], external=3, load_steps=10_000) for name in "ab"]
+    eventually(lambda: len(executor.steps) > 2)
+    executor.kill(0)
+    for listener in listeners:
+        done = listener.wait()
+        assert (done.finish_reason, done.error_type) == ("error", "WorkerDiedError")
+        assert "rank 0 was killed" in done.error
+    eventually(lambda: failures)
+    assert isinstance(failures[0], WorkerDiedError)
+    assert loop.failure is failures[0]
+    assert connector.closed
+    with pytest.raises(WorkerDiedError):
+        submit(loop, "late", [1])
+    loop.abort("a")
+
+
+def test_a_rank_that_dies_while_idle_is_noticed(simulated, loop, failures):
+    simulated[1].kill(0)
+    eventually(lambda: failures)
+    assert isinstance(loop.failure, WorkerDiedError)
+
+
+def test_an_unforeseen_exception_ends_the_engine_like_a_dead_rank(simulated, loop, failures):
+    simulated[1].execute = lambda output: {}["no such key"]
+    done = submit(loop, "r", [1, 2, 3]).wait()
+    assert (done.finish_reason, done.error_type) == ("error", "EngineError")
+    assert "KeyError: 'no such key'" in done.error
+    eventually(lambda: failures)
+
+
+def test_closing_answers_live_requests_and_closes_the_engine(simulated, failures):
+    loop = EngineLoop.open(simulated[0], failures.append)
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    loop.close()
+    loop.close()
+    done = listener.wait()
+    assert (done.finish_reason, done.error) == ("error", "the engine was closed")
+    assert simulated[2].closed
+    assert failures == []
+    assert loop.failure is None
+    with pytest.raises(EngineError, match="closed"):
+        submit(loop, "late", [1])
+    with pytest.raises(EngineError, match="closed"):
+        loop.call(lambda engine: engine.stats())
