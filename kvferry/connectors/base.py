@@ -244,6 +244,8 @@ class SchedulerConnector(ABC):
         Returns:
             ``(keep_blocks, kv_transfer_params)``. With ``keep_blocks`` the blocks stay allocated
             until the id comes back in ``finished_sending``; the params travel in the response.
+            For a request that ends while its load is under way, ``True`` says that bytes can
+            still land; its blocks stay until the id comes back in ``finished_recving``.
         """
 
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:

@@ -188,9 +188,11 @@ class EngineLoop:
     def _add(self, request_id: str, add: Callable[[], None], on_output: OnOutput) -> None:
         try:
             add()
-        except (KVFerryError, ValueError, TypeError) as error:
-            refusal = _error_output(request_id, error)
-            self._tell(on_output, refusal)
+        except Exception as error:
+            # Whatever a client or a plugin made of this request, the others' engine goes on.
+            if not isinstance(error, KVFerryError | ValueError | TypeError):
+                logger.exception("request %r could not be added", request_id)
+            self._tell(on_output, _error_output(request_id, error))
             return
         self._listeners[request_id] = on_output
 

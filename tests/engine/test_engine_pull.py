@@ -1,0 +1,169 @@
+"""Random lives of two engines around the connector that ships, over the toy model.
+
+Real control channel, leases and transports; no torch. Pools are small, so that requests are
+preempted on the decode side after their load, and prompts are lent out until the pool is full.
+"""
+
+import random
+import secrets
+import time
+
+import pytest
+
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.registry import connector_context
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
+from kvferry.testing.toy_cache import reference_tokens, toy_geometry
+from kvferry.topology.description import ModelFingerprint
+
+VOCAB = 64
+TIMEOUT_S = 60.0
+TOY = ModelFingerprint(
+    name="toy",
+    architecture="toy",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=1,
+    dtype="int64",
+    rope="",
+    config_digest="0" * 64,
+    weights_digest="0" * 64,
+)
+
+
+def open_engine(role, transport, policy, *, num_blocks, block_size, world_size):
+    config = KVTransferConfig(
+        kv_connector="PullConnector",
+        kv_role=role,
+        engine_id=f"{role}-{secrets.token_hex(4)}",
+        kv_port=0,
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config={"cluster_key": "k" * 32, "transport": transport},
+    )
+    plugin, context = connector_context(
+        config,
+        incarnation=secrets.token_hex(8),
+        groups=(toy_geometry(block_size, world_size),),
+        model=TOY,
+        num_blocks=num_blocks,
+        world_size=world_size,
+    )
+    scheduler_half = plugin.scheduler(context)
+    executor = SimulatedExecutor(
+        num_blocks,
+        block_size,
+        workers=[plugin.worker(context, rank) for rank in range(world_size)],
+        metadata=plugin.Metadata,
+    )
+    options = SchedulerOptions(
+        load_failure_policy=policy, max_num_batched_tokens=32, max_num_seqs=8, vocab_size=VOCAB
+    )
+    return Engine.open(options, toy_cache_config(num_blocks, block_size), executor, scheduler_half)
+
+
+class Pair:
+    """A prefill and a decode engine, and the requests on their way through them."""
+
+    def __init__(self, prefill, decode, rng):
+        self.prefill, self.decode, self.rng = prefill, decode, rng
+        self.live = {}
+        self.tokens = {}
+        self.aborted = set()
+        self.reasons = []
+        self.loaded_tokens = 0
+
+    def send(self, name, prompt, max_tokens):
+        self.live[name] = (prompt, max_tokens)
+        self.prefill.add_request(
+            name,
+            prompt,
+            SamplingParams(max_tokens=1),
+            kv_transfer_params={"do_remote_decode": True},
+        )
+
+    def abort_one(self):
+        name = self.rng.choice(list(self.live))
+        if self.prefill.abort(name) or self.decode.abort(name):
+            self.aborted.add(name)
+
+    def step(self):
+        for output in self.prefill.step():
+            self.hand_over(output)
+        for output in self.decode.step():
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.check_end(output)
+        if not (self.prefill.is_computing or self.decode.is_computing):
+            time.sleep(0.0005)
+
+    def hand_over(self, output):
+        name = output.request_id
+        if output.finish_reason == "abort":
+            del self.live[name]
+            return
+        assert output.finish_reason == "length", output
+        prompt, max_tokens = self.live[name]
+        self.tokens[name] = output.new_token_ids
+        self.decode.add_request(
+            name,
+            prompt + output.new_token_ids,
+            SamplingParams(max_tokens=max_tokens - 1, seed_offset=1),
+            kv_transfer_params=output.kv_transfer_params,
+        )
+
+    def check_end(self, output):
+        prompt, max_tokens = self.live.pop(output.request_id)
+        expected = reference_tokens(prompt, max_tokens, VOCAB)
+        tokens = self.tokens[output.request_id]
+        assert tokens == expected[: len(tokens)]
+        if output.finish_reason == "abort":
+            assert output.request_id in self.aborted
+        else:
+            assert (output.finish_reason, tokens) == ("length", expected), output.error
+        self.reasons.append(output.finish_reason)
+        self.loaded_tokens += output.num_external_tokens
+
+    @property
+    def is_busy(self):
+        return self.live or self.prefill.has_work() or self.decode.has_work()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, transport):
+    rng = random.Random(seed)
+    policy = rng.choice(["fail", "recompute"])
+    shapes = [
+        {
+            "num_blocks": rng.randint(24, 50),
+            "block_size": rng.choice(sizes),
+            "world_size": rng.randint(1, 3),
+        }
+        for sizes in ((3, 4, 8), (2, 4, 5))
+    ]
+    waiting = [
+        (f"q{i}", [(7 * j + i % 3) % VOCAB for j in range(rng.randint(1, 40))], rng.randint(2, 8))
+        for i in range(30)
+    ]
+    with (
+        open_engine("kv_producer", transport, policy, **shapes[0]) as prefill,
+        open_engine("kv_consumer", transport, policy, **shapes[1]) as decode,
+    ):
+        pair = Pair(prefill, decode, rng)
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting or pair.is_busy:
+            assert time.monotonic() < deadline, (prefill.stats(), decode.stats(), pair.live)
+            if waiting and rng.random() < 0.5:
+                pair.send(*waiting.pop())
+            if pair.live and rng.random() < 0.03:
+                pair.abort_one()
+            pair.step()
+        for engine in (prefill, decode):
+            stats = engine.stats().scheduler
+            assert stats.free_blocks == stats.usable_blocks
+        assert pair.reasons.count("length") >= 15
+        assert pair.loaded_tokens > 0
+        assert all(record.ok or pair.aborted for record in decode.records())
