@@ -380,23 +380,25 @@ class TcpReader:
         """Unpacks one chunk, on a mover."""
         data = np.frombuffer(frame.buffer, dtype=np.uint8)
         assert read.plan is not None
-        if read.landing.enter():
-            nbytes, segments = 0, 0
-            try:
-                staged = read.plan.staged(index)
-                segments = copy_tiles(
-                    [data.ctypes.data],
-                    self._regions.addresses,
-                    staged.unpack_tiles,
-                    staged.unpack_runs,
-                )
-                nbytes = data.nbytes
-            except Exception as error:  # a bug of ours: this read fails, the mover goes on
-                logger.exception("unpacking failed")
-                read.landing.fail(TransferError(f"unpacking failed: {error!r}"))
-            finally:
-                read.landing.leave(nbytes, segments)
-        peer.take(data.nbytes)
+        if not read.landing.enter():
+            peer.take(data.nbytes)
+            return
+        nbytes, segments = 0, 0
+        try:
+            staged = read.plan.staged(index)
+            segments = copy_tiles(
+                [data.ctypes.data],
+                self._regions.addresses,
+                staged.unpack_tiles,
+                staged.unpack_runs,
+            )
+            nbytes = data.nbytes
+        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+            logger.exception("unpacking failed")
+            read.landing.fail(TransferError(f"unpacking failed: {error!r}"))
+        finally:
+            peer.take(data.nbytes)  # first, so that the end of the read reports all of it
+            read.landing.leave(nbytes, segments)
 
     def _refused(self, peer: TcpPeer, message: Refused) -> None:
         error = refused_error(message, peer.address)

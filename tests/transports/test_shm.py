@@ -174,8 +174,9 @@ def test_a_forked_child_does_not_take_the_memory_along():
         assert os.waitpid(child, 0)[1] == 0
         assert (SHM_DIR / segment.name).exists()
         assert segment.is_open
-        reader = f"import kvferry.transports.shm_segment as s; s.PeerSegment.attach({segment.name!r}, 9)"
-        subprocess.run([sys.executable, "-c", reader], check=True)
+        reader = "import sys; from kvferry.transports.shm_segment import *; "
+        reader += "PeerSegment.attach(sys.argv[1], 9)"
+        subprocess.run([sys.executable, "-c", reader, segment.name], check=True)
         segment.close()
         """
     )

@@ -1,0 +1,354 @@
+"""The tcp transport's reading side against servers that lie, vanish, or send late."""
+
+import contextlib
+import errno
+import time
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kvferry.errors import (
+    BoundsError,
+    DecodeError,
+    HostError,
+    KVFerryError,
+    PeerLostError,
+    PortInUseError,
+    ProtocolError,
+    StalledError,
+    TransferError,
+)
+from kvferry.layouts.staging import stage
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.testing.transport_peer import pattern
+from kvferry.transports import TransferState, TransportOptions
+from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.tcp_server import MAX_READS
+from kvferry.transports.tcp_wire import (
+    Cancel,
+    Chunk,
+    Endpoint,
+    Hello,
+    Read,
+    Refused,
+    Taken,
+    Welcome,
+    decode_request,
+    encode,
+)
+from kvferry.transports.zmq_seam import error_of, tcp_address, zmq_errors
+
+NBYTES = 1 << 16
+CHUNK = 1 << 13
+
+
+class FakeServer:
+    """A serving rank that says what a test wants it to."""
+
+    def __init__(self):
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.rcvtimeo = 10_000
+        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
+        self.identity = b""
+
+    @property
+    def endpoint(self):
+        return encode(Endpoint(host="127.0.0.1", port=self.port, token=b"t", regions=(NBYTES,)))
+
+    def expect(self, kind):
+        """The next message of that kind; messages of others are passed over."""
+        while True:
+            self.identity, frame = self.socket.recv_multipart()
+            message = decode_request(frame)
+            if isinstance(message, kind):
+                return message
+
+    def send(self, message, *data):
+        header = message if isinstance(message, bytes) else encode(message)
+        self.socket.send_multipart([self.identity, header, *data])
+
+    def welcome(self):
+        self.expect(Hello)
+        self.send(Welcome(1, 1 << 20))
+
+    def close(self):
+        if not self.context.closed:
+            self.socket.close()
+            self.context.term()
+
+
+@pytest.fixture
+def server():
+    with contextlib.closing(FakeServer()) as opened:
+        yield opened
+
+
+@pytest.fixture
+def local():
+    options = TransportOptions(stall_timeout_s=0.5, extra={"chunk_bytes": CHUNK})
+    with contextlib.closing(TcpTransport.open(options)) as opened:
+        opened.allocate(NBYTES)
+        yield opened
+
+
+def tables():
+    """The whole region, blocks of 4 KiB."""
+    tiles = np.zeros(1, dtype=TILE_DTYPE)
+    for side in ("source", "target"):
+        tiles[f"{side}_block_stride"], tiles[f"{side}_token_stride"] = 4096, 256
+        tiles[f"{side}_element_stride"] = 1
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, 256, 1
+    runs = np.zeros(NBYTES // 4096, dtype=RUN_DTYPE)
+    runs["source_block"] = runs["target_block"] = np.arange(len(runs))
+    runs["tokens"] = 16
+    return tiles, runs
+
+
+def chunk_of(index):
+    return pattern(NBYTES, 1)[index * CHUNK : (index + 1) * CHUNK].tobytes()
+
+
+def memory_of(local):
+    return local._regions.arrays[0]
+
+
+def ended(local, transfer, timeout_s=10.0):
+    """Polls until the transfer is reported."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if transfer in local.poll():
+            return transfer
+        time.sleep(0.001)
+    raise AssertionError(f"not reported: {transfer}")
+
+
+@pytest.fixture
+def under_way(server, local):
+    """A read whose first chunk is in place: (the transfer, the server's request)."""
+    transfer = local.read(local.connect(server.endpoint), *tables())
+    server.welcome()
+    read = server.expect(Read)
+    server.send(Chunk(read.transfer, 0), chunk_of(0))
+    deadline = time.monotonic() + 10
+    while transfer.bytes_done < CHUNK and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return transfer, read
+
+
+def test_a_read_sends_its_chunks_and_takes_their_bytes(server, local, under_way):
+    transfer, read = under_way
+    for index in (3, 1, 2, 7, 6, 5, 4):  # in any order
+        server.send(Chunk(read.transfer, index), chunk_of(index))
+    assert ended(local, transfer).state is TransferState.DONE
+    assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
+    taken = server.expect(Taken)
+    while taken.nbytes < NBYTES:
+        more = server.expect(Taken)
+        taken = Taken(taken.nbytes + more.nbytes, taken.chunks + more.chunks)
+    assert taken == Taken(NBYTES, 8)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (lambda read: (Chunk(read.transfer, 0), chunk_of(0)), DecodeError),
+        (lambda read: (Chunk(read.transfer, 99), chunk_of(0)), DecodeError),
+        (lambda read: (Chunk(read.transfer, 1), chunk_of(0) + b"x"), DecodeError),
+        (lambda read: (Chunk(read.transfer, 1), b""), DecodeError),
+        (lambda read: (Chunk(read.transfer, 1),), DecodeError),
+        (lambda read: (Chunk(read.transfer, 1), chunk_of(0), chunk_of(0)), DecodeError),
+        (lambda read: (Chunk(read.transfer + 1, 1), chunk_of(0)), DecodeError),
+        (lambda read: (Chunk(-1, 1), chunk_of(0)), DecodeError),
+        (lambda read: (b"\xc1noise",), DecodeError),
+        (lambda read: (Refused(None, "ProtocolError", "go away"),), PeerLostError),
+        (lambda read: (Refused(read.transfer, "BoundsError", "too far"),), BoundsError),
+        (lambda read: (Refused(read.transfer, "TransferError", "busy"),), TransferError),
+        (lambda read: (Refused(read.transfer, "SystemExit", "?"),), TransferError),
+        (lambda read: (Refused(read.transfer, "ConfigError", "?"),), TransferError),
+    ],
+)
+def test_what_a_lying_server_sends_fails_its_read_by_name(server, local, under_way, answer, error):
+    transfer, read = under_way
+    server.send(*answer(read))
+    assert ended(local, transfer).state is TransferState.FAILED
+    assert type(transfer.error) is error
+    time.sleep(0.05)
+    expected = np.zeros(NBYTES, dtype=np.uint8)
+    expected[:CHUNK] = pattern(NBYTES, 1)[:CHUNK]
+    assert np.array_equal(memory_of(local), expected)
+
+
+def test_random_replies_end_their_connection_only(local):
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        with contextlib.closing(FakeServer()) as liar:
+            transfer = local.read(local.connect(liar.endpoint), *tables())
+            liar.expect(Read)
+            liar.send(rng.bytes(int(rng.integers(1, 100))))
+            assert isinstance(ended(local, transfer).error, ProtocolError)
+    with contextlib.closing(TcpTransport.open(TransportOptions())) as honest:
+        _, held = honest.allocate(NBYTES)
+        held[:] = 7
+        transfer = local.read(local.connect(honest.endpoint()), *tables())
+        assert ended(local, transfer).state is TransferState.DONE
+    assert (memory_of(local) == 7).all()
+
+
+def test_chunks_of_a_cancelled_read_do_not_land(server, local, under_way):
+    transfer, read = under_way
+    local.cancel(transfer)
+    assert ended(local, transfer).state is TransferState.CANCELLED
+    assert server.expect(Cancel) == Cancel(read.transfer)
+    memory_of(local)[:] = 5
+    for index in range(1, 8):
+        server.send(Chunk(read.transfer, index), chunk_of(index))
+    assert server.expect(Taken).chunks >= 1  # they have come, and were dropped
+    time.sleep(0.1)
+    assert (memory_of(local) == 5).all()
+
+
+def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, local):
+    peer = local.connect(server.endpoint)
+    transfer = local.read(peer, *tables())
+    server.welcome()
+    read = server.expect(Read)
+    assert isinstance(ended(local, transfer).error, StalledError)
+    assert "0.5" in str(transfer.error)
+    server.expect(Cancel)
+    memory_of(local)[:] = 5
+    for index in range(8):
+        server.send(Chunk(read.transfer, index), chunk_of(index))
+    again = local.read(peer, *tables())
+    second = server.expect(Read)
+    assert (memory_of(local) == 5).all()
+    assert second.transfer != read.transfer
+    for index in range(8):
+        server.send(Chunk(second.transfer, index), chunk_of(index))
+    assert ended(local, again).state is TransferState.DONE
+
+
+def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
+    transfer, read = under_way
+    for index in range(1, 8):
+        time.sleep(0.15)  # one second in all: twice the stall timeout
+        server.send(Chunk(read.transfer, index), chunk_of(index))
+    assert ended(local, transfer).state is TransferState.DONE
+
+
+def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
+    peer = local.connect(server.endpoint)
+    transfers = [local.read(peer, *tables()) for _ in range(MAX_READS + 3)]
+    server.welcome()
+    reads = [server.expect(Read) for _ in range(MAX_READS)]
+    assert not server.socket.poll(50)  # the rest is kept back
+    for index in range(8):
+        time.sleep(0.12)
+        server.send(Chunk(reads[0].transfer, index), chunk_of(index))
+    assert ended(local, transfers[0]).state is TransferState.DONE
+    server.expect(Read)
+    assert not any(transfer.is_terminal for transfer in transfers[1:])
+
+
+def test_a_connection_that_breaks_fails_its_reads_quickly(server, local, under_way):
+    transfer, _ = under_way
+    began = time.monotonic()
+    server.close()
+    assert isinstance(ended(local, transfer).error, PeerLostError)
+    assert time.monotonic() - began < 0.4  # not by the stall timeout
+
+
+def test_a_refused_connection_fails_its_reads_quickly(local):
+    with contextlib.closing(FakeServer()) as gone:
+        endpoint = gone.endpoint
+    transfer = local.read(local.connect(endpoint), *tables())
+    assert isinstance(ended(local, transfer, 0.4).error, PeerLostError)
+
+
+def test_another_start_of_a_rank_at_the_same_port_is_not_read_from(local):
+    first = TcpTransport.open(TransportOptions())
+    first.allocate(NBYTES)
+    endpoint = first.endpoint()
+    port = msgspec.msgpack.decode(endpoint)["port"]
+    first.close()
+    with contextlib.closing(TcpTransport.open(TransportOptions(extra={"port": port}))) as second:
+        second.allocate(NBYTES)
+        transfer = local.read(local.connect(endpoint), *tables())
+        assert isinstance(ended(local, transfer).error, PeerLostError)
+        assert "earlier start" in str(transfer.error)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"transport": "shm"},
+        {"version_min": 7, "version_max": 9},
+        {"port": 0},
+        {"port": 70000},
+        {"host": ""},
+        {"host": "a\0b"},
+        {"regions": (-1,)},
+    ],
+)
+def test_an_impossible_endpoint_is_refused(local, server, changes):
+    endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
+    with pytest.raises(DecodeError, match="endpoint"):
+        local.connect(encode(msgspec.structs.replace(endpoint, **changes)))
+
+
+def test_a_host_that_zmq_cannot_parse_is_an_error_of_ours(local, server):
+    endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
+    with pytest.raises(KVFerryError, match="cannot connect"):
+        local.connect(encode(msgspec.structs.replace(endpoint, host="not a host;")))
+
+
+def test_a_chunk_is_what_staging_packs(server, local, under_way):
+    _, read = under_way
+    tiles, runs = tables()
+    (first, *rest) = stage(tiles, runs, CHUNK)
+    assert first.nbytes == CHUNK
+    assert len(rest) == 7
+    assert len(read.chunks) == 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EADDRINUSE, PortInUseError),
+        (errno.EADDRNOTAVAIL, HostError),
+        (errno.ENODEV, HostError),
+        (errno.EMFILE, HostError),
+        (zmq.EHOSTUNREACH, PeerLostError),
+        (errno.ECONNREFUSED, PeerLostError),
+        (zmq.ETERM, TransferError),
+        (zmq.ENOTSOCK, TransferError),
+        (zmq.EAGAIN, TransferError),
+    ],
+)
+def test_every_error_of_zmq_becomes_one_of_ours(number, kind):
+    error = error_of(zmq.ZMQError(number), "doing this")
+    assert type(error) is kind
+    assert str(error).startswith("doing this: ")
+    with pytest.raises(kind), zmq_errors("doing this"):
+        raise zmq.ZMQError(number)
+
+
+def test_an_ipv6_address_is_put_in_brackets():
+    assert tcp_address("::1", 5) == "tcp://[::1]:5"
+    assert tcp_address("host", "*") == "tcp://host:*"
+
+
+def test_ipv6_works():
+    with (
+        contextlib.closing(TcpTransport.open(TransportOptions(host="::1"))) as source,
+        contextlib.closing(TcpTransport.open(TransportOptions(host="::1"))) as target,
+    ):
+        _, held = source.allocate(NBYTES)
+        held[:] = 3
+        _, memory = target.allocate(NBYTES)
+        transfer = target.read(target.connect(source.endpoint()), *tables())
+        assert ended(target, transfer).state is TransferState.DONE
+        assert (memory == 3).all()
