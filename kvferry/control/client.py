@@ -36,6 +36,7 @@ from kvferry.control.messages import (
     StatusRequest,
 )
 from kvferry.control.options import ControlOptions, CurveKeys
+from kvferry.control.peers import PeerTable
 from kvferry.control.sockets import split_address
 from kvferry.errors import CancelledError, IncompatibleError, KVFerryError, ProtocolError
 from kvferry.topology.description import EngineDescription
@@ -77,15 +78,23 @@ class ControlClient:
     """
 
     def __init__(
-        self, *, engine_id: str, incarnation: str, options: ControlOptions | None = None
+        self,
+        *,
+        engine_id: str,
+        incarnation: str,
+        options: ControlOptions | None = None,
+        peers: PeerTable | None = None,
     ) -> None:
         """Args:
         engine_id: the engine that this process is part of.
         incarnation: this start of it.
         options: timeouts, limits, keys.
+        peers: where to enter the engines that handshakes succeed with, ``ControlServer.peers``
+            of the same engine, so that its status shows them.
         """
         self._engine_id = engine_id
         self._incarnation = incarnation
+        self._peers = peers
         self._lock = threading.Lock()
         self._closing = False
         self._calls: deque[Call[Any]] = deque()
@@ -110,6 +119,8 @@ class ControlClient:
             mismatches = compare(description, theirs)
             if mismatches:
                 raise IncompatibleError(theirs.engine_id, mismatches)
+            if self._peers is not None:
+                self._peers.admit(theirs)
             return theirs
 
         return self._ask(address, Handshake(id=0, description=description), read)

@@ -24,6 +24,8 @@ MAX_GROUPS = 64
 """KV cache groups of the largest engine that is accepted."""
 MAX_NAME_CHARS = 256
 """Characters of the longest engine id or incarnation."""
+MAX_ERROR_CHARS = 1000
+"""Characters of the longest error that a description can cause."""
 MAX_BYTES = 1 << 60
 """Bytes of the largest region, offset or stride; sums of them stay inside 64 bits."""
 
@@ -55,7 +57,8 @@ def validate(description: EngineDescription) -> None:
         for number, rank in enumerate(description.ranks):
             _check_rank(rank, number, geometries)
     except ValueError as error:
-        raise ProtocolError(f"{where}: {error}") from error
+        # Parts of the text are the peer's and may be of any length.
+        raise ProtocolError(f"{where}: {error}"[:MAX_ERROR_CHARS]) from error
 
 
 def compare(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
@@ -128,17 +131,21 @@ def _check_memory(memory: RankMemory, geometry: EngineGeometry, rank: int, where
     for region, size in enumerate(memory.region_bytes):
         if not 0 <= size <= MAX_BYTES:
             raise ValueError(f"{where}: region {region}: {size} bytes, at most {MAX_BYTES}")
+    names = {tensor.name for tensor in memory.tensors}
+    box = geometry.box(rank, memory.num_blocks)
     expected = geometry.tensor_names(rank)
-    found = [tensor.name for tensor in memory.tensors]
-    if sorted(found) != sorted(expected):
-        missing = sorted(set(expected) - set(found))
+    layers = tuple(geometry.layer_name(layer) for layer in geometry.layers(rank))
+    if expected != layers and names == set(layers):
+        # A tensor that holds every layer may be described as one view per layer.
+        expected, box = layers, box._replace(layers=1)
+    if names != set(expected) or len(memory.tensors) != len(expected):
+        missing = sorted(set(expected) - names)
         raise ValueError(
-            f"{where}: tensors: {len(found)} described, {len(expected)} expected; "
+            f"{where}: tensors: {len(memory.tensors)} described, {len(expected)} expected; "
             f"missing: {', '.join(missing[:8]) or 'none'}"
         )
-    box = geometry.box(rank, memory.num_blocks)
     for tensor in memory.tensors:
-        _check_tensor(tensor, memory.region_bytes, box, geometry, f"{where}: {tensor.name}")
+        _check_tensor(tensor, memory.region_bytes, box, geometry, f"{where}: {tensor.name[:80]}")
 
 
 def _check_tensor(
@@ -201,9 +208,10 @@ def _differs(
     values: tuple[object, object],
     remedy: str,
 ) -> str:
+    one, two = (str(value)[:MAX_NAME_CHARS] for value in values)
     return (
-        f"{field}: engine {ours.engine_id!r} has {values[0]}, engine {theirs.engine_id!r} has "
-        f"{values[1]}; {remedy}"
+        f"{field}: engine {ours.engine_id!r} has {one}, engine {theirs.engine_id!r} has {two}; "
+        f"{remedy}"
     )
 
 

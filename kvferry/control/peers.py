@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from kvferry.control.messages import PeerStatus
 from kvferry.errors import HandshakeNeededError, IncompatibleError
 from kvferry.topology.description import EngineDescription
@@ -17,6 +19,7 @@ class Peer:
     """One other engine."""
 
     description: EngineDescription
+    """Without groups and ranks where the peer was refused."""
     state: Literal["ready", "refused"]
     """Refused peers are kept to be shown; nothing is exchanged with them."""
     since: float
@@ -93,7 +96,9 @@ class PeerTable:
             if peer is not None and peer.state == "ready":
                 peer.last_error = reason
                 return
-            self._peers[description.engine_id] = Peer(description, "refused", now, now, reason)
+            # Who can claim to be anybody must not fill our memory with descriptions.
+            short = msgspec.structs.replace(description, groups=(), ranks=())
+            self._peers[description.engine_id] = Peer(short, "refused", now, now, reason)
             self._make_room()
 
     def current(self, engine_id: str, incarnation: str) -> Peer:

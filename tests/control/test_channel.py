@@ -1,0 +1,503 @@
+"""A served engine and its clients, over real sockets."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.control import messages
+from kvferry.control.client import fetch_status
+from kvferry.control.leases import LeaseOutcome, LeaseTable
+from kvferry.control.messages import FinishAnswer, LeaseAnswer, TransferStatus
+from kvferry.control.options import ControlOptions
+from kvferry.control.server import ControlServer
+from kvferry.errors import (
+    CancelledError,
+    HandshakeNeededError,
+    HostError,
+    IncompatibleError,
+    NotReadyError,
+    PeerLostError,
+    PortInUseError,
+    ProtocolError,
+)
+
+WAIT = 20  # seconds; far more than anything here takes
+
+
+def target(served, describe, engine_id="decode-0", incarnation="d1", **shape):
+    """A client whose engine has shaken hands with the served one."""
+    description = describe(engine_id, incarnation, **shape)
+    client = served.client(description)
+    client.handshake(served.address, description).result(WAIT)
+    return client
+
+
+def renew(client, served, *lease_ids):
+    return client.renew(served.address, served.incarnation, lease_ids).result(WAIT)
+
+
+def finish(client, served, lease_id, rank=0, ok=True):
+    future = client.finish(served.address, served.incarnation, lease_id, rank=rank, ok=ok)
+    return future.result(WAIT)
+
+
+def test_the_life_of_a_lease(serve, describe):
+    served = serve()
+    client = target(served, describe, tp=2)
+    lease_id = served.grant(num_blocks=8)
+    assert renew(client, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    assert finish(client, served, lease_id, rank=0) == FinishAnswer.HELD
+    assert served.leases.sweep() == []
+    assert finish(client, served, lease_id, rank=1) == FinishAnswer.HELD
+    (ended,) = served.leases.sweep()
+    assert (ended.lease_id, ended.outcome) == (lease_id, LeaseOutcome.DONE)
+    assert renew(client, served, lease_id) == {lease_id: LeaseAnswer.DONE}
+    assert finish(client, served, lease_id, rank=1) == FinishAnswer.HELD
+
+
+def test_the_ranks_of_the_target_are_counted_not_those_of_the_source(serve, describe):
+    served = serve()  # has two ranks
+    client = target(served, describe, tp=3)
+    lease_id = served.grant()
+    for rank in range(3):
+        assert served.leases.sweep() == []
+        finish(client, served, lease_id, rank=rank)
+    assert len(served.leases.sweep()) == 1
+
+
+def test_a_handshake_brings_the_description_of_the_other_side(serve, describe):
+    served = serve()
+    description = describe("decode-0")
+    client = served.client(description)
+    assert client.handshake(served.address, description).result(WAIT) == served.description
+
+
+def test_before_it_has_a_description_the_server_says_ask_later(serve, describe):
+    served = serve(ready=False)
+    description = describe("decode-0")
+    client = served.client(description)
+    with pytest.raises(NotReadyError, match="still starting") as raised:
+        client.handshake(served.address, description).result(WAIT)
+    assert not isinstance(raised.value, HandshakeNeededError)
+    assert not client.status(served.address).result(WAIT).ready
+    served.server.set_description(served.description)
+    client.handshake(served.address, description).result(WAIT)
+    assert client.status(served.address).result(WAIT).ready
+    assert client.status(served.address).result(WAIT).errors == ()
+
+
+def test_a_description_of_somebody_else_is_not_served(serve, describe):
+    served = serve(ready=False)
+    with pytest.raises(ValueError, match="stranger"):
+        served.server.set_description(describe("stranger"))
+
+
+def test_an_engine_that_does_not_fit_is_refused_with_every_mismatch(serve, describe, fingerprint):
+    served = serve()
+    description = describe("decode-0", model=fingerprint(weights_digest="w1", rope="x"))
+    client = served.client(description)
+    with pytest.raises(IncompatibleError) as raised:
+        client.handshake(served.address, description).result(WAIT)
+    assert raised.value.peer == served.description.engine_id
+    assert len(raised.value.mismatches) == 2
+    lease_id = served.grant()
+    with pytest.raises(HandshakeNeededError):
+        renew(client, served, lease_id)
+    assert finish(client, served, lease_id) == FinishAnswer.REVOKED
+    (peer,) = client.status(served.address).result(WAIT).peers
+    assert peer.state == "refused"
+    assert "load the same checkpoint" in peer.last_error
+
+
+def test_a_peer_whose_memory_leaves_its_regions_is_refused_by_either_side(serve, describe):
+    served = serve()
+    description = describe("decode-0")
+    rank = description.ranks[0]
+    memory = msgspec.structs.replace(rank.memory[0], region_bytes=(1,) * 6)
+    rank = msgspec.structs.replace(rank, memory=(memory,))
+    broken = msgspec.structs.replace(description, ranks=(rank,))
+    client = served.client(description)
+    with pytest.raises(ProtocolError, match="spans bytes"):
+        client.handshake(served.address, broken).result(WAIT)
+    served.server._desk._description = msgspec.structs.replace(
+        broken, engine_id=served.description.engine_id
+    )
+    with pytest.raises(ProtocolError, match="spans bytes"):
+        client.handshake(served.address, description).result(WAIT)
+
+
+def test_an_engine_that_does_not_fit_only_in_our_eyes_is_not_used(serve, describe, fingerprint):
+    """The peer may be of a release that compares less than we do."""
+    served = serve()
+    served.server._desk._shake_hands = lambda request: messages.HandshakeReply(
+        id=request.id, description=served.description
+    )
+    description = describe("decode-0", model=fingerprint(rope="x"))
+    with pytest.raises(IncompatibleError, match=r"model\.rope"):
+        served.client(description).handshake(served.address, description).result(WAIT)
+
+
+def test_a_successful_handshake_shows_in_the_status_of_both_sides(serve, describe):
+    source, sink = serve(), serve()
+    client = source.client(sink.description)
+    client._peers = sink.server.peers
+    client.handshake(source.address, sink.description).result(WAIT)
+    for served, other in ((source, sink), (sink, source)):
+        (peer,) = served.server.status().peers
+        assert (peer.engine_id, peer.state) == (other.description.engine_id, "ready")
+
+
+def test_a_restarted_target_must_shake_hands_again_and_its_old_reads_do_not_count(serve, describe):
+    served = serve()
+    before = target(served, describe, incarnation="d1", tp=2)
+    lease_id = served.grant()
+    assert renew(before, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    assert finish(before, served, lease_id, rank=0) == FinishAnswer.HELD
+    description = describe("decode-0", "d2", tp=2)
+    after = served.client(description)
+    with pytest.raises(HandshakeNeededError, match="known as d1"):
+        renew(after, served, lease_id)
+    assert finish(after, served, lease_id, rank=1) == FinishAnswer.REVOKED
+    after.handshake(served.address, description).result(WAIT)
+    assert finish(before, served, lease_id, rank=1) == FinishAnswer.REVOKED
+    with pytest.raises(HandshakeNeededError, match="known as d2"):
+        renew(before, served, lease_id)
+    assert renew(after, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    for rank in range(2):
+        assert served.leases.sweep() == []
+        assert finish(after, served, lease_id, rank=rank) == FinishAnswer.HELD
+
+
+def test_a_second_live_engine_of_the_same_id_is_refused(serve, describe):
+    served = serve()
+    first = describe("decode-0", "d1")
+    client = served.client(first)
+    client.handshake(served.address, first).result(WAIT)
+    target(served, describe, incarnation="d2")
+    with pytest.raises(IncompatibleError, match="its own engine_id"):
+        client.handshake(served.address, first).result(WAIT)
+
+
+def test_a_restarted_source_answers_under_the_same_port_and_confirms_nothing_old(serve, describe):
+    served = serve(engine_id="prefill")
+    client = target(served, describe)
+    lease_id = served.grant()
+    renew(client, served, lease_id)
+    served.server.close()
+    port = served.server.port
+    again = serve(engine_id="prefill", incarnation="second", port=port)
+    with pytest.raises(HandshakeNeededError, match="now runs as second"):
+        renew(client, served, lease_id)
+    assert finish(client, served, lease_id) == FinishAnswer.REVOKED
+    with pytest.raises(HandshakeNeededError):
+        client.release(served.address, served.incarnation, [lease_id]).result(WAIT)
+    description = describe("decode-0", "d1")
+    found = client.handshake(again.address, description).result(WAIT)
+    assert found.incarnation == "second"
+    fresh = again.grant()
+    assert renew(client, again, fresh) == {fresh: LeaseAnswer.HELD}
+
+
+def test_clocks_an_hour_apart_make_no_difference(serve, describe):
+    def hour_ahead():
+        return time.monotonic() + 3600
+
+    table = LeaseTable(duration_s=1.0, max_blocks=100, clock=hour_ahead)
+    served = serve(leases=table, clock=hour_ahead)
+    client = target(served, describe)
+    kept, dropped = served.grant(), served.grant()
+    renew(client, served, kept, dropped)
+    for _ in range(8):
+        time.sleep(0.2)
+        assert renew(client, served, kept) == {kept: LeaseAnswer.HELD}
+    assert finish(client, served, kept) == FinishAnswer.HELD
+    assert finish(client, served, dropped) == FinishAnswer.REVOKED
+    assert {ended.outcome for ended in table.sweep()} == {LeaseOutcome.DONE, LeaseOutcome.EXPIRED}
+
+
+def test_released_leases_end_or_are_left_to_another_target(serve, describe):
+    served = serve()
+    one, two = target(served, describe), target(served, describe, engine_id="decode-1")
+    ended, kept = served.grant(), served.grant()
+    renew(one, served, ended, kept)
+    assert renew(two, served, ended, kept) == dict.fromkeys((ended, kept), LeaseAnswer.TAKEN)
+    one.release(served.address, served.incarnation, [ended]).result(WAIT)
+    one.release(served.address, served.incarnation, [kept], keep=True).result(WAIT)
+    assert renew(two, served, ended, kept) == {ended: LeaseAnswer.REVOKED, kept: LeaseAnswer.HELD}
+
+
+def test_a_rank_that_the_target_does_not_have_is_an_error_and_changes_nothing(serve, describe):
+    served = serve()
+    client = target(served, describe)
+    lease_id = served.grant()
+    with pytest.raises(ProtocolError, match="reports rank 1"):
+        finish(client, served, lease_id, rank=1)
+    assert served.leases.snapshot()[0].target == ""
+
+
+def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answer(serve, describe):
+    served = serve()
+    client = target(served, describe)
+    good = [served.grant() for _ in range(500)]
+    busy, resume = threading.Event(), threading.Event()
+
+    def hold_up(_):
+        busy.set()
+        resume.wait(WAIT)
+
+    client.status(served.address).add_done_callback(hold_up)  # runs on the client's thread
+    assert busy.wait(WAIT)
+    futures = []
+    for lease_id in good:
+        for asked in (lease_id, f"not-{lease_id}"):
+            futures.append(
+                client.finish(served.address, served.incarnation, asked, rank=0, ok=True)
+            )
+    resume.set()
+    answers = [future.result(WAIT) for future in futures]
+    assert answers == [FinishAnswer.HELD, FinishAnswer.REVOKED] * 500
+    assert served.server.status().counters["requests.Finishes"] == 1
+
+
+def test_the_status_shows_everything_an_operator_asks_for(serve, describe):
+    served = serve()
+    client = target(served, describe, tp=2)
+    lease_id = served.grant(num_blocks=5, request_id="cmpl-7")
+    renew(client, served, lease_id)
+    finish(client, served, lease_id, rank=1)
+    transfer = TransferStatus(
+        request_id="cmpl-8",
+        lease_id="l",
+        peer="p",
+        bytes_done=3,
+        bytes_total=10,
+        age_s=1.0,
+        progress_s=0.5,
+    )
+    served.server.set_transfers(lambda: [transfer])
+    served.server.note_error("transport", "stalled for 10 s")
+    report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+    assert (report.engine_id, report.role) == (served.description.engine_id, "kv_producer")
+    assert report.incarnation == served.incarnation
+    assert report.uptime_s > 0
+    (peer,) = report.peers
+    assert (peer.engine_id, peer.incarnation, peer.state, peer.ranks) == (
+        *("decode-0", "d1", "ready"),
+        2,
+    )
+    (lease,) = report.leases
+    assert (lease.lease_id, lease.request_id, lease.num_blocks) == (lease_id, "cmpl-7", 5)
+    assert (lease.target, lease.ranks_done) == ("decode-0", (1,))
+    assert 0 < lease.remaining_s <= 30
+    assert report.transfers == (transfer,)
+    assert report.counters["requests.Renew"] == 1
+    assert report.counters["errors.transport"] == 1
+    (error,) = report.errors
+    assert error.message == "stalled for 10 s"
+    assert abs(error.time - time.time()) < WAIT
+
+
+def test_a_failing_list_of_transfers_is_noted_and_the_rest_is_shown(serve):
+    served = serve()
+
+    def fails():
+        raise RuntimeError("no list today")
+
+    served.server.set_transfers(fails)
+    for _ in range(2):
+        report = fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+    assert report.transfers == ()
+    assert "no list today" in report.errors[0].message
+
+
+def test_a_port_in_use_is_named_with_its_remedy(serve):
+    served = serve()
+    with pytest.raises(PortInUseError, match=rf"{served.server.port} is taken.*or 0"):
+        serve(port=served.server.port)
+    fetch_status("127.0.0.1", served.server.port, timeout_s=WAIT)
+
+
+def test_a_port_taken_by_something_else_is_in_use_too():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(PortInUseError):
+            ControlServer.open(
+                engine_id="p",
+                incarnation="i",
+                role="kv_both",
+                leases=LeaseTable(max_blocks=1),
+                port=other.getsockname()[1],
+            )
+
+
+def test_an_address_that_is_not_of_this_machine_is_a_host_error():
+    with pytest.raises(HostError, match="an address of this machine"):
+        ControlServer.open(
+            engine_id="p",
+            incarnation="i",
+            role="kv_both",
+            leases=LeaseTable(max_blocks=1),
+            host="203.0.113.7",
+        )
+
+
+def test_where_nobody_listens_the_peer_is_lost_at_once_and_found_once_it_is_there(serve, describe):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    description = describe("decode-0")
+    client = serve().client(description)
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="nobody listens"):
+        client.handshake(f"127.0.0.1:{port}", description).result(WAIT)
+    assert time.monotonic() - began < 2
+    served = serve(port=port)
+    client.handshake(served.address, description).result(WAIT)
+
+
+def test_when_the_peer_ends_everything_asked_of_it_fails_at_once(serve, describe):
+    served = serve()
+    client = target(served, describe)
+    blocked, resume = threading.Event(), threading.Event()
+
+    def block():
+        blocked.set()
+        resume.wait(WAIT)
+        return []
+
+    served.server.set_transfers(block)
+    future = client.status(served.address)
+    assert blocked.wait(WAIT)
+    resume.set()
+    served.server.close()
+    # It was answered just before the end, or it failed; it never waits for its timeout.
+    began = time.monotonic()
+    with contextlib.suppress(PeerLostError):
+        future.result(WAIT)
+    with pytest.raises(PeerLostError):
+        client.status(served.address).result(WAIT)
+    assert time.monotonic() - began < 2
+
+
+def test_a_peer_that_does_not_answer_is_lost_after_the_timeout(describe, serve):
+    options = ControlOptions(request_timeout_s=0.3)
+    description = describe("decode-0")
+    client = serve().client(description, options)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        began = time.monotonic()
+        futures = [client.status(address) for _ in range(3)]
+        for future in futures:
+            with pytest.raises(PeerLostError):
+                future.result(WAIT)
+        assert 0.2 < time.monotonic() - began < 5
+
+
+def test_an_answer_that_is_none_is_dropped_and_the_thread_goes_on(serve, describe):
+    """A peer that answers nonsense, answers what was not asked, or answers with another kind."""
+    description = describe("decode-0")
+    served = serve()
+    client = served.client(description, ControlOptions(request_timeout_s=0.5))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        future = client.status(f"127.0.0.1:{port}")
+        who, payload = router.recv_multipart()
+        asked = messages.decode_request(payload)
+        router.send_multipart([who, b"\xc1 nonsense"])
+        router.send_multipart([who, b"two", b"frames"])
+        router.send_multipart([who, messages.encode(messages.Released(id=asked.id + 1))])
+        router.send_multipart([who, messages.encode(messages.Released(id=asked.id))])
+        with pytest.raises(ProtocolError, match="expected StatusReply, the peer answered Released"):
+            future.result(WAIT)
+        future = client.renew(f"127.0.0.1:{port}", "i", ["a"])
+        who, payload = router.recv_multipart()
+        asked = messages.decode_request(payload)
+        router.send_multipart([who, messages.encode(messages.Renewed(id=asked.id, states={}))])
+        with pytest.raises(ProtocolError, match="0 leases, asked for 1"):
+            future.result(WAIT)
+        future = client.finish(f"127.0.0.1:{port}", "i", "a", rank=0, ok=True)
+        who, payload = router.recv_multipart()
+        asked = messages.decode_request(payload)
+        odd = messages.FinishReply(id=asked.id, answers=(FinishAnswer.HELD,) * 2)
+        router.send_multipart([who, messages.encode(odd)])
+        with pytest.raises(ProtocolError, match="2 answers to 1 reports"):
+            future.result(WAIT)
+        future = client.status(f"127.0.0.1:{port}")
+        who, payload = router.recv_multipart()
+        asked = messages.decode_request(payload)
+        error = messages.ErrorReply(id=asked.id, name="NoSuchError", message="hm")
+        router.send_multipart([who, messages.encode(error)])
+        with pytest.raises(ProtocolError, match="the peer answers: hm"):
+            future.result(WAIT)
+    client.status(served.address).result(WAIT)
+
+
+def test_a_message_over_the_limit_is_refused_before_it_is_sent(serve, describe):
+    served = serve()
+    description = describe("decode-0")
+    client = served.client(description, ControlOptions(max_message_bytes=1000))
+    with pytest.raises(ProtocolError, match="max_message_bytes"):
+        client.renew(served.address, served.incarnation, ["x" * 40] * 100).result(WAIT)
+
+
+def test_closing_the_client_cancels_what_is_open_and_refuses_what_comes(serve, describe):
+    description = describe("decode-0")
+    client = serve().client(description)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        futures = [client.status(address), client.finish(address, "i", "l", rank=0, ok=True)]
+        client.close()
+        client.close()
+        futures += [client.status(address), client.finish(address, "i", "l", rank=0, ok=True)]
+        for future in futures:
+            with pytest.raises(CancelledError):
+                future.result(WAIT)
+
+
+@pytest.mark.parametrize("address", ["nohost", "host:", ":1", "host:0", "host:65536", "host:x", ""])
+def test_an_address_that_is_none_is_the_callers_mistake(serve, describe, address):
+    client = serve().client(describe("decode-0"))
+    with pytest.raises(ValueError, match="address"):
+        client.status(address)
+    with pytest.raises(ValueError, match="address"):
+        client.finish(address, "i", "l", rank=0, ok=True)
+
+
+def test_a_callback_that_raises_harms_nobody(serve, describe, caplog):
+    served = serve()
+    client = served.client(describe("decode-0"))
+
+    def raises(future):
+        raise RuntimeError("in a callback")
+
+    future = client.status(served.address)
+    future.add_done_callback(raises)
+    future.result(WAIT)
+    client.status(served.address).result(WAIT)
+
+
+def test_many_clients_ask_at_once(serve, describe):
+    served = serve()
+    clients = [target(served, describe, engine_id=f"decode-{number}") for number in range(4)]
+    leases = {client: [served.grant() for _ in range(50)] for client in clients}
+    futures = []
+    for index in range(50):
+        for client in clients:
+            lease_id = leases[client][index]
+            client.renew(served.address, served.incarnation, [lease_id])
+            futures.append(
+                client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
+            )
+    assert {future.result(WAIT) for future in futures} == {FinishAnswer.HELD}
+    assert len(served.leases.sweep()) == 200

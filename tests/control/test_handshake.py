@@ -1,0 +1,300 @@
+"""Validation of one description, comparison of two."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.control.handshake import MAX_RANKS, compare, validate
+from kvferry.errors import ProtocolError
+from kvferry.topology.description import EngineDescription
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.parallel import ParallelShape
+from kvferry.topology.plan import geometry_mismatches
+
+replace = msgspec.structs.replace
+
+
+def change(value, path, new):
+    """A copy of nested structs, tuples and dicts with one place changed."""
+    if not path:
+        return new
+    first, *rest = path
+    if isinstance(value, msgspec.Struct):
+        return replace(value, **{first: change(getattr(value, first), rest, new)})
+    if isinstance(value, dict):
+        return value | {first: change(value[first], rest, new)}
+    changed = change(value[first], rest, new)
+    return (*value[:first], changed, *value[first + 1 :])
+
+
+# ---- one description -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "BNHKD", "BLKNHD"])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 2), (6, 1), (1, 5)])
+def test_what_engines_describe_of_themselves_is_valid(describe, layout, tp, pp):
+    validate(describe("e", tp=tp, pp=pp, layout=layout, block_size=24))
+
+
+def test_cross_layer_memory_may_be_described_as_one_view_per_layer(describe):
+    description = describe("e", layout="BLKNHD")
+    memory = description.ranks[0].memory[0]
+    (whole,) = memory.tensors
+    stride = whole.parts["k"].layer
+    views = tuple(
+        replace(
+            whole,
+            name=f"layer.{layer}",
+            offset=layer * stride,
+            parts={name: replace(part, layer=0) for name, part in whole.parts.items()},
+        )
+        for layer in range(6)
+    )
+    validate(change(description, ["ranks", 0, "memory", 0, "tensors"], views))
+    with pytest.raises(ProtocolError, match="missing"):
+        validate(change(description, ["ranks", 0, "memory", 0, "tensors"], views[:-1]))
+
+
+TENSOR = ["ranks", 1, "memory", 0, "tensors", 2]
+
+WRONG = {
+    "an empty engine id": (["engine_id"], "", "engine_id: 0 characters"),
+    "an endless engine id": (["engine_id"], "x" * 300, "engine_id: 300 characters"),
+    "an empty incarnation": (["incarnation"], "", "incarnation: 0"),
+    "a turned protocol range": (["protocol_max"], 0, "no range"),
+    "no ranks": (["ranks"], (), "ranks: 0 described"),
+    "no groups": (["groups"], (), "groups: 0 described"),
+    "more ranks in tp": (["groups", 0, "tp"], 4, "makes 8 ranks, 2 are described"),
+    "more ranks in pp": (["groups", 0, "pp"], 1 << 40, "2 are described"),
+    "no ranks in tp": (["groups", 0, "tp"], 0, "makes 0 ranks"),
+    "a block of nothing": (["groups", 0, "block_size"], 0, "block_size"),
+    "a block of everything": (["groups", 0, "block_size"], 1 << 40, "block_size"),
+    "an unknown layout": (["groups", 0, "layout"], "XYZ", "group 0"),
+    "an unknown dtype": (["groups", 0, "dtype"], "float7", "dtype"),
+    "a split that does not add up": (["groups", 0, "layer_split"], (1, 1), "layer_split"),
+    "too few layer names": (["groups", 0, "layer_names"], ("a",), "layer_names"),
+    "ranks out of order": (["ranks", 1, "rank"], 0, "rank 1: describes itself as rank 0"),
+    "no endpoints": (["ranks", 1, "endpoints"], {}, "rank 1: endpoints: none"),
+    "no memory": (["ranks", 1, "memory"], (), "0 entries for 1 groups"),
+    "no blocks": (["ranks", 1, "memory", 0, "num_blocks"], 0, "num_blocks: 0"),
+    "more blocks than memory": (["ranks", 1, "memory", 0, "num_blocks"], 11, "spans bytes"),
+    "a negative region": (["ranks", 1, "memory", 0, "region_bytes", 0], -1, "region 0: -1 bytes"),
+    "a vast region": (["ranks", 1, "memory", 0, "region_bytes", 0], 1 << 63, "region 0"),
+    "a region too small": (["ranks", 1, "memory", 0, "region_bytes", 2], 100, "has 100 bytes"),
+    "a tensor missing": (["ranks", 1, "memory", 0, "tensors"], (), "missing: layer.3, layer.4"),
+    "a tensor renamed": ([*TENSOR, "name"], "layer.0", "missing: layer.5"),
+    "a tensor twice": ([*TENSOR, "name"], "layer.3", "missing: layer.5"),
+    "a region that is not there": ([*TENSOR, "region"], 3, "region: 3, there are 3"),
+    "a region before the first": ([*TENSOR, "region"], -1, "region: -1"),
+    "a tensor before its region": ([*TENSOR, "offset"], -4, "spans bytes -4"),
+    "a tensor behind its region": ([*TENSOR, "offset"], 4, "spans bytes"),
+    "a part missing": ([*TENSOR, "parts"], {}, r"parts: \[\]"),
+    "a stride too long": ([*TENSOR, "parts", "v", "block"], 1 << 40, "part v: spans"),
+    "a stride backwards": ([*TENSOR, "parts", "k", "token"], -96, "part k: spans bytes -"),
+    "cells on top of each other": ([*TENSOR, "parts", "k", "head"], 0, "stride of head: 0"),
+    "a stride of 64 bits nobody uses": ([*TENSOR, "parts", "k", "layer"], 1 << 63, "layer"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_validation_names(case, describe):
+    path, value, message = WRONG[case]
+    description = describe("e", pp=2)
+    validate(description)
+    with pytest.raises(ProtocolError, match=message):
+        validate(change(description, path, value))
+
+
+def test_an_engine_with_too_many_ranks_is_refused_before_any_work(describe):
+    description = describe("e")
+    ranks = description.ranks * (MAX_RANKS + 1)
+    with pytest.raises(ProtocolError, match=f"1 to {MAX_RANKS}"):
+        validate(replace(description, ranks=ranks))
+
+
+@given(data=st.data())
+def test_whatever_numbers_a_peer_sends_it_is_valid_or_a_protocol_error(describe, data):
+    """And if valid, no cell of any block lies outside its region."""
+    description = describe("e", tp=2)
+    numbers = st.one_of(
+        st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-5, 5), st.sampled_from([8, 16, 4096])
+    )
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(
+            st.sampled_from(
+                [
+                    ["groups", 0, field]
+                    for field in ("num_layers", "num_kv_heads", "head_size", "block_size", "tp")
+                ]
+                + [
+                    ["ranks", 0, "memory", 0, "num_blocks"],
+                    ["ranks", 0, "memory", 0, "region_bytes", 0],
+                    ["ranks", 0, "memory", 0, "tensors", 0, "offset"],
+                    ["ranks", 0, "memory", 0, "tensors", 0, "region"],
+                ]
+                + [
+                    ["ranks", 0, "memory", 0, "tensors", 0, "parts", "k", field]
+                    for field in ("offset", "layer", "block", "token", "head", "element")
+                ]
+            )
+        )
+        description = change(description, path, data.draw(numbers))
+    payload = msgspec.msgpack.encode(description)
+    description = msgspec.msgpack.decode(payload, type=EngineDescription)
+    try:
+        validate(description)
+    except ProtocolError:
+        return
+    group, memory = description.groups[0], description.ranks[0].memory[0]
+    tensor = memory.tensors[0]
+    k = tensor.parts["k"]
+    heads = EngineGeometry.from_description(group).heads(0)
+    extents = (memory.num_blocks, group.block_size, len(heads), group.head_size)
+    corners = [
+        tensor.offset
+        + k.offset
+        + sum(
+            s * (n - 1) * bit
+            for s, n, bit in zip((k.block, k.token, k.head, k.element), extents, bits, strict=True)
+        )
+        for bits in [(a, b, c, d) for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)]
+    ]
+    assert min(corners) >= 0
+    assert max(corners) + 4 <= memory.region_bytes[tensor.region]
+
+
+# ---- a pair --------------------------------------------------------------------------------
+
+
+def test_layout_block_size_tp_and_pp_are_no_mismatches(describe):
+    ours = describe("p", tp=3, pp=1, block_size=16, layout="HND", num_blocks=50)
+    theirs = describe("d", tp=1, pp=2, block_size=24, layout="NHD", num_blocks=7)
+    assert compare(ours, theirs) == compare(theirs, ours) == []
+
+
+def test_names_of_models_and_of_starts_are_no_mismatches(describe, fingerprint):
+    theirs = describe("d", "another-start", model=fingerprint(name="alias"))
+    assert compare(describe("p"), theirs) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("architecture", "MistralForCausalLM"),
+        ("num_layers", 7),
+        ("num_kv_heads", 4),
+        ("head_size", 16),
+        ("dtype", "bfloat16"),
+        ("rope", "theta=500000"),
+        ("config_digest", "c1"),
+        ("weights_digest", "w1"),
+    ],
+)
+def test_every_field_of_the_model_is_compared_and_both_values_are_said(
+    describe, fingerprint, field, value
+):
+    ours, theirs = describe("p"), describe("d", model=fingerprint(**{field: value}))
+    (mismatch,) = compare(ours, theirs)
+    assert mismatch.startswith(f"model.{field}: engine 'p' has {getattr(ours.model, field)}, ")
+    assert f"engine 'd' has {value}; " in mismatch
+    assert len(mismatch.rpartition("; ")[2]) > 10, "no remedy"
+    assert len(compare(theirs, ours)) == 1
+
+
+def test_two_checkpoints_of_one_shape_are_a_mismatch(describe, fingerprint):
+    theirs = describe("d", model=fingerprint(weights_digest="w1"))
+    (mismatch,) = compare(describe("p"), theirs)
+    assert "load the same checkpoint" in mismatch
+
+
+def test_every_mismatch_is_listed_not_only_the_first(describe, fingerprint):
+    theirs = describe(
+        "p",
+        model=fingerprint(rope="x", weights_digest="w1"),
+        head_size=16,
+        dtype="float64",
+        transports=("rdma",),
+        protocol_min=5,
+        protocol_max=9,
+    )
+    mismatches = compare(describe("p"), theirs)
+    assert [mismatch.partition(":")[0] for mismatch in mismatches] == [
+        "engine_id",
+        "protocol",
+        "model.rope",
+        "model.weights_digest",
+        "groups[0].head_size",
+        "groups[0].head_size_v",
+        "groups[0].dtype",
+        "transports",
+    ]
+
+
+def test_engines_of_one_name_are_a_mismatch(describe):
+    (mismatch,) = compare(describe("p", "one"), describe("p", "two"))
+    assert "both engines are named 'p'" in mismatch
+
+
+@pytest.mark.parametrize(
+    ("theirs", "fits"),
+    [((1, 1), False), ((1, 2), True), ((2, 3), True), ((4, 9), True), ((5, 9), False)],
+)
+def test_protocol_ranges_fit_if_they_share_a_version(describe, theirs, fits):
+    ours = describe("p", protocol_min=2, protocol_max=4)
+    mismatches = compare(ours, describe("d", protocol_min=theirs[0], protocol_max=theirs[1]))
+    assert (mismatches == []) == fits
+    if not fits:
+        assert f"versions 2 to 4, engine 'd' has versions {theirs[0]} to" in mismatches[0]
+
+
+def test_one_shared_transport_is_enough_but_every_rank_must_serve_it(describe):
+    ours = describe("p", transports=("shm", "tcp"))
+    assert compare(ours, describe("d", transports=("tcp", "rdma"))) == []
+    (mismatch,) = compare(ours, describe("d", transports=("rdma",)))
+    assert "transports: engine 'p' has shm, tcp, engine 'd' has rdma" in mismatch
+    uneven = describe("d", tp=2)
+    uneven = change(uneven, ["ranks", 1, "endpoints"], {"rdma": b""})
+    (mismatch,) = compare(ours, uneven)
+    assert "none on every rank" in mismatch
+
+
+def test_layers_that_the_groups_do_not_cover_are_a_mismatch(describe):
+    (mismatch,) = compare(describe("p", num_layers=6), describe("d", num_layers=8))
+    assert mismatch == (
+        "groups[0].num_layers: engine 'p' has 6, engine 'd' has 8; let the groups of both cover "
+        "the same layers"
+    )
+    two = describe("d")
+    two = replace(two, groups=two.groups * 2)
+    (mismatch,) = compare(describe("p"), two)
+    assert "1 KV cache groups" in mismatch
+
+
+geometries = st.builds(
+    EngineGeometry,
+    num_layers=st.integers(2, 3),
+    num_kv_heads=st.just(1),
+    head_size=st.sampled_from([4, 8]),
+    head_size_v=st.sampled_from([None, 4]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    block_size=st.integers(1, 3),
+    layout=st.sampled_from(["NHD", "HND"]),
+    parallel=st.builds(ParallelShape, tp=st.integers(1, 3), pp=st.integers(1, 2)),
+)
+
+
+@given(ours=geometries, theirs=geometries)
+def test_groups_mismatch_exactly_where_the_planner_would_refuse(describe, ours, theirs):
+    one = replace(describe("p"), groups=(ours.description(),))
+    two = replace(describe("d"), groups=(theirs.description(),))
+    assert bool(compare(one, two)) == bool(geometry_mismatches(ours, theirs))
+
+
+def test_what_a_peer_writes_at_length_is_cut_short_in_messages(describe, fingerprint):
+    (mismatch,) = compare(describe("p"), describe("d", model=fingerprint(rope="x" * 100_000)))
+    assert len(mismatch) < 1000
+    description = describe("e")
+    with pytest.raises(ProtocolError) as raised:
+        validate(change(description, ["groups", 0, "layout"], "X" * 100_000))
+    assert len(str(raised.value)) < 2000
