@@ -104,8 +104,10 @@ def test_a_refused_request_gets_its_reason_and_harms_nobody(loop):
     assert "max_model_len" in refused.error
     empty = submit(loop, "r", []).wait()
     assert empty.error_type == "ValueError"
-    twice = submit(loop, "other", [1, 2]).wait()
+    held = submit(loop, "held", [1, 2, 3], external=3, load_steps=10**6)
+    twice = submit(loop, "held", [1, 2]).wait()
     assert "in use" in twice.error
+    assert not held.ended.is_set()
     odd = submit(loop, "odd", [1, 2], no_such_key=3, external="many").wait()
     assert (odd.finish_reason, odd.error_type) == ("error", "ValidationError")
     assert other.wait().token_ids == reference_tokens([1, 2], 20, VOCAB)
