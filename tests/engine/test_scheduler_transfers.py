@@ -4,11 +4,12 @@ import logging
 
 import pytest
 
-from kvferry.connectors.base import KVConnectorOutput
 from kvferry.engine.admission import SchedulerOptions
-from kvferry.engine.messages import RankOutput, SamplingParams
-from kvferry.engine.simulated import open_simulated
-from kvferry.errors import TicketError, WorkerDiedError
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.simulated import SimulatedExecutor, open_simulated, toy_cache_config
+from kvferry.errors import ConfigError, EngineError, TicketError, WorkerDiedError
+from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64
@@ -500,8 +501,29 @@ def test_a_closed_engine_takes_no_more_steps_and_has_closed_its_parts():
         engine.step()
 
 
-def test_reports_alone_never_look_like_work():
-    engine, _, _ = opened()
-    assert not engine.has_work()
-    assert KVConnectorOutput().is_empty()
-    assert RankOutput().sampled == {}
+def test_a_token_that_no_rank_drew_is_named_and_ends_the_engine():
+    engine, executor, _ = opened()
+    real = executor.execute
+
+    def forgetful(output):
+        ranks = real(output)
+        ranks[0].sampled.clear()
+        return ranks
+
+    executor.execute = forgetful
+    add(engine, "r", prompt(9))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="drew a token for request 'r'"):
+            engine.step()
+
+
+def test_parts_that_cannot_be_joined_are_closed():
+    class Refusing(ScriptedScheduler):
+        def set_worker_handshakes(self, handshakes):
+            raise ConfigError("these ranks are not mine")
+
+    connector = Refusing()
+    executor = SimulatedExecutor(8, 4, workers=[ScriptedWorker()], metadata=ScriptedMetadata)
+    with pytest.raises(ConfigError, match="not mine"):
+        Engine.open(SchedulerOptions(), toy_cache_config(8, 4), executor, connector)
+    assert connector.closed
