@@ -17,9 +17,9 @@ class PartProgress:
         self._said: dict[str, str] = {}
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
-            TextColumn("{task.fields[part]:<12}"),
+            TextColumn("{task.fields[part]:<12}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
             console=console,
         )
@@ -35,7 +35,7 @@ class PartProgress:
         kind = re.sub(r"\d+", "#", doing)
         if self._said.get(part) != kind:
             self._said[part] = kind
-            self._console.print(f"{part}: {doing}", highlight=False)
+            self._console.print(f"{part}: {doing}", highlight=False, markup=False)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -48,4 +48,5 @@ class PartProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._progress.stop()
+        if self._console.is_terminal:
+            self._progress.stop()

@@ -6,7 +6,9 @@ from pathlib import Path
 import msgspec
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvferry.cli.units import bytes_text, seconds_text
 from kvferry.config import parse_struct
@@ -65,8 +67,8 @@ def show(report: StatusReport, console: Console) -> None:
     """Prints a report for people."""
     ready = "ready" if report.ready else "starting"
     console.print(
-        f"[bold]{report.engine_id}[/] ({report.role}), {ready}, "
-        f"up {seconds_text(report.uptime_s)}, incarnation {report.incarnation[:8]}",
+        f"[bold]{escape(report.engine_id)}[/] ({escape(report.role)}), {ready}, "
+        f"up {seconds_text(report.uptime_s)}, incarnation {escape(report.incarnation[:8])}",
         highlight=False,
     )
     for table, empty in (
@@ -81,13 +83,14 @@ def show(report: StatusReport, console: Console) -> None:
             console.print(f"[dim]{empty}[/]")
     if report.counters:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(report.counters.items()))
-        console.print(f"[dim]counters:[/] {counts}", highlight=False)
+        console.print(f"[dim]counters:[/] {escape(counts)}", highlight=False)
 
 
 def _peers(report: StatusReport) -> Table:
     table = Table("peer", "state", "ranks", "known", "last message", "last error", title="Peers")
     for peer in report.peers:
-        table.add_row(
+        _add_row(
+            table,
             peer.engine_id,
             peer.state,
             str(peer.ranks),
@@ -102,7 +105,8 @@ def _leases(report: StatusReport) -> Table:
     table = Table("lease", "request", "blocks", "age", "expires in", "target", "ranks done")
     table.title = "Leases on this engine's blocks"
     for lease in report.leases:
-        table.add_row(
+        _add_row(
+            table,
             lease.lease_id[:12],
             lease.request_id,
             str(lease.num_blocks),
@@ -119,7 +123,8 @@ def _transfers(report: StatusReport) -> Table:
     table.title = "Transfers into this engine"
     for transfer in report.transfers:
         share = transfer.bytes_done / transfer.bytes_total if transfer.bytes_total else 0.0
-        table.add_row(
+        _add_row(
+            table,
             transfer.request_id,
             transfer.peer,
             bytes_text(transfer.bytes_done),
@@ -135,5 +140,10 @@ def _errors(report: StatusReport) -> Table:
     table = Table("time", "error", title="Last errors")
     for error in report.errors:
         moment = dt.datetime.fromtimestamp(error.time, dt.UTC).astimezone()
-        table.add_row(moment.strftime("%H:%M:%S"), error.message)
+        _add_row(table, moment.strftime("%H:%M:%S"), error.message)
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    # As plain text: names and errors come from other machines, and may look like markup.
+    table.add_row(*map(Text, cells))

@@ -27,6 +27,7 @@ from kvferry.cluster.settings import (
 )
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.errors import EngineError, KVFerryError
+from kvferry.transports.shm_segment import sweep_dead_segments
 
 Progress: TypeAlias = Callable[[str, str, float], None]
 """Called with the name of a part, what it does now, and the fraction (0 to 1) of that done."""
@@ -158,6 +159,8 @@ class Cluster:
                     process.terminate()
                 for process in group:
                     process.reap(deadline - time.monotonic())
+        # A rank that was killed could not remove its own shared memory.
+        sweep_dead_segments()
 
     def remove_logs(self) -> None:
         """Deletes the logs, once they are of no use any more."""

@@ -1,0 +1,284 @@
+"""What the commands print, and how they fail."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvferry import __version__
+
+
+def test_version(kvferry):
+    assert kvferry("--version").out == f"kvferry {__version__}\n"
+
+
+def test_the_command_line_starts_without_heavy_modules():
+    code = (
+        "import sys, kvferry.cli.app\n"
+        "print([m for m in ('torch', 'zmq', 'numba', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "[]\n", result.stderr
+
+
+def test_commands_are_listed_without_arguments(kvferry):
+    outcome = kvferry("--help")
+    for command in ("serve", "demo", "plan", "status", "keys"):
+        assert command in outcome.out
+
+
+# ---- errors -----------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_one_message(kvferry, tmp_path):
+    outcome = kvferry("plan", tmp_path / "nowhere.toml")
+
+    assert outcome.code == 2
+    assert (
+        outcome.err
+        == f"kvferry: {tmp_path}/nowhere.toml: cannot be read: No such file or directory\n"
+    )
+    assert outcome.out == ""
+
+
+@pytest.mark.parametrize("command", ["plan", "serve"])
+def test_an_unknown_key_names_the_nearest_known_one(kvferry, cluster_file, command):
+    file = cluster_file(('layout = "HND"', 'layuot = "HND"'))
+
+    outcome = kvferry(command, file)
+
+    assert outcome.code == 2
+    assert "[[prefill]] number 1: unknown key 'layuot'; did you mean 'layout'?" in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_brackets_of_a_message_are_text_and_no_markup(kvferry, cluster_file):
+    outcome = kvferry("plan", cluster_file(("[model]", "[modle]")))
+
+    assert "the section [model] is missing" in outcome.err or "'modle'" in outcome.err
+
+
+def test_an_extra_key_is_checked_before_anything_starts(kvferry, cluster_file):
+    file = cluster_file(
+        (
+            'kv_role = "kv_producer"',
+            'kv_role = "kv_producer"\nkv_connector_extra_config = {hsot = 1}',
+        )
+    )
+
+    outcome = kvferry("serve", file)
+
+    assert outcome.code == 2
+    assert "engine 'p0'" in outcome.err
+    assert "did you mean 'host'?" in outcome.err
+    assert outcome.out == ""
+
+
+def test_an_unknown_connector_is_answered_with_the_installed_ones(kvferry, cluster_file):
+    outcome = kvferry("serve", cluster_file(('"PullConnector"', '"PulConnector"')))
+
+    assert outcome.code == 2
+    assert "PulConnector" in outcome.err
+    assert "PullConnector" in outcome.err
+
+
+def test_a_missing_role_is_named(kvferry, cluster_file):
+    outcome = kvferry("serve", cluster_file(('kv_role = "kv_producer"\n', "")))
+
+    assert outcome.code == 2
+    assert "kv_role is missing" in outcome.err
+
+
+def test_debug_shows_the_traceback(kvferry, tmp_path):
+    from kvferry.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        kvferry("--debug", "plan", tmp_path / "nowhere.toml")
+
+
+def test_a_layout_that_does_not_exist_names_the_engine(kvferry, cluster_file):
+    outcome = kvferry("plan", cluster_file(('layout = "HND"', 'layout = "HMD"')))
+
+    assert outcome.code == 2
+    assert "engine 'p0'" in outcome.err
+    assert "HMD" in outcome.err
+
+
+# ---- plan -------------------------------------------------------------------------------------
+
+
+def test_plan_covers_every_layer_and_head_of_every_decode_rank(kvferry, cluster_file):
+    outcome = kvferry("plan", cluster_file(), "--tokens", "100", "--json")
+
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    (pair,) = document["pairs"]
+    assert (pair["prefill"], pair["decode"], document["tokens"]) == ("p0", "d0", 100)
+    cells = [
+        (transfer["decode_rank"], layer, head)
+        for transfer in pair["transfers"]
+        for layer in transfer["layers"]
+        for head in transfer["heads"]
+    ]
+    # Four layers over two stages, three heads over three prefill ranks; 16 float64 per head.
+    assert sorted(cells) == [(layer // 2, layer, head) for layer in range(4) for head in range(3)]
+    assert sum(transfer["nbytes"] for transfer in pair["transfers"]) == 4 * 3 * 2 * 16 * 8 * 100
+    for transfer in pair["transfers"]:
+        assert transfer["segments_ordered"] <= transfer["segments_shuffled"] <= transfer["rows"]
+
+
+def test_plan_prints_a_table_per_pair(kvferry, cluster_file):
+    text = cluster_file().read_text()
+    second = text[text.index("[[decode]]") :].replace("d0", "d1").replace("pp = 2", "pp = 1")
+    file = cluster_file()
+    file.write_text(text + second)
+
+    outcome = kvferry("plan", file, "--tokens", "64")
+
+    assert "d0 reads 64 tokens from p0" in outcome.out
+    assert "d1 reads 64 tokens from p0" in outcome.out
+    assert outcome.out.count("192.0 KiB") == 2  # all cells of 64 tokens, in all and in each engine
+
+
+# ---- keys -------------------------------------------------------------------------------------
+
+
+def test_keys_are_readable_by_the_owner_alone_and_by_the_connector(kvferry, tmp_path):
+    from kvferry.config import parse_struct
+    from kvferry.connectors.pull.config import PullConfig
+
+    folder = tmp_path / "keys"
+    outcome = kvferry("keys", folder)
+
+    assert outcome.code == 0, outcome.err
+    for file in folder.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    values = {
+        "cluster_key_file": str(folder / "cluster.key"),
+        "curve_keys": str(folder / "curve.json"),
+    }
+    assert all(f'{key} = "{value}"' in outcome.out for key, value in values.items())
+    config = parse_struct(PullConfig, values, "extra")
+    assert len(config.key()) >= 32
+    assert config.curve() is not None
+    assert (
+        msgspec.json.decode((folder / "curve.json").read_bytes())["secret_key"] not in outcome.out
+    )
+
+
+def test_keys_are_never_overwritten(kvferry, tmp_path):
+    kvferry("keys", tmp_path)
+    before = (tmp_path / "cluster.key").read_bytes()
+
+    outcome = kvferry("keys", tmp_path)
+
+    assert outcome.code == 2
+    assert "exists" in outcome.err
+    assert (tmp_path / "cluster.key").read_bytes() == before
+
+
+# ---- status -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def control():
+    from kvferry.control.leases import LeaseTable
+    from kvferry.control.server import ControlServer
+
+    leases = LeaseTable(max_blocks=100, duration_s=30.0)
+    server = ControlServer.open(
+        engine_id="p7", incarnation="abcdef0123456789", role="kv_producer", leases=leases
+    )
+    with server:
+        yield server
+
+
+def test_status_shows_leases_and_errors(kvferry, control):
+    control.leases.grant("request-1", 12)
+    control.note_error("load", "a [very] bad thing")
+
+    outcome = kvferry("status", f"127.0.0.1:{control.port}")
+
+    assert outcome.code == 0, outcome.err
+    assert "p7 (kv_producer), starting" in outcome.out
+    assert "no peers" in outcome.out
+    row = next(line for line in outcome.out.splitlines() if "request-1" in line)
+    assert "12" in row
+    assert "nobody yet" in row
+    assert "a [very] bad thing" in outcome.out
+
+
+def test_status_as_json_is_the_report(kvferry, control):
+    from kvferry.control.messages import StatusReport
+
+    control.leases.grant("request-1", 12)
+
+    outcome = kvferry("status", f"127.0.0.1:{control.port}", "--json")
+
+    report = msgspec.json.decode(outcome.out, type=StatusReport)
+    assert report.engine_id == "p7"
+    assert [lease.num_blocks for lease in report.leases] == [12]
+
+
+def test_status_of_nobody_is_one_message(kvferry):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        outcome = kvferry("status", f"127.0.0.1:{port}", "--timeout", "0.3")
+
+    assert outcome.code == 2
+    assert str(port) in outcome.err
+
+
+@pytest.mark.parametrize("address", ["localhost", "host:port", "host:99999", "host:-1"])
+def test_status_wants_an_address(kvferry, address):
+    outcome = kvferry("status", address)
+
+    assert outcome.code == 2
+    assert "HOST:PORT" in outcome.err
+
+
+# ---- serve ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_serve_answers_and_ends_cleanly_on_sigterm(cluster_file, tmp_path):
+    import openai
+
+    environment = {**os.environ, "KVFERRY_CACHE": str(tmp_path / "cache"), "COLUMNS": "200"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cli", "serve", str(cluster_file())],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    ) as process:
+        lines = []
+        url = logs = ""
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("logs: "):
+                logs = line.removeprefix("logs: ").strip()
+            if line.startswith("OpenAI API at "):
+                url = line.split()[3]
+                break
+        assert url, "".join(lines)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "Hello"}],
+                stream=True,
+                max_tokens=6,
+            )
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.returncode == 0, rest
+    assert "stopping" in rest
+    assert not Path(logs).exists(), "temporary logs are removed after a clean end"

@@ -1,0 +1,197 @@
+"""The demo: its comparison, its last line, and a whole run with the tiny model."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from kvferry.cli.demo import _verdict
+from kvferry.cluster.demo import (
+    Answer,
+    Difference,
+    Reference,
+    find_difference,
+    load_prompts,
+)
+from kvferry.cluster.demo import compare as compare_all
+from kvferry.cluster.engine_records import Records, RequestSummary
+from kvferry.cluster.timeline import draw, spans
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine.messages import RequestTimings
+from kvferry.errors import ConfigError
+
+
+def summary(tokens, gaps, **timings):
+    return RequestSummary(
+        request_id="r",
+        prompt_tokens=7,
+        token_ids=tokens,
+        gaps=gaps,
+        finish_reason="length",
+        error="",
+        num_cached_tokens=0,
+        num_external_tokens=0,
+        timings=RequestTimings(arrival=100.0, **timings),
+    )
+
+
+def record(rank, direction, digests, **values):
+    return TransferRecord(
+        request_id="r",
+        rank=rank,
+        peer="other",
+        direction=direction,
+        tokens=2,
+        nbytes=64,
+        copies=4,
+        **{
+            "lease_id": "lease",
+            "first_token": 0,
+            "started": 101.0 + rank / 100,
+            "finished": 101.5 + rank / 100,
+            "ok": True,
+            "token_digests": digests,
+            **values,
+        },
+    )
+
+
+@pytest.fixture
+def records():
+    """Two source ranks and one target rank whose digests agree in sum."""
+    prefill = summary([5], [0.5], prefill_started=100.2, prefill_finished=100.9)
+    decode = summary([6, 7], [0.6, 0.7], prefill_started=101.7, finished=103.0)
+    half = 2**63
+    lent = [record(0, "send", (half + 1, 10)), record(1, "send", (half + 2, 20))]
+    return {
+        "prefill": Records(engine="p", transfers=lent, requests=[prefill]),
+        "decode": Records(engine="d", transfers=[record(0, "recv", (3, 30))], requests=[decode]),
+    }
+
+
+def answer(tokens):
+    return Answer(
+        "one", sent=100.0, first_token=101.0, finished=103.5, request_id="r", token_ids=tokens
+    )
+
+
+def compare(records, tokens=(5, 6, 7), reference=(5, 6, 7)):
+    (result,) = compare_all(
+        [Reference(list(reference), [0.1, 0.2, 0.3], 7)], [answer(list(tokens))], records
+    )
+    return result
+
+
+def verdict(results):
+    console = Console(record=True, width=60)
+    code = _verdict(console, results)
+    return code, console.export_text().splitlines()
+
+
+def test_equal_tokens_and_equal_digests_pass(records):
+    result = compare(records)
+
+    assert result.ok
+    assert (result.nbytes, result.copies, result.tokens_moved) == (64, 4, 2)
+    assert result.transfer_s == pytest.approx(0.5)
+    code, lines = verdict([result, result])
+    assert code == 0
+    assert lines[-1] == (
+        "demo: 2/2 requests identical to the undivided engine, KV verified bit for bit"
+    )
+
+
+def test_a_token_that_differs_fails_and_shows_the_gap(records):
+    result = compare(records, tokens=(5, 6, 9))
+
+    assert result.difference == Difference(2, 7, 9, 0.3, 0.7)
+    code, lines = verdict([result])
+    assert code == 1
+    text = " ".join(" ".join(lines).split())
+    assert "one: token 2 is 9, the undivided engine drew 7" in text
+    assert "0.3 (undivided), 0.7 (cluster)" in text
+    assert lines[-1].startswith("demo: 0/1 requests identical")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"token_digests": (3, 31)},
+        {"ok": False, "error": "stalled"},
+        {"lease_id": "another"},
+    ],
+)
+def test_kv_that_differs_fails_although_the_tokens_agree(records, damage):
+    values = {"token_digests": (3, 30), **damage}
+    digests = values.pop("token_digests")
+    loads = [record(0, "recv", digests, **values)]
+    decode = records["decode"]
+    broken = Records(engine="d", transfers=loads, requests=decode.requests)
+
+    result = compare({**records, "decode": broken})
+
+    assert result.damage
+    assert not result.ok
+    code, lines = verdict([result])
+    assert code == 1
+    assert "KV of 1 requests differs" in lines[-1]
+
+
+def test_an_answer_that_ends_early_differs_where_it_ends():
+    reference = Reference([1, 2, 3], [0.1, 0.2, 0.3], 1)
+
+    assert find_difference(reference, [1, 2], [9.0, 8.0]) == Difference(2, 3, None, 0.3, None)
+    assert find_difference(reference, [1, 2, 3, 4], [1.0] * 4) == Difference(3, None, 4, None, 1.0)
+    assert find_difference(reference, [1, 2, 3], []) is None
+
+
+def test_the_timeline_has_every_phase_and_is_a_png(records, tmp_path):
+    result = compare(records)
+
+    assert spans(result, 100.0) == {
+        "waiting": (0.0, pytest.approx(0.2)),
+        "prefill": (pytest.approx(0.2), pytest.approx(0.9)),
+        "transfer": (pytest.approx(1.0), pytest.approx(1.5)),
+        "decode": (pytest.approx(1.7), pytest.approx(3.0)),
+    }
+    draw([result] * 3, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_that_ship_differ_in_length_and_one_is_long():
+    prompts = load_prompts()
+
+    assert len(prompts) >= 8
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    words = sorted(len(prompt.text.split()) for prompt in prompts)
+    assert words[0] < 15
+    assert words[-1] > 1300
+
+
+def test_an_empty_prompt_folder_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="holds no prompts"):
+        load_prompts(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_whole_run_with_the_tiny_model(kvferry, tmp_path, monkeypatch, transport):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    prompts = tmp_path / "prompts"
+    prompts.mkdir()
+    for index, text in enumerate(["Why?", "What is a tide? " * 9, "Name an island. " * 40]):
+        (prompts / f"{index}.txt").write_text(text)
+
+    outcome = kvferry(
+        "demo", "--model", "tiny", "--transport", transport, "--max-tokens", "8",
+        "--prompts", prompts, "--out", tmp_path / "out",
+    )  # fmt: skip
+
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.out.splitlines()[-1] == (
+        "demo: 3/3 requests identical to the undivided engine, KV verified bit for bit"
+    )
+    assert (tmp_path / "out" / "timeline.png").exists()
+    requests = json.loads((tmp_path / "out" / "results.json").read_bytes())["requests"]
+    assert [request["identical"] for request in requests] == [True] * 3
+    assert all(request["bytes_moved"] > 0 for request in requests)

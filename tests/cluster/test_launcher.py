@@ -1,0 +1,276 @@
+"""Whole clusters of the tiny model, in real processes."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig
+from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
+
+
+def cluster_config(**changes):
+    """A prefill engine of two ranks and a decode engine of one; ``changes`` by section."""
+
+    def engine(name, role, **values):
+        extra = {"record_digests": True, **changes.get("extra", {})}
+        transfer = {
+            "kv_connector": "PullConnector",
+            "kv_role": role,
+            "kv_port": 0,
+            "kv_connector_extra_config": extra,
+        }
+        return {
+            "name": name,
+            "num_blocks": 64,
+            "max_model_len": 512,
+            "kv_transfer_config": transfer,
+            **values,
+        }
+
+    prefill = engine("p0", "kv_producer", tp=2, block_size=16, layout="HND")
+    decode = engine("d0", "kv_consumer", block_size=24, layout="NHD")
+    return ClusterConfig.from_mapping(
+        {
+            "model": {"source": "tiny", "dtype": "float64", **changes.get("model", {})},
+            # The decode engine is started last; which is ready first is left to chance.
+            "prefill": [{**prefill, **changes.get("prefill", {})}],
+            "decode": [{**decode, **changes.get("decode", {})}],
+            "router": {"port": 0, **changes.get("router", {})},
+        }
+    )
+
+
+def processes_of(cluster):
+    """All processes of a cluster, ranks included."""
+    found = []
+    for process in cluster._processes:
+        parent = psutil.Process(process.pid)
+        found += [parent, *parent.children(recursive=True)]
+    return found
+
+
+def segments_of(pids):
+    return [
+        path for path in Path("/dev/shm").glob("kvferry.*") if int(path.name.split(".")[1]) in pids
+    ]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A place of its own for converted models, also for child processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(cache, tmp_path_factory):
+    said = []
+    with Cluster.open(
+        cluster_config(),
+        logs=tmp_path_factory.mktemp("logs"),
+        progress=lambda *news: said.append(news),
+        timeout_s=150,
+    ) as cluster:
+        cluster.said = said
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster):
+    with httpx.Client(base_url=cluster.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def test_every_part_tells_what_it_does_while_it_starts(cluster):
+    parts = {part for part, _, _ in cluster.said}
+    assert {"model", "p0", "d0"} <= parts
+    assert ("p0", "ready", 1.0) in cluster.said
+    assert all(0.0 <= done <= 1.0 for _, _, done in cluster.said)
+
+
+def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(cluster):
+    import openai
+    import torch
+
+    from kvferry.cluster.text import TextCodec
+    from kvferry.config import EngineConfig
+    from kvferry.engine.builder import build_engine
+    from kvferry.engine.messages import SamplingParams
+
+    question = [{"role": "user", "content": "What is a ferry? " * 6}]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=question,
+            stream=True,
+            temperature=0,
+            max_completion_tokens=24,
+            stream_options={"include_usage": True},
+            extra_body={"return_token_ids": True},
+        )
+        chunks = list(stream)
+    tokens = [id for chunk in chunks for choice in chunk.choices for id in choice.token_ids]
+    text = "".join(c.delta.content or "" for chunk in chunks for c in chunk.choices)
+
+    codec = TextCodec.open(cluster.model_folder)
+    prompt = codec.encode_chat(question)
+    undivided = EngineConfig(name="one", kv_transfer_config={}, num_blocks=32)
+    torch.set_num_threads(1)
+    with build_engine(
+        undivided, cluster.model_folder, dtype="float64", executor="inprocess", connect=False
+    ) as engine:
+        (expected,) = engine.generate([prompt], SamplingParams(max_tokens=24))
+    assert tokens == expected.token_ids
+    assert text == codec.decode(expected.token_ids)
+    assert chunks[-1].usage.prompt_tokens == len(prompt)
+    assert chunks[-1].usage.completion_tokens == 24
+
+
+def test_kv_that_arrived_is_the_kv_that_was_lent(cluster, client):
+    from kvferry.cluster import demo
+
+    prompts = [demo.Prompt("short", "Why?"), demo.Prompt("longer", "Tell me about tides. " * 12)]
+    import asyncio
+
+    answers = asyncio.run(demo.send_all(cluster.url, prompts, 4, lambda _answer: None))
+    assert [answer.error for answer in answers] == ["", ""]
+    records = demo.fetch_records(cluster, answers)
+    references = [demo.Reference(answer.token_ids, [], 0) for answer in answers]
+
+    results = demo.compare(references, answers, records)
+
+    assert all(result.ok for result in results)
+    assert all(result.nbytes > 0 for result in results)
+    assert results[1].tokens_moved > results[0].tokens_moved
+    assert all(result.decode.num_external_tokens > 0 for result in results)
+
+
+def test_seeded_sampling_does_not_depend_on_the_division(client):
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.0, "seed": 11}
+
+    first, second = (client.post("/v1/completions", json=body).json() for _ in range(2))
+
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    assert first["choices"][0]["text"] != ""
+
+
+def test_metrics_of_an_engine_tell_of_loads(cluster, client):
+    client.post("/v1/completions", json={"prompt": "A new prompt", "max_tokens": 3})
+    url = next(engine.url for engine in cluster.engines if engine.role == "decode")
+
+    metrics = httpx.get(f"{url}/metrics", trust_env=False, timeout=30).text
+
+    assert "kvferry_engine_transfer_bytes_total" in metrics
+    assert 'kvferry_engine_prompt_tokens_total{source="peer"}' in metrics
+
+
+def test_a_rank_that_dies_is_reported_and_the_end_is_clean(cache, tmp_path):
+    cluster = Cluster.open(cluster_config(), logs=tmp_path, timeout_s=150)
+    try:
+        everything = processes_of(cluster)
+        pids = {process.pid for process in everything}
+        assert segments_of(pids), "the prefill engine's caches lie in shared memory"
+        decode = next(engine for engine in cluster.engines if engine.role == "decode")
+        rank = next(
+            child
+            for child in psutil.Process(decode.process.pid).children(recursive=True)
+            if "kvferry.engine.worker_process" in " ".join(child.cmdline())
+        )
+        rank.send_signal(signal.SIGKILL)
+
+        began = time.monotonic()
+        error = cluster.wait(30)
+
+        assert isinstance(error, WorkerDiedError)
+        assert "d0" in str(error)
+        assert "rank 0" in str(error)
+        assert "SIGKILL" in str(error)
+        assert time.monotonic() - began < 20
+        assert not cluster.can_serve
+        with httpx.Client(base_url=cluster.url, timeout=30, trust_env=False) as client:
+            # The prefill engine still answers what it can answer alone.
+            assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).is_success
+            response = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5})
+            assert response.status_code == 503
+            assert "'d0'" in response.json()["error"]["message"]
+    finally:
+        cluster.close()
+    psutil.wait_procs(everything, timeout=5)
+    assert [process for process in everything if process.is_running()] == []
+    assert segments_of(pids) == []
+
+
+@pytest.mark.slow
+def test_children_end_when_the_launcher_is_killed(cache, tmp_path):
+    """The launcher runs in a process of its own here, and gets no chance to clean up."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, time\n"
+        "from kvferry.cluster.launcher import Cluster\n"
+        "from kvferry.config import load_cluster\n"
+        "cluster = Cluster.open(load_cluster(sys.argv[1]), logs=sys.argv[2], timeout_s=150)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(300)\n"
+    )
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        '[model]\nsource = "tiny"\n[router]\nport = 0\n'
+        '[[prefill]]\nname = "p0"\nnum_blocks = 32\nkv_transfer_config = '
+        '{kv_connector = "PullConnector", kv_role = "kv_producer", kv_port = 0}\n'
+        '[[decode]]\nname = "d0"\nnum_blocks = 32\nkv_transfer_config = '
+        '{kv_connector = "PullConnector", kv_role = "kv_consumer", kv_port = 0}\n'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(file), str(tmp_path / "logs")], stdout=subprocess.PIPE
+    ) as launcher:
+        assert launcher.stdout.readline() == b"ready\n"
+        everything = psutil.Process(launcher.pid).children(recursive=True)
+        assert len(everything) >= 5
+        launcher.kill()
+    _, alive = psutil.wait_procs(everything, timeout=20)
+    assert alive == []
+    assert segments_of({process.pid for process in everything}) == []
+
+
+def test_a_port_in_use_is_named_with_its_engine(cache, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"d0: .*port {port} .*in use"):
+            Cluster.open(cluster_config(decode={"port": port}), logs=tmp_path)
+
+
+def test_a_router_port_in_use_is_named(cache, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortInUseError, match=rf"router: .*port {port} .*in use"):
+            Cluster.open(cluster_config(router={"port": port}), logs=tmp_path)
+
+
+def test_a_misspelt_extra_key_is_found_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"'p0'.*did you mean 'transport'"):
+        Cluster.open(cluster_config(extra={"transprot": "shm"}), logs=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_is_not_there_is_one_message(cache, tmp_path):
+    with pytest.raises(ModelError, match="is neither 'smollm2', 'tiny', a folder nor a GGUF file"):
+        Cluster.open(cluster_config(model={"source": "/no/such/model"}), logs=tmp_path)
+
+
+def test_a_child_that_cannot_start_quotes_its_log(cache, tmp_path, monkeypatch):
+    # Python itself fails to start: nothing is reported over the pipe.
+    monkeypatch.setenv("PYTHONHOME", os.fspath(tmp_path))
+    with pytest.raises(
+        WorkerDiedError, match=r"model \(process \d+\) ended with exit code 1\n  \|"
+    ):
+        Cluster.open(cluster_config(), logs=tmp_path / "logs")
