@@ -234,8 +234,10 @@ class ControlClient:
             if self._closing:
                 entry.future.set_exception(CancelledError("the control client is closed"))
                 return
+            asleep = not self._calls and not self._finishes
             queue.append(entry)
-        self._thread.wake()
+        if asleep:  # else somebody has woken the thread already, and it has not looked yet
+            self._thread.wake()
 
     def _gather(self) -> list[Call[Any]]:
         """What is to be sent now; waiting finishes are put together. Called on the thread."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import socket
 
 import zmq
@@ -42,6 +43,7 @@ def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
+@functools.lru_cache(maxsize=1024)  # asked with every request
 def split_address(address: str) -> tuple[str, int]:
     """``host:port`` (or ``[host]:port``) as host and port.
 

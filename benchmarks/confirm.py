@@ -1,0 +1,159 @@
+"""How long a rank waits for the confirm: the round trip of a Finish, with 64 leases in flight.
+
+The source's control server runs in a process of its own, as in an engine. Two cases are timed:
+
+``one by one``
+    64 leases are open and renewed; each rank's Finish is sent when the one before was answered.
+``all at once``
+    64 Finishes are sent back to back; what waits together shares a message.
+
+Run ``python benchmarks/confirm.py [--rounds N] [--json FILE]``.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from kvferry.control.client import ControlClient
+from kvferry.control.leases import Lease, LeaseTable
+from kvferry.control.messages import FinishAnswer
+from kvferry.control.server import ControlServer
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.description import EngineDescription, ModelFingerprint, RankDescription
+
+LEASES = 64
+
+
+def describe(engine_id: str) -> EngineDescription:
+    """A small engine with one rank."""
+    geometry = EngineGeometry(
+        num_layers=32,
+        num_kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        block_size=16,
+        layout="NHD",
+        parallel=ParallelShape(),
+    )
+    model = ModelFingerprint(
+        name="benchmark",
+        architecture="benchmark",
+        num_layers=32,
+        num_kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        rope="",
+        config_digest="",
+        weights_digest="",
+    )
+    memory = geometry.memory(0, num_blocks=16)
+    return EngineDescription(
+        engine_id=engine_id,
+        incarnation="benchmark",
+        model=model,
+        groups=(geometry.description(),),
+        ranks=(RankDescription(rank=0, endpoints={"shm": b""}, memory=(memory,)),),
+    )
+
+
+def serve(pipe: Connection) -> None:
+    """The source: answers on its control port, and grants as many leases as the pipe asks for."""
+    leases = LeaseTable(max_blocks=1 << 30)
+    with ControlServer.open(
+        engine_id="source", incarnation="benchmark", role="kv_producer", leases=leases
+    ) as server:
+        server.set_description(describe("source"))
+        pipe.send(server.port)
+        while (count := pipe.recv()) > 0:
+            leases.sweep()
+            granted = [leases.grant(f"request-{index}", 128) for index in range(count)]
+            pipe.send([lease.lease_id for lease in granted if isinstance(lease, Lease)])
+
+
+def one_by_one(client: ControlClient, address: str, lease_ids: list[str]) -> list[float]:
+    """Seconds of each round trip, one after the other."""
+    seconds = []
+    for lease_id in lease_ids:
+        began = time.perf_counter()
+        answer = client.finish(address, "benchmark", lease_id, rank=0, ok=True).result()
+        seconds.append(time.perf_counter() - began)
+        assert answer is FinishAnswer.HELD
+    return seconds
+
+
+def all_at_once(client: ControlClient, address: str, lease_ids: list[str]) -> list[float]:
+    """Seconds of each round trip, from its own call to its own answer."""
+    ended: dict[Future[FinishAnswer], float] = {}
+
+    def note(future: Future[FinishAnswer]) -> None:
+        ended[future] = time.perf_counter()
+
+    began: dict[Future[FinishAnswer], float] = {}
+    for lease_id in lease_ids:
+        start = time.perf_counter()
+        future = client.finish(address, "benchmark", lease_id, rank=0, ok=True)
+        began[future] = start
+        future.add_done_callback(note)
+    assert {future.result() for future in began} == {FinishAnswer.HELD}
+    while len(ended) < len(began):  # a future has its result just before its callbacks run
+        time.sleep(0)
+    return [ended[future] - start for future, start in began.items()]
+
+
+CASES: dict[str, Callable[[ControlClient, str, list[str]], list[float]]] = {
+    "one by one": one_by_one,
+    "all at once": all_at_once,
+}
+
+
+def measure(rounds: int = 30) -> dict[str, dict[str, float]]:
+    """Median and 99th percentile in microseconds per case, over ``rounds`` times 64 confirms."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+    process.start()
+    address = f"127.0.0.1:{ours.recv()}"
+    seconds: dict[str, list[float]] = {case: [] for case in CASES}
+    with ControlClient(engine_id="target", incarnation="benchmark") as client:
+        client.handshake(address, describe("target")).result()
+        for number in range(rounds + 1):
+            for case, run in CASES.items():
+                ours.send(LEASES)
+                lease_ids = ours.recv()
+                client.renew(address, "benchmark", lease_ids).result()
+                found = run(client, address, lease_ids)
+                if number > 0:  # the first round warms up
+                    seconds[case] += found
+    ours.send(0)
+    process.join()
+    return {
+        case: {
+            "median_us": round(statistics.median(found) * 1e6, 1),
+            "p99_us": round(statistics.quantiles(found, n=100)[98] * 1e6, 1),
+            "confirms": float(len(found)),
+        }
+        for case, found in seconds.items()
+    }
+
+
+def main() -> None:
+    """Prints a table; writes JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30, help="times 64 confirms per case")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
+    arguments = parser.parse_args()
+    results = measure(arguments.rounds)
+    print(f"confirm round trip with {LEASES} leases in flight, microseconds")
+    for case, figures in results.items():
+        print(f"  {case:<12} median {figures['median_us']:8.1f}   p99 {figures['p99_us']:8.1f}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

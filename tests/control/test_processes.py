@@ -1,0 +1,94 @@
+"""A source in a process of its own: killed, or stopped and resumed after its leases ran out."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+import pytest
+
+from kvferry.control.client import ControlClient
+from kvferry.control.messages import FinishAnswer, LeaseAnswer
+from kvferry.control.options import ControlOptions
+from kvferry.errors import PeerLostError
+
+WAIT = 20
+LEASE_S = 1.5
+TIMEOUT_S = 2.0
+
+SOURCE = """
+import sys
+import msgspec
+from kvferry.control.leases import LeaseTable
+from kvferry.control.server import ControlServer
+from kvferry.topology.description import EngineDescription
+
+description = msgspec.json.decode(sys.stdin.readline(), type=EngineDescription)
+leases = LeaseTable(max_blocks=100, duration_s=float(sys.argv[1]))
+names = {"engine_id": "p", "incarnation": "p1", "role": "kv_producer"}
+with ControlServer.open(**names, leases=leases) as server:
+    server.set_description(description)
+    print(server.port, *(leases.grant("r", 1).lease_id for _ in range(2)), flush=True)
+    sys.stdin.readline()
+    print(*sorted(ended.outcome for ended in leases.sweep()), flush=True)
+"""
+
+
+@pytest.fixture
+def source(describe):
+    """(process, address, lease ids) of a source whose leases live ``LEASE_S``."""
+    command = [sys.executable, "-c", SOURCE, str(LEASE_S)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            process.stdin.write(msgspec.json.encode(describe("p", "p1")).decode() + "\n")
+            process.stdin.flush()
+            port, *lease_ids = process.stdout.readline().split()
+            yield process, f"127.0.0.1:{port}", lease_ids
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def client(describe):
+    options = ControlOptions(request_timeout_s=TIMEOUT_S)
+    with ControlClient(engine_id="d", incarnation="d1", options=options) as client:
+        yield client
+
+
+def test_a_source_that_stalls_is_lost_and_after_it_resumes_confirms_nothing_that_ran_out(
+    source, client, describe
+):
+    process, address, (kept, early) = source
+    client.handshake(address, describe("d", "d1")).result(WAIT)
+    held = dict.fromkeys((kept, early), LeaseAnswer.HELD)
+    assert client.renew(address, "p1", [kept, early]).result(WAIT) == held
+    confirmed = client.finish(address, "p1", early, rank=0, ok=True)
+    assert confirmed.result(WAIT) == FinishAnswer.HELD
+    os.kill(process.pid, signal.SIGSTOP)
+    # This report waits in the source's socket and is read after the lease has run out.
+    with pytest.raises(PeerLostError, match="no answer within"):
+        client.finish(address, "p1", kept, rank=0, ok=True).result(WAIT)
+    assert TIMEOUT_S > LEASE_S
+    os.kill(process.pid, signal.SIGCONT)
+    again = client.finish(address, "p1", kept, rank=0, ok=True)
+    assert again.result(WAIT) == FinishAnswer.REVOKED
+    repeated = client.finish(address, "p1", early, rank=0, ok=True)
+    assert repeated.result(WAIT) == FinishAnswer.HELD
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline().split() == ["done", "expired"]
+
+
+def test_a_source_that_is_killed_is_lost_at_once(source, client, describe):
+    process, address, _ = source
+    client.handshake(address, describe("d", "d1")).result(WAIT)
+    process.kill()
+    process.wait()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError):
+        client.renew(address, "p1", ["lease"]).result(WAIT)
+    assert time.monotonic() - began < TIMEOUT_S / 2
