@@ -385,12 +385,8 @@ class TcpReader:
             return
         nbytes, segments = 0, 0
         try:
-            staged = read.plan.staged(index)
             segments = copy_tiles(
-                [data.ctypes.data],
-                self._regions.addresses,
-                staged.unpack_tiles,
-                staged.unpack_runs,
+                [data.ctypes.data], self._regions.addresses, *read.plan.unpack(index)
             )
             nbytes = data.nbytes
         except Exception as error:  # a bug of ours: this read fails, the mover goes on

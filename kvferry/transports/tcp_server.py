@@ -294,10 +294,7 @@ class TcpServer:
         read.next_chunk += 1
         nbytes = int(read.plan.nbytes[index])
         buffer = self._buffers.take(nbytes)
-        staged = read.plan.staged(index)
-        copy_tiles(
-            self._regions.addresses, [buffer.ctypes.data], staged.pack_tiles, staged.pack_runs
-        )
+        copy_tiles(self._regions.addresses, [buffer.ctypes.data], *read.plan.pack(index))
         reader.bytes_ahead += nbytes
         reader.chunks_ahead += 1
         if not self._send(reader.identity, encode(Chunk(transfer, index)), more=True):

@@ -9,6 +9,8 @@ import pytest
 import zmq
 
 from kvferry.errors import ConfigError, HostError, PortInUseError
+from kvferry.layouts.copier import expand
+from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import large_case, random_case
@@ -387,5 +389,17 @@ def test_chunks_cover_every_run_of_every_tile_once(seed):
         assert len(set(plan.runs["tokens"][first_run : first_run + runs])) == 1
     assert (covered == 1).all()
     assert sorted(plan.runs.tolist()) == sorted(case.runs.tolist())
-    for index, nbytes in enumerate(plan.nbytes):
-        assert plan.staged(index).nbytes == nbytes
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_each_chunk_lies_as_staging_says(seed):
+    case = random_case(seed)
+    plan = plan_chunks(case.tiles, case.runs, 64)
+    for index, (first_tile, tiles, first_run, runs) in enumerate(plan.chunks.tolist()):
+        part = plan.tiles[first_tile : first_tile + tiles], plan.runs[first_run : first_run + runs]
+        (staged,) = stage(*part, 1 << 40)
+        assert staged.nbytes == plan.nbytes[index]
+        wanted = expand(staged.pack_tiles, staged.pack_runs)
+        assert np.array_equal(expand(*plan.pack(index)), wanted)
+        wanted = expand(staged.unpack_tiles, staged.unpack_runs)
+        assert np.array_equal(expand(*plan.unpack(index)), wanted)
