@@ -71,6 +71,15 @@ def digest_rows(
     return sums
 
 
+def warm() -> None:
+    """Compiles the kernels, or loads them from disk, so that the first digest does not wait."""
+    cell = np.zeros(1, dtype=np.uint8)
+    tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1)], dtype=TILE_DTYPE)
+    runs = np.array([(0, 0, 0, 0, 1)], dtype=RUN_DTYPE)
+    address = np.array([cell.ctypes.data], dtype=np.int64)
+    digest_rows(address, tiles, runs, np.zeros(1, dtype=np.int64), np.zeros((1, 3), np.int64))
+
+
 @kernel
 def _mixed(state: Any, value: Any) -> Any:
     state = (state ^ value) * _MULTIPLIER

@@ -22,6 +22,7 @@ from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.control.client import ControlClient
 from kvferry.errors import ConfigError
+from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import memory_of, token_digests
 from kvferry.topology.description import RankDescription, RankMemory
 from kvferry.topology.memory import Regions
@@ -67,6 +68,8 @@ class PullWorker(WorkerConnector):
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
         _check_transport_config(extra)
+        if extra.record_digests:
+            warm_digest()
         transports: dict[str, Transport] = {}
         try:
             for name in extra.transports:
