@@ -1,6 +1,7 @@
 """What the README and the docs show works: Python runs, TOML and JSON are valid configuration."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ CLUSTER_FILES = sorted(
     path for path in ROOT.glob("examples/**/*.toml") if path.name != "pyproject.toml"
 )
 
+_FILE_NAME = re.compile(r"\n*# (\w+)\.py\n")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -35,11 +37,26 @@ def pages_with(language: str) -> list:
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
 
 
+def as_file(block: str, folder: Path) -> str | None:
+    """Writes a block whose first line is ``# some_name.py``; returns the module's name."""
+    named = _FILE_NAME.match(block)
+    if named is None:
+        return None
+    (folder / f"{named[1]}.py").write_text(block.lstrip("\n"), encoding="utf-8")
+    return named[1]
+
+
 @pytest.mark.parametrize("page", pages_with("python"))
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     namespace: dict = {"__name__": "__docs__"}
     for block in blocks(page, "python"):
+        module = as_file(block, tmp_path)  # a later block may import it
+        if module is not None:
+            # Set before it is deleted, so that it is gone again when the test ends.
+            monkeypatch.setitem(sys.modules, module, sys)
+            del sys.modules[module]
         exec(compile(block, str(page), "exec"), namespace)
 
 
