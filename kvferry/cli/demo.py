@@ -46,6 +46,8 @@ def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model
     with PartProgress(console) as progress:
         folder = str(convert(config.model, partial(progress, "model")))
     references = _reference(console, folder, config, questions, max_tokens)
+    sequences = [reference.prompt_tokens + max_tokens for reference in references]
+    config = steps.demo_config(model, transport, sequences)
     answers, results = _cluster(console, config, questions, references, max_tokens, out)
 
     _heading(console, "5. What moved")

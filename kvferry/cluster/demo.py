@@ -135,8 +135,19 @@ def load_prompts(folder: Path | None = None) -> list[Prompt]:
     return [Prompt(file.stem, file.read_text(encoding="utf-8").strip()) for file in files]
 
 
-def demo_config(model: str, transport: str) -> ClusterConfig:
-    """Two engines that agree in nothing: TP 3 against PP 2, blocks of 16 against 24, HND, NHD."""
+def demo_config(model: str, transport: str, sequences: Sequence[int] = ()) -> ClusterConfig:
+    """Two engines that agree in nothing: TP 3 against PP 2, blocks of 16 against 24, HND, NHD.
+
+    Args:
+        model: its source.
+        transport: what moves the KV.
+        sequences: tokens of each request, answers included. Every engine has room for all of them
+            and half as much again, as leases may not pin the whole pool.
+    """
+
+    def num_blocks(block_size: int) -> int:
+        return 64 + sum(-(-tokens // block_size) for tokens in sequences) * 3 // 2
+
     extra = {"transport": transport, "record_digests": True}
     connector = {
         "kv_connector": "PullConnector",
@@ -152,7 +163,7 @@ def demo_config(model: str, transport: str) -> ClusterConfig:
                     "tp": 3,
                     "block_size": 16,
                     "layout": "HND",
-                    "num_blocks": 512,
+                    "num_blocks": num_blocks(16),
                     "kv_transfer_config": {**connector, "kv_role": "kv_producer"},
                 }
             ],
@@ -162,7 +173,7 @@ def demo_config(model: str, transport: str) -> ClusterConfig:
                     "pp": 2,
                     "block_size": 24,
                     "layout": "NHD",
-                    "num_blocks": 352,
+                    "num_blocks": num_blocks(24),
                     "kv_transfer_config": {**connector, "kv_role": "kv_consumer"},
                 }
             ],
@@ -182,7 +193,7 @@ def run_reference(
         dtype: as in the cluster.
         prompts: token ids.
         max_tokens: longest answer.
-        advance: told how many of the prompts' and answers' tokens are done.
+        advance: told how many of the prompts' and answers' tokens are computed.
 
     Raises:
         EngineError: a prompt failed.
@@ -194,16 +205,17 @@ def run_reference(
     # One thread, as each rank of the cluster has: several of them wait for each other at every
     # operation, which on a busy machine takes many times as long.
     torch.set_num_threads(1)
-    config = EngineConfig(name="undivided", kv_transfer_config={}, num_blocks=512)
-    answers = [Reference([], [], len(prompt)) for prompt in prompts]
+    blocks = 64 + sum((len(prompt) + max_tokens) // 16 + 1 for prompt in prompts)
+    config = EngineConfig(name="undivided", kv_transfer_config={}, num_blocks=blocks)
+    answers = {str(index): Reference([], [], len(p)) for index, p in enumerate(prompts)}
     total = sum(len(prompt) + max_tokens for prompt in prompts)
     with build_engine(config, folder, dtype=dtype, executor="inprocess", connect=False) as engine:
-        for index, prompt in enumerate(prompts):
-            engine.add_request(str(index), prompt, SamplingParams(max_tokens=max_tokens))
+        for name, prompt in zip(answers, prompts, strict=True):
+            engine.add_request(name, prompt, SamplingParams(max_tokens=max_tokens))
         left = len(prompts)
         while left:
             for output in engine.step():
-                answer = answers[int(output.request_id)]
+                answer = answers[output.request_id]
                 answer.token_ids += output.new_token_ids
                 answer.gaps += output.gaps
                 if output.finish_reason == "error":
@@ -211,7 +223,7 @@ def run_reference(
                 left -= output.finish_reason is not None
             advance(engine.stats().computed_tokens, total)
     advance(total, total)
-    return answers
+    return list(answers.values())
 
 
 async def send_all(

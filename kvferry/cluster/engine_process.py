@@ -4,12 +4,14 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from kvferry.cluster.child import Ready, Reporter
 from kvferry.cluster.engine_server import EngineServer
 from kvferry.cluster.settings import EngineSettings
+from kvferry.config import EngineConfig
 from kvferry.engine.builder import build_engine
+from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import KVFerryError
@@ -36,8 +38,30 @@ def run_engine(
         raise failure
 
 
+@runtime_checkable
+class _ListensForPeers(Protocol):
+    """A connector half with a control channel."""
+
+    @property
+    def port(self) -> int:
+        """TCP port of the control channel."""
+
+
+def _control_address(engine: Engine, config: EngineConfig) -> str | None:
+    """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
+    connector = engine.connector
+    if not isinstance(connector, _ListensForPeers):
+        return None
+    extra = config.transfer_config().kv_connector_extra_config
+    return f"{extra.get('host', '127.0.0.1')}:{connector.port}"
+
+
 async def _run(
-    engine: Any, settings: EngineSettings, listener: socket.socket, report: Reporter, serve: Serve
+    engine: Engine,
+    settings: EngineSettings,
+    listener: socket.socket,
+    report: Reporter,
+    serve: Serve,
 ) -> KVFerryError | None:
     """Serves; returns why the engine ended by itself, if it did."""
     ended = asyncio.Event()
@@ -48,6 +72,7 @@ async def _run(
         loop.call_soon_threadsafe(ended.set)
 
     model = load_model_config(settings.model_folder)
+    control = _control_address(engine, settings.engine)
     engine_loop = EngineLoop.open(engine, on_failure)
     try:
         server = EngineServer(
@@ -56,8 +81,7 @@ async def _run(
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )
-        port = settings.engine.transfer_config().kv_port
-        report.send(Ready(control=f"{settings.host}:{port}" if port else None))
+        report.send(Ready(control=control))
         await serve(server.app(), listener, ended)
     finally:
         await asyncio.to_thread(engine_loop.close)

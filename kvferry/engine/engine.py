@@ -292,6 +292,11 @@ class Engine:
         return list(done.values())
 
     @property
+    def connector(self) -> SchedulerConnector | None:
+        """The connector's half in this process; only the engine's thread may call it."""
+        return self._connector
+
+    @property
     def is_computing(self) -> bool:
         """Whether the last step computed anything; if not, a pause before the next is in order."""
         return self._last_step_tokens > 0

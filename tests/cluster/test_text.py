@@ -1,0 +1,85 @@
+"""Text token by token equals text at once, whatever the bytes and the stop strings."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.cluster.text import TextCodec
+from kvferry.errors import ModelError
+
+EOS = 256
+
+#: Well-formed text, broken bytes, and special tokens between them.
+ANSWERS = st.lists(
+    st.one_of(
+        st.text(max_size=4).map(lambda text: list(text.encode(errors="ignore"))),
+        st.lists(st.integers(0, 255), max_size=3),
+        st.just([EOS]),
+    ),
+    max_size=8,
+).map(lambda parts: [token for part in parts for token in part])
+
+
+def feed(stream, tokens):
+    """Pushes until a stop string is met; the text, and how many tokens were taken."""
+    text = ""
+    for count, token in enumerate(tokens, start=1):
+        text += stream.push(token)
+        if stream.stopped:
+            return text, count
+    return text + stream.finish(), len(tokens)
+
+
+@given(ANSWERS)
+def test_pieces_add_up_to_the_whole(codec, tokens):
+    assert feed(codec.stream(), tokens) == (codec.decode(tokens), len(tokens))
+
+
+@given(st.text(alphabet="ab é", max_size=12), st.lists(st.text("ab é", min_size=1), max_size=3))
+@settings(max_examples=300)
+def test_text_ends_before_the_first_stop_string_to_be_completed(codec, text, stop):
+    tokens = codec.encode(text)
+    # The oracle: the shortest beginning of the text that holds a stop string, cut at the first.
+    expected = text
+    for end in range(len(text) + 1):
+        starts = [text[:end].find(word) for word in stop if word in text[:end]]
+        if starts:
+            expected = text[: min(starts)]
+            break
+
+    assert feed(codec.stream(stop), tokens)[0] == expected
+
+
+@given(st.text(max_size=20))
+def test_nothing_is_shown_that_is_later_taken_back(codec, text):
+    tokens = codec.encode(text)
+    stream = codec.stream(["zzz"])
+    shown = ""
+    for token in tokens:
+        shown += stream.push(token)
+        assert codec.decode(tokens).startswith(shown)
+
+
+def test_text_is_held_back_only_while_it_may_become_a_stop_string(codec):
+    stream = codec.stream(["abc"])
+
+    assert [stream.push(token) for token in b"xaab"] == ["x", "", "a", ""]
+    assert stream.push(ord("d")) == "abd"
+    assert not stream.stopped
+
+
+def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):
+    with pytest.raises(ModelError, match=re.escape(str(tmp_path))):
+        TextCodec.open(tmp_path)
+
+
+def test_a_model_without_a_chat_template_says_so(tmp_path, byte_model):
+    (tmp_path / "tokenizer.json").write_bytes((byte_model / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+
+    with pytest.raises(ValueError, match="no chat template; use /v1/completions"):
+        TextCodec.open(tmp_path).encode_chat([{"role": "user", "content": "x"}])
