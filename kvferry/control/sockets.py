@@ -86,7 +86,7 @@ def configure_curve(target: "zmq.Socket[bytes]", keys: CurveKeys, *, server: boo
             target.setsockopt(zmq.CURVE_SERVERKEY, (keys.server_key or keys.public_key).encode())
     except zmq.ZMQError as error:
         raise ConfigError(
-            f"curve: libzmq refuses a key ({error}); make keys with kvferry.control.make_keys"
+            f"curve: libzmq refuses a key ({error}); make keys with `kvferry keys`"
         ) from error
 
 

@@ -240,25 +240,20 @@ def test_a_rank_that_the_target_does_not_have_is_an_error_and_changes_nothing(se
     assert served.leases.snapshot()[0].target == ""
 
 
-def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answer(serve, describe):
+def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answer(
+    serve, describe, monkeypatch
+):
     served = serve()
     client = target(served, describe)
     good = [served.grant() for _ in range(500)]
-    busy, resume = threading.Event(), threading.Event()
-
-    def hold_up(_):
-        busy.set()
-        resume.wait(WAIT)
-
-    client.status(served.address).add_done_callback(hold_up)  # runs on the client's thread
-    assert busy.wait(WAIT)
-    futures = []
-    for lease_id in good:
-        for asked in (lease_id, f"not-{lease_id}"):
-            futures.append(
-                client.finish(served.address, served.incarnation, asked, rank=0, ok=True)
-            )
-    resume.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(client._thread, "wake", lambda: None)  # it sleeps on
+        futures = [
+            client.finish(served.address, served.incarnation, asked, rank=0, ok=True)
+            for lease_id in good
+            for asked in (lease_id, f"not-{lease_id}")
+        ]
+    client._thread.wake()
     answers = [future.result(WAIT) for future in futures]
     assert answers == [FinishAnswer.HELD, FinishAnswer.REVOKED] * 500
     assert served.server.status().counters["requests.Finishes"] == 1

@@ -117,9 +117,9 @@ def test_a_misspelt_key_name_inside_the_options_is_an_error():
 
 def test_a_key_that_is_no_z85_is_a_config_error_on_both_ends(serve, describe):
     keys = CurveKeys(public_key="~" * 40, secret_key="~" * 40)
-    with pytest.raises(ConfigError, match="make_keys"):
+    with pytest.raises(ConfigError, match="kvferry keys"):
         serve(options=with_keys(keys))
-    with pytest.raises(ConfigError, match="make_keys"):
+    with pytest.raises(ConfigError, match="kvferry keys"):
         fetch_status("127.0.0.1", 1, WAIT, keys)
 
 

@@ -36,7 +36,7 @@ TICKET = Ticket(
     tp=3,
 )
 
-names = st.text(min_size=1, max_size=20).filter(lambda text: text.isprintable())
+names = st.text(min_size=1, max_size=20)
 tickets = st.builds(
     Ticket,
     lease_id=names,
