@@ -384,4 +384,6 @@ def test_status_shows_peers_leases_and_transfers(pair: Pair) -> None:
     assert [lease.request_id for lease in report.leases] == ["waiting for nobody"]
     assert report.leases[0].num_blocks == 2
     assert report.leases[0].remaining_s > 0
-    assert fetch_status("127.0.0.1", port_of(pair.consumer)).transfers == ()
+    report = fetch_status("127.0.0.1", port_of(pair.consumer))
+    assert [peer.engine_id for peer in report.peers] == ["p"]
+    assert report.transfers == ()

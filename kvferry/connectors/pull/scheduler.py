@@ -98,7 +98,10 @@ class PullScheduler(SchedulerConnector):
             options=options,
         )
         client = ControlClient(
-            engine_id=config.engine_id, incarnation=context.incarnation, options=options
+            engine_id=config.engine_id,
+            incarnation=context.incarnation,
+            options=options,
+            peers=server.peers,
         )
         sources = Sources(
             client,
