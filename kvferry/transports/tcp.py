@@ -50,9 +50,9 @@ class TcpExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
     """TCP port of the data endpoint; 0 takes a free one."""
     advertise_host: str = ""
     """Host that peers are told; empty: the one that is listened on."""
-    chunk_bytes: int = 2 << 20
+    chunk_bytes: int = 4 << 20
     """Bytes per message of a read."""
-    window_bytes: int = 8 << 20
+    window_bytes: int = 16 << 20
     """Bytes on their way to one reader at most, per connection and side."""
     io_threads: int = 1
     """ZeroMQ's own threads; one saturates about 4 GB/s."""

@@ -165,6 +165,7 @@ class TcpReader:
         self._handlers: dict[object, Callable[[], object]] = {}
         self._posted: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_lock = threading.Lock()
         self._closing = False
         self._poller.register(self._wake, zmq.POLLIN)
         self._handlers[self._wake] = self._run_posted
@@ -176,10 +177,9 @@ class TcpReader:
     def post(self, task: Callable[[], object]) -> None:
         """Has the reader's thread call ``task``. After ``close`` nothing happens."""
         self._posted.put(task)
-        try:
-            os.eventfd_write(self._wake, 1)
-        except OSError:  # closed meanwhile: the thread has failed every read
-            return
+        with self._wake_lock:  # once closed, the descriptor may be somebody else's
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
 
     def connect(self, endpoint: Endpoint) -> TcpPeer:
         """Begins a connection; returns at once.
@@ -222,7 +222,9 @@ class TcpReader:
         self._closing = True
         self.post(lambda: None)
         self._thread.join()
-        os.close(self._wake)
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
 
     # What follows runs in the reader's thread.
 

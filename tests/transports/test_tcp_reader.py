@@ -281,6 +281,20 @@ def test_another_start_of_a_rank_at_the_same_port_is_not_read_from(local):
         assert "earlier start" in str(transfer.error)
 
 
+def test_what_comes_after_close_is_harmless(server):
+    local = TcpTransport.open(TransportOptions())
+    local.allocate(NBYTES)
+    peer = local.connect(server.endpoint)
+    local.close()
+    peer.close()
+    transfer = local.read(peer, *tables())
+    assert transfer.state is TransferState.FAILED
+    assert local.poll() == [transfer]
+    local.cancel(transfer)
+    with pytest.raises(KVFerryError):
+        local.connect(server.endpoint)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
