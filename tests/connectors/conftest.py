@@ -1,8 +1,70 @@
-"""Fixtures of the connector tests."""
+"""A package outside the tree that offers a connector, as an installed plugin would."""
 
 import socket
+import sys
+from pathlib import Path
 
 import pytest
+
+PLUGIN = """
+import msgspec
+
+from kvferry.connectors import KVConnector, KVConnectorMetadata
+
+
+class Extra(msgspec.Struct):
+    folder: str
+    depth: int = 1
+
+
+class Metadata(KVConnectorMetadata):
+    pass
+
+
+class Outside(KVConnector):
+    ExtraConfig = Extra
+    Metadata = Metadata
+
+    @classmethod
+    def scheduler(cls, context):
+        raise NotImplementedError
+
+    @classmethod
+    def worker(cls, context, rank):
+        raise NotImplementedError
+
+
+class Undeclared(Outside):
+    ExtraConfig = None
+
+
+class WrongMetadata(Outside):
+    Metadata = Extra
+
+
+class NoConnector:
+    pass
+"""
+
+
+@pytest.fixture
+def outside_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module ``outside_plugin`` on the path, its entry points registered; returns its name."""
+    (tmp_path / "outside_plugin.py").write_text(PLUGIN)
+    metadata = tmp_path / "outside_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: outside-plugin\nVersion: 1.0\n"
+    )
+    (metadata / "entry_points.txt").write_text(
+        "[kvferry.connectors]\n"
+        "Outside = outside_plugin:Outside\n"
+        "Misfit = outside_plugin:NoConnector\n"
+        "Gone = outside_plugin_gone:Outside\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "outside_plugin"
+    sys.modules.pop("outside_plugin", None)
 
 
 @pytest.fixture

@@ -192,8 +192,8 @@ class TestExpectedCount:
 
 def record(rank: int) -> TransferRecord:
     return TransferRecord(
-        request_id="a", lease_id="l", rank=rank, peer="p", direction="recv", tokens=1, nbytes=1,
-        copies=1, started=0.0, finished=1.0, ok=True,
+        request_id="a", lease_id="l", rank=rank, peer="p", direction="recv", first_token=0,
+        tokens=1, nbytes=1, copies=1, started=0.0, finished=1.0, ok=True,
     )  # fmt: skip
 
 
