@@ -44,6 +44,9 @@ NBYTES = 1 << 16
 CHUNK = 1 << 13
 
 
+hasty = pytest.mark.parametrize("local", [0.5], indirect=True)
+
+
 class FakeServer:
     """A serving rank that says what a test wants it to."""
 
@@ -88,8 +91,10 @@ def server():
 
 
 @pytest.fixture
-def local():
-    options = TransportOptions(stall_timeout_s=0.5, extra={"chunk_bytes": CHUNK})
+def local(request):
+    """A reading transport; patient, unless ``@hasty``."""
+    stall_timeout_s = getattr(request, "param", 30.0)
+    options = TransportOptions(stall_timeout_s=stall_timeout_s, extra={"chunk_bytes": CHUNK})
     with contextlib.closing(TcpTransport.open(options)) as opened:
         opened.allocate(NBYTES)
         yield opened
@@ -211,6 +216,7 @@ def test_chunks_of_a_cancelled_read_do_not_land(server, local, under_way):
     assert (memory_of(local) == 5).all()
 
 
+@hasty
 def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, local):
     peer = local.connect(server.endpoint)
     transfer = local.read(peer, *tables())
@@ -231,6 +237,7 @@ def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, lo
     assert ended(local, again).state is TransferState.DONE
 
 
+@hasty
 def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     transfer, read = under_way
     for index in range(1, 8):
@@ -239,6 +246,7 @@ def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     assert ended(local, transfer).state is TransferState.DONE
 
 
+@hasty
 def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
     peer = local.connect(server.endpoint)
     transfers = [local.read(peer, *tables()) for _ in range(MAX_READS + 3)]
@@ -255,17 +263,15 @@ def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
 
 def test_a_connection_that_breaks_fails_its_reads_quickly(server, local, under_way):
     transfer, _ = under_way
-    began = time.monotonic()
     server.close()
-    assert isinstance(ended(local, transfer).error, PeerLostError)
-    assert time.monotonic() - began < 0.4  # not by the stall timeout
+    assert isinstance(ended(local, transfer).error, PeerLostError)  # not by the stall timeout
 
 
 def test_a_refused_connection_fails_its_reads_quickly(local):
     with contextlib.closing(FakeServer()) as gone:
         endpoint = gone.endpoint
     transfer = local.read(local.connect(endpoint), *tables())
-    assert isinstance(ended(local, transfer, 0.4).error, PeerLostError)
+    assert isinstance(ended(local, transfer).error, PeerLostError)
 
 
 def test_another_start_of_a_rank_at_the_same_port_is_not_read_from(local):
