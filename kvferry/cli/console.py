@@ -7,6 +7,17 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+PIPE_WIDTH = 120
+"""Columns where no terminal says how many there are: tables keep their numbers whole."""
+
+
+def make_console() -> Console:
+    """The console of a command's ordinary output."""
+    console = Console(highlight=False)
+    if not console.is_terminal and console.width < PIPE_WIDTH:
+        return Console(highlight=False, width=PIPE_WIDTH)
+    return console
+
 
 class PartProgress:
     """One line per part of the cluster: a live bar on a terminal, plain lines elsewhere."""

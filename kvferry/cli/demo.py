@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvferry.cli.console import PartProgress
+from kvferry.cli.console import PartProgress, make_console
 from kvferry.cli.rank_map import engine_pairs, show_pair
 from kvferry.cluster import demo as steps
 from kvferry.cluster.demo import Answer, Prompt, Reference, Result
@@ -35,9 +35,7 @@ def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model
     Raises:
         KVFerryError: it cannot be run.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal and console.width < 120:
-        console = Console(highlight=False, width=120)
+    console = make_console()
     questions = steps.load_prompts(prompts)
     config = steps.demo_config(model, transport)
     out.mkdir(parents=True, exist_ok=True)

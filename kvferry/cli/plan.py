@@ -7,7 +7,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from kvferry.cli.console import PartProgress
+from kvferry.cli.console import PartProgress, make_console
 from kvferry.cli.rank_map import as_json as pairs_as_json
 from kvferry.cli.rank_map import engine_pairs, show_pair
 from kvferry.cluster.model_shape import model_shape
@@ -29,9 +29,6 @@ def plan(file: Path, tokens: int, as_json: bool) -> None:
         document = msgspec.json.encode(pairs_as_json(pairs, tokens))
         typer.echo(msgspec.json.format(document, indent=2).decode())
         return
-    # Cut columns would hide numbers, so that a narrow terminal (or a pipe) gets long lines.
-    console = Console()
-    if console.width < 120:
-        console = Console(width=120)
+    console = make_console()
     for pair in pairs:
         show_pair(pair, tokens, console)

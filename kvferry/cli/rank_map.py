@@ -99,6 +99,8 @@ def show_pair(pair: EnginePair, tokens: int, console: Console) -> None:
         title=f"{pair.decode} reads {tokens} tokens from {pair.prefill}",
         title_justify="left",
     )  # fmt: skip
+    for column in table.columns:
+        column.overflow = "fold"
     for column in table.columns[4:]:
         column.justify = "right"
     previous = None

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvferry.cli.console import PartProgress
+from kvferry.cli.console import PartProgress, make_console
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import load_cluster
 
@@ -19,10 +19,12 @@ def serve(file: Path, logs: Path | None) -> None:
     Raises:
         KVFerryError: it cannot be started.
     """
-    console = Console(highlight=False)
+    console = make_console()
     config = load_cluster(file)
     # A supervisor's SIGTERM ends as Ctrl-C does: by closing everything in order.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # SIGINT too: a shell starts background commands with it ignored.
+        signal.signal(number, signal.default_int_handler)
     with PartProgress(console) as progress:
         cluster = Cluster.open(config, logs=logs, progress=progress)
     with cluster:
@@ -49,6 +51,8 @@ def _watch(cluster: Cluster, console: Console) -> bool:
 
 def _show(cluster: Cluster, console: Console) -> None:
     table = Table("engine", "role", "shape", "block", "layout", "HTTP", "control channel")
+    for column in table.columns:
+        column.overflow = "fold"  # a cut address is of no use
     for engine in cluster.engines:
         config = engine.config
         table.add_row(

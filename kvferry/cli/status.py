@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cli.console import make_console
 from kvferry.cli.units import bytes_text, seconds_text
 from kvferry.config import parse_struct
 from kvferry.control.client import fetch_status
@@ -30,7 +31,7 @@ def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> 
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
-        show(report, Console())
+        show(report, make_console())
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -256,6 +256,19 @@ def test_a_router_port_in_use_is_named(cache, tmp_path):
             Cluster.open(cluster_config(router={"port": port}), logs=tmp_path)
 
 
+def test_a_control_port_in_use_is_named_with_its_engine(cache, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        transfer = {
+            "kv_connector": "PullConnector",
+            "kv_role": "kv_producer",
+            "kv_port": port,
+        }
+        config = cluster_config(prefill={"kv_transfer_config": transfer})
+        with pytest.raises(PortInUseError, match=rf"p0: .*{port}"):
+            Cluster.open(config, logs=tmp_path)
+
+
 def test_a_misspelt_extra_key_is_found_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"'p0'.*did you mean 'transport'"):
         Cluster.open(cluster_config(extra={"transprot": "shm"}), logs=tmp_path)
