@@ -256,6 +256,7 @@ def test_a_router_port_in_use_is_named(cache, tmp_path):
             Cluster.open(cluster_config(router={"port": port}), logs=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_control_port_in_use_is_named_with_its_engine(cache, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
