@@ -3,22 +3,19 @@
 The source's control server runs in a process of its own, as in an engine. Two cases are timed:
 
 ``one by one``
-    64 leases are open and renewed; each rank's Finish is sent when the one before was answered.
+    A rank's Finish is sent when the one before was answered; 64 other leases stay open meanwhile.
 ``all at once``
     64 Finishes are sent back to back; what waits together shares a message.
-
-Run ``python benchmarks/confirm.py [--rounds N] [--json FILE]``.
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from pathlib import Path
+
+import msgspec
 
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import Lease, LeaseTable
@@ -112,48 +109,50 @@ CASES: dict[str, Callable[[ControlClient, str, list[str]], list[float]]] = {
 }
 
 
-def measure(rounds: int = 30) -> dict[str, dict[str, float]]:
-    """Median and 99th percentile in microseconds per case, over ``rounds`` times 64 confirms."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,))
+class ConfirmResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One case."""
+
+    case: str
+    leases: int
+    """In flight."""
+    confirms: int
+    """Round trips that were timed."""
+    median_seconds: float
+    p99_seconds: float
+
+
+def measure(rounds: int = 30) -> list[ConfirmResult]:
+    """Times 64 confirms of each case ``rounds`` times."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
     process.start()
-    address = f"127.0.0.1:{ours.recv()}"
+    theirs.close()  # if it dies, we read its end and do not wait for ever
     seconds: dict[str, list[float]] = {case: [] for case in CASES}
-    with ControlClient(engine_id="target", incarnation="benchmark") as client:
-        client.handshake(address, describe("target")).result()
-        for number in range(rounds + 1):
-            for case, run in CASES.items():
-                ours.send(LEASES)
-                lease_ids = ours.recv()
-                client.renew(address, "benchmark", lease_ids).result()
-                found = run(client, address, lease_ids)
-                if number > 0:  # the first round warms up
-                    seconds[case] += found
-    ours.send(0)
-    process.join()
-    return {
-        case: {
-            "median_us": round(statistics.median(found) * 1e6, 1),
-            "p99_us": round(statistics.quantiles(found, n=100)[98] * 1e6, 1),
-            "confirms": float(len(found)),
-        }
+    try:
+        address = f"127.0.0.1:{ours.recv()}"
+        with ControlClient(engine_id="target", incarnation="benchmark") as client:
+            client.handshake(address, describe("target")).result()
+            for number in range(rounds + 1):
+                for case, run in CASES.items():
+                    ours.send(2 * LEASES)
+                    lease_ids = ours.recv()
+                    client.renew(address, "benchmark", lease_ids).result()
+                    found = run(client, address, lease_ids[:LEASES])
+                    client.release(address, "benchmark", lease_ids[LEASES:]).result()
+                    if number > 0:  # the first round warms up
+                        seconds[case] += found
+        ours.send(0)
+        process.join()
+    finally:
+        process.kill()
+    return [
+        ConfirmResult(
+            case=case,
+            leases=LEASES,
+            confirms=len(found),
+            median_seconds=statistics.median(found),
+            p99_seconds=statistics.quantiles(found, n=100, method="inclusive")[98],
+        )
         for case, found in seconds.items()
-    }
-
-
-def main() -> None:
-    """Prints a table; writes JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30, help="times 64 confirms per case")
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    arguments = parser.parse_args()
-    results = measure(arguments.rounds)
-    print(f"confirm round trip with {LEASES} leases in flight, microseconds")
-    for case, figures in results.items():
-        print(f"  {case:<12} median {figures['median_us']:8.1f}   p99 {figures['p99_us']:8.1f}")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    ]

@@ -1,0 +1,16 @@
+"""The benchmarks: ``make bench``, or ``python -m benchmarks``.
+
+==================  ============================================================
+module              what is in it
+==================  ============================================================
+``cases``           the cache that is moved, the cases, and the check of the data
+``remote``          the processes that play source and reader
+``kvferry_side``    our transports, and the memcpy they are measured against
+``nixl_side``       NIXL, set up as well as we know how
+``transports``      all of them, interleaved round by round
+``binding``         how long ``bind`` takes
+``confirm``         how long a confirm takes
+``figures``         medians, ratios, goals
+``report``, ``plot``  table, JSON, Markdown and picture
+==================  ============================================================
+"""

@@ -1,0 +1,111 @@
+"""``python -m benchmarks``: measures, prints, and writes the results."""
+
+import contextlib
+import enum
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.binding import BindResult, measure_bind
+from benchmarks.cases import CacheShape, WrongDataError, all_cases
+from benchmarks.confirm import ConfirmResult, measure
+from benchmarks.figures import CaseResult
+from benchmarks.machine import describe_machine
+from benchmarks.plot import write_plot
+from benchmarks.report import Results, show, write
+from benchmarks.transports import TransportBenchmark, why_no_nixl
+
+_QUICK = CacheShape(layers=2, kv_heads=2, head_size=32, block_size=16, tokens=320)
+
+
+class Part(enum.StrEnum):
+    """What can be measured."""
+
+    TRANSPORTS = "transports"
+    BIND = "bind"
+    CONFIRM = "confirm"
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures everybody once.")] = 10,
+    only: Annotated[list[Part] | None, typer.Option(help="Measure this alone; repeatable.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    quick: Annotated[bool, typer.Option(help="Tiny cache, two rounds: a test of it all.")] = False,
+    nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
+) -> None:
+    """Compares the transports with NIXL and memcpy; times bind and the confirm."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 180  # the table's; nothing else could say how wide a log file is
+    parts = set(only or Part)
+    machine = describe_machine()
+    skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
+    shape = _QUICK if quick else CacheShape()
+    rounds = 2 if quick else rounds
+    transports: list[CaseResult] = []
+    bind: list[BindResult] = []
+    confirm: list[ConfirmResult] = []
+    # First what takes microseconds, on a machine that has not been warmed up by the rest.
+    if Part.BIND in parts:
+        bind = [measure_bind(tokens, 20 if quick else 200) for tokens in (4096, 32768)]
+    if Part.CONFIRM in parts:
+        confirm = measure(2 if quick else 100)
+    if Part.TRANSPORTS in parts:
+        with _saying(console) as say:
+            try:
+                with TransportBenchmark(
+                    shape, all_cases(), say=say, with_nixl=skipped is None
+                ) as benchmark:
+                    transports = benchmark.run(rounds)
+            except WrongDataError as error:
+                console.print(f"[red]wrong data[/]: {error}", highlight=False)
+                raise typer.Exit(1) from error
+    results = Results(
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        rounds=rounds,
+        machine=machine,
+        shape=shape,
+        nixl_skipped=skipped if transports else None,
+        load_after=round(os.getloadavg()[0], 2),
+        quick=quick,
+        transports=tuple(transports),
+        bind=tuple(bind),
+        confirm=tuple(confirm),
+    )
+    show(results, console)
+    write(results, out)
+    if transports:
+        write_plot(results, out / "transport.png")
+    console.print(f"written to {out}")
+
+
+@contextlib.contextmanager
+def _saying(console: Console) -> Iterator[Callable[[str], object]]:
+    """Shows what is going on: one changing line on a terminal, elsewhere a line each."""
+    if not console.is_terminal:
+        said = ""
+
+        def say(text: str) -> None:
+            nonlocal said
+            # Without the case, which a log need not tell twelve times a round.
+            doing = text.partition(":")[0]
+            if doing != said:
+                said = doing
+                console.print(doing, highlight=False, markup=False)
+
+        yield say
+        return
+    with console.status("") as status:
+        yield status.update
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()

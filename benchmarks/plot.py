@@ -1,0 +1,86 @@
+"""The picture of the transport benchmark."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import CacheShape
+from benchmarks.figures import CaseResult
+from benchmarks.report import Results, case_label, family_gbps
+
+_PANELS = (
+    ("one host", (("memcpy", "memcpy"), ("shm", "kvferry shm"), ("nixl shm", "NIXL shm"))),
+    ("TCP", (("tcp", "kvferry tcp"), ("nixl tcp", "NIXL over UCX TCP"))),
+)
+_COLOURS = {
+    "memcpy": "#9aa0a6",
+    "shm": "#1a73e8",
+    "tcp": "#1a73e8",
+    "nixl shm": "#e8710a",
+    "nixl tcp": "#e8710a",
+}
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """Draws GB/s per case: one row of panels per number of threads. Whiskers: slowest, fastest."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    threads = sorted({result.case.threads for result in results.transports})
+    figure, grid = plt.subplots(
+        len(threads), len(_PANELS), figsize=(13, 3.6 * len(threads)), squeeze=False
+    )
+    for row, count in zip(grid, threads, strict=True):
+        cases = [result for result in results.transports if result.case.threads == count]
+        for axes, (title, families) in zip(row, _PANELS, strict=True):
+            _draw(axes, results.shape, cases, families)
+            axes.set_title(f"{title}, {count} thread{'s' if count > 1 else ''} on both sides")
+    shape = results.shape
+    figure.suptitle(
+        f"{shape.transfer_bytes / 1e6:.0f} MB of KV cache between two processes "
+        f"({results.machine.cpu}, {results.machine.cores} cores, {results.rounds} rounds)"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw(
+    axes: Any,
+    shape: CacheShape,
+    cases: list[CaseResult],
+    families: tuple[tuple[str, str], ...],
+) -> None:
+    width = 0.8 / len(families)
+    for index, (family, label) in enumerate(families):
+        heights = family_gbps(shape, cases, family)
+        places = [
+            number + (index - (len(families) - 1) / 2) * width for number in range(len(cases))
+        ]
+        whiskers = [_whisker(shape, case, family) for case in cases]
+        axes.bar(
+            places,
+            heights,
+            width,
+            label=label,
+            color=_COLOURS[family],
+            yerr=list(zip(*whiskers, strict=True)),
+            error_kw={"elinewidth": 0.8, "ecolor": "#3c4043"},
+        )
+    axes.set_xticks(range(len(cases)), [case_label(case.case) for case in cases], fontsize=7)
+    axes.set_ylabel("GB/s")
+    axes.legend(fontsize=7)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _whisker(shape: CacheShape, case: CaseResult, family: str) -> tuple[float, float]:
+    """How far the slowest and the fastest round lie from the median, in GB/s."""
+    row = case.best(family)
+    if row is None:
+        return 0.0, 0.0
+    seconds = [sample.seconds for sample in row.samples]
+    middle, slowest, fastest = (
+        shape.transfer_bytes / each / 1e9 for each in (row.seconds, max(seconds), min(seconds))
+    )
+    return middle - slowest, fastest - middle
