@@ -195,7 +195,7 @@ def _table(results: Sequence[Result]) -> Table:
         answer = result.answer
         assert answer.finished is not None
         assert answer.first_token is not None
-        rate = f"{result.nbytes / result.transfer_s / 1e9:.2f}" if result.transfer_s else "-"
+        rate = f"{result.nbytes / result.transfer_s / 1e9:.3f}" if result.transfer_s else "-"
         table.add_row(
             result.name,
             str(result.prefill.prompt_tokens),
