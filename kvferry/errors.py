@@ -27,7 +27,8 @@
     │   ├── PeerLostError            the peer is gone
     │   ├── StalledError             no progress for the configured number of seconds
     │   └── CancelledError           we gave it up ourselves
-    └── EngineError                  the reference engine cannot go on with a request or at all
+    └── EngineError                  the reference engine cannot go on
+        ├── RequestError             correct the request; the engine goes on without it
         ├── ModelError               the model folder cannot be used
         └── WorkerDiedError          a rank of the engine is gone
 
@@ -157,7 +158,11 @@ class CancelledError(TransferError):
 
 
 class EngineError(KVFerryError):
-    """The reference engine cannot go on with a request, or at all."""
+    """The reference engine cannot go on."""
+
+
+class RequestError(EngineError):
+    """A request holds values that cannot be served; only it ends."""
 
 
 class ModelError(EngineError):

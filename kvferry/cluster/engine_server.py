@@ -42,7 +42,7 @@ _CLIENT_ERRORS = frozenset(
     {
         "ValueError",
         "TypeError",
-        "EngineError",
+        "RequestError",
         "OutOfBlocksError",
         "TicketError",
         "TicketForgedError",

@@ -7,7 +7,7 @@ import msgspec
 from kvferry.config import LoadFailurePolicy
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import EngineRequest
-from kvferry.errors import EngineError, OutOfBlocksError
+from kvferry.errors import OutOfBlocksError, RequestError
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ def check_request(
         usable_blocks: blocks of the pool, the null block left out.
 
     Raises:
-        EngineError: token ids outside the vocabulary, sampling parameters outside their range.
+        RequestError: token ids outside the vocabulary, sampling parameters outside their range.
         OutOfBlocksError: the prompt exceeds ``max_model_len``, or prompt and answer together
             exceed the whole pool.
     """
@@ -90,7 +90,7 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int | None) -> None:
     tokens: Sequence[object] = token_ids  # the list may have come from a client's JSON
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < end:
-            raise EngineError(f"the prompt holds the token id {token!r}; ids are 0 to {end - 1}")
+            raise RequestError(f"the prompt holds the token id {token!r}; ids are 0 to {end - 1}")
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
@@ -106,4 +106,4 @@ def _check_sampling(sampling: SamplingParams) -> None:
     elif sampling.seed_offset < 0:
         wrong = f"seed_offset: {sampling.seed_offset} is negative"
     if wrong:
-        raise EngineError(wrong)
+        raise RequestError(wrong)

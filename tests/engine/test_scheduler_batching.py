@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.simulated import open_simulated
-from kvferry.errors import EngineError, OutOfBlocksError
+from kvferry.errors import OutOfBlocksError, RequestError
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64
@@ -207,15 +207,15 @@ def test_output_indices_count_what_was_drawn_elsewhere():
     [
         (prompt(64), SamplingParams(), OutOfBlocksError, ("64 tokens", "max_model_len is 64")),
         (prompt(30), SamplingParams(max_tokens=30), OutOfBlocksError, ("59", "15", "has 9")),
-        ([1, 64], SamplingParams(), EngineError, ("token id 64", "0 to 63")),
-        ([1, -1], SamplingParams(), EngineError, ("token id -1",)),
-        ([1, "x"], SamplingParams(), EngineError, ("'x'",)),
-        ([1], SamplingParams(max_tokens=0), EngineError, ("max_tokens: 0",)),
-        ([1], SamplingParams(temperature=-1.0), EngineError, ("temperature: -1.0",)),
-        ([1], SamplingParams(temperature=float("nan")), EngineError, ("temperature: nan",)),
-        ([1], SamplingParams(top_p=0.0), EngineError, ("top_p: 0.0",)),
-        ([1], SamplingParams(top_k=-2), EngineError, ("top_k: -2",)),
-        ([1], SamplingParams(seed_offset=-1), EngineError, ("seed_offset: -1",)),
+        ([1, 64], SamplingParams(), RequestError, ("token id 64", "0 to 63")),
+        ([1, -1], SamplingParams(), RequestError, ("token id -1",)),
+        ([1, "x"], SamplingParams(), RequestError, ("'x'",)),
+        ([1], SamplingParams(max_tokens=0), RequestError, ("max_tokens: 0",)),
+        ([1], SamplingParams(temperature=-1.0), RequestError, ("temperature: -1.0",)),
+        ([1], SamplingParams(temperature=float("nan")), RequestError, ("temperature: nan",)),
+        ([1], SamplingParams(top_p=0.0), RequestError, ("top_p: 0.0",)),
+        ([1], SamplingParams(top_k=-2), RequestError, ("top_k: -2",)),
+        ([1], SamplingParams(seed_offset=-1), RequestError, ("seed_offset: -1",)),
     ],
 )
 def test_what_can_never_end_well_is_refused_with_both_numbers(ids, sampling, error, words):
