@@ -57,10 +57,11 @@ def main(
     if Part.CONFIRM in parts:
         confirm = measure(2 if quick else 100)
     if Part.TRANSPORTS in parts:
+        nixl_threads = () if skipped else (0,) if quick else (0, 2)
         with _saying(console) as say:
             try:
                 with TransportBenchmark(
-                    shape, all_cases(), say=say, with_nixl=skipped is None
+                    shape, all_cases(), say=say, nixl_threads=nixl_threads
                 ) as benchmark:
                     transports = benchmark.run(rounds)
             except WrongDataError as error:

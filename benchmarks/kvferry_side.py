@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cases import LAYOUTS, CacheShape, Case, check_target
+from benchmarks.cases import LAYOUTS, CacheShape, Case, WrongDataError, check_target
 from benchmarks.samples import Sample
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import TransferPlan, plan_transfer
@@ -111,6 +111,10 @@ class KvferryReader:
         """
         if contender in ("shm", "tcp"):
             check_target(self._shape, case, self._target, self._known)
+            return
+        nbytes = self._shape.transfer_bytes
+        if not np.array_equal(self._target[:nbytes], self._segments[0].array[:nbytes]):
+            raise WrongDataError(f"{contender}: source and target differ")
 
     def close(self) -> None:
         """Closes the transports."""

@@ -54,6 +54,12 @@ class Remote:
             self.kill()
             raise
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def call(self, method: str, *arguments: Any) -> Any:
         """Calls a method there and returns what it returned.
 
@@ -70,11 +76,11 @@ class Remote:
 
     def suspend(self) -> None:
         """Stops the process: a peer that polls when idle must not take a core from others."""
-        os.kill(self._pid, signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         """Lets it go on."""
-        os.kill(self._pid, signal.SIGCONT)
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Ends the process at once. Idempotent."""
@@ -96,11 +102,6 @@ class Remote:
         with contextlib.suppress(RemoteError):
             self._ask("close", (), _CLOSE_S)
         self.kill()
-
-    @property
-    def _pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
 
     def _ask(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         try:

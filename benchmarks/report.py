@@ -162,9 +162,9 @@ def _method(results: Results) -> Iterator[str]:
     )
     yield (
         "- Ours is timed from the block tables to the data in place, `bind` included. NIXL's "
-        "descriptors are merged and its request is made before the clock starts; nothing of "
-        "it polls where that would take a core from the copy. Where the layouts differ its figure is the READ "
-        "and then `index_select`, permute and `index_copy_` in torch with as many threads."
+        "descriptors are merged and its request is made before the clock starts, and nothing of it "
+        "polls where that would take a core from the copy. Where the layouts differ its figure is "
+        "the READ and then `index_select`, permute and `index_copy_` in torch with as many threads."
     )
     yield (
         "- `memcpy` is one copy of as many bytes from the mapped shared memory: `memmove` in as "

@@ -97,7 +97,7 @@ class TransportBenchmark:
         cases: Sequence[Case],
         *,
         say: Callable[[str], object],
-        with_nixl: bool,
+        nixl_threads: Sequence[int],
     ) -> None:
         """Starts the processes.
 
@@ -105,7 +105,8 @@ class TransportBenchmark:
             shape: the cache.
             cases: the cases, in the order of the table.
             say: told what is going on.
-            with_nixl: whether NIXL takes part.
+            nixl_threads: each ``num_threads`` that NIXL is set up with; 0 for its own choice. None
+                at all if it does not take part.
         """
         self._shape = shape
         self._cases = list(cases)
@@ -115,8 +116,9 @@ class TransportBenchmark:
         self.stages: list[Stage] = []
         try:
             offer = self._add_kvferry()
-            if with_nixl:
-                self._add_nixl(offer)
+            for num_threads in nixl_threads:
+                for transport in _NIXL_TLS:
+                    self._add_nixl(offer, transport, num_threads)
         except BaseException:
             self._stack.close()
             raise
@@ -180,20 +182,14 @@ class TransportBenchmark:
         self._add(Stage(source, reader, contenders, threads, permutes=False))
         return offer
 
-    def _add_nixl(self, offer: Offer) -> None:
-        for transport, tls in _NIXL_TLS.items():
-            self._add_nixl_stage(f"nixl {transport}", offer, tls, 0, self._threads())
-            if 2 in self._threads():
-                name = f"nixl {transport}, num_threads=2"
-                self._add_nixl_stage(name, offer, tls, 2, (2,))
-
-    def _add_nixl_stage(
-        self, name: str, offer: Offer, tls: str, num_threads: int, threads: tuple[int, ...]
-    ) -> None:
+    def _add_nixl(self, offer: Offer, transport: str, num_threads: int) -> None:
+        """With threads of its own it takes part only where everybody has as many."""
+        name = f"nixl {transport}" + (f", num_threads={num_threads}" if num_threads else "")
+        threads = (num_threads,) if num_threads else self._threads()
+        env = {"UCX_TLS": _NIXL_TLS[transport], "NIXL_LOG_LEVEL": "ERROR"}
         self._say(f"starting {name}")
-        env: Mapping[str, str] = {"UCX_TLS": tls, "NIXL_LOG_LEVEL": "ERROR"}
         source = self._start(
-            f"{name} source", NixlSource, offer, num_threads, tls == _NIXL_TLS["tcp"], env=env
+            f"{name} source", NixlSource, offer, num_threads, transport == "tcp", env=env
         )
         metadata = source.call("metadata")
         reader = self._start(
