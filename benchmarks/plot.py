@@ -8,8 +8,11 @@ from benchmarks.figures import CaseResult
 from benchmarks.report import Results, case_label, family_gbps
 
 _PANELS = (
-    ("one host", (("memcpy", "memcpy"), ("shm", "kvferry shm"), ("nixl shm", "NIXL shm"))),
-    ("TCP", (("tcp", "kvferry tcp"), ("nixl tcp", "NIXL over UCX TCP"))),
+    (
+        "one host",
+        (("memcpy", "memcpy"), ("shm", "kvferry shm"), ("nixl shm", "NIXL shm (+ permute)")),
+    ),
+    ("TCP", (("tcp", "kvferry tcp"), ("nixl tcp", "NIXL over UCX TCP (+ permute)"))),
 )
 _COLOURS = {
     "memcpy": "#9aa0a6",
@@ -70,7 +73,8 @@ def _draw(
         )
     axes.set_xticks(range(len(cases)), [case_label(case.case) for case in cases], fontsize=7)
     axes.set_ylabel("GB/s")
-    axes.legend(fontsize=7)
+    axes.margins(y=0.15)  # room for the legend above the bars
+    axes.legend(fontsize=7, loc="upper center", ncols=len(families), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
