@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
@@ -27,6 +26,7 @@ from kvferry.cluster.settings import (
 )
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.errors import EngineError, KVFerryError
+from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
 
 Progress: TypeAlias = Callable[[str, str, float], None]
@@ -62,7 +62,7 @@ class RunningEngine:
         return f"http://{HOST}:{self.port}"
 
 
-class Cluster:
+class Cluster(Closing):
     """A running cluster. Close it; or use it as a context manager."""
 
     def __init__(self, config: ClusterConfig, logs: Path, progress: Progress) -> None:
@@ -165,17 +165,6 @@ class Cluster:
     def remove_logs(self) -> None:
         """Deletes the logs, once they are of no use any more."""
         shutil.rmtree(self.logs, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # ---- start --------------------------------------------------------------------------------
 

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvferry import errors
 from kvferry.control.calls import Call, CallThread
@@ -39,6 +38,7 @@ from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
 from kvferry.control.sockets import split_address
 from kvferry.errors import CancelledError, IncompatibleError, KVFerryError, ProtocolError
+from kvferry.lifetimes import Closing
 from kvferry.topology.description import EngineDescription
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _Finishing:
         self.future.set_running_or_notify_cancel()
 
 
-class ControlClient:
+class ControlClient(Closing):
     """Speaks for one process of an engine with the control servers of other engines.
 
     An ``address`` is ``host:port``; a :class:`ValueError` says that one is not. Any future may
@@ -211,17 +211,6 @@ class ControlClient:
                 return
             self._closing = True
         self._thread.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _ask(self, address: str, request: Request, read: Callable[[Reply], T]) -> "Future[T]":
         split_address(address)

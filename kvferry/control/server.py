@@ -3,8 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -16,6 +15,7 @@ from kvferry.control.messages import ErrorReply, StatusReport
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
 from kvferry.control.sockets import Wakeup, bind_error, configure, configure_curve, endpoint
+from kvferry.lifetimes import Closing
 from kvferry.topology.description import EngineDescription
 
 _BURST = 64  # messages answered between two looks at whether to stop
@@ -36,7 +36,7 @@ class _AllowedKeys:
         return False
 
 
-class ControlServer:
+class ControlServer(Closing):
     """Answers handshakes, renewals, finishes, releases and status requests of one engine.
 
     It answers as soon as it is open; handshakes are put off until :meth:`set_description`. All
@@ -164,17 +164,6 @@ class ControlServer:
         self._wakeup.set()
         self._thread.join()
         self._wakeup.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()

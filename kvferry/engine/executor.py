@@ -3,10 +3,8 @@
 import logging
 import queue
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -15,6 +13,7 @@ from kvferry.engine.messages import RankOutput, SchedulerOutput
 from kvferry.engine.worker import Worker
 from kvferry.engine.worker_spec import WorkerSpec
 from kvferry.errors import KVFerryError, WorkerDiedError
+from kvferry.lifetimes import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ GRACE_S = 5.0
 CLOSE_S = 20.0
 
 
-class Executor(ABC):
+class Executor(Closing):
     """All ranks of one engine, ready to execute steps. Used from one thread.
 
     A rank that fails a step is dead to the engine: it may have written half of its KV. Steps
@@ -90,17 +89,6 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all ranks. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class InProcessExecutor(Executor):

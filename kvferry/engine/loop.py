@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import EngineError, KVFerryError
+from kvferry.lifetimes import Closing
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _MAX_PAUSE_S = 0.01
 """Longest pause between steps that only wait for leases of ended requests."""
 
 
-class EngineLoop:
+class EngineLoop(Closing):
     """Steps an engine while it has work; requests and questions come from any thread.
 
     Owns the engine and closes it. When the engine cannot go on, every live request is answered
@@ -125,17 +125,6 @@ class EngineLoop:
                 self._inbox.put(lambda: None)
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _post(self, task: Callable[[], None]) -> None:
         # Under the lock, nothing is posted after the thread has emptied the inbox for good.

@@ -14,13 +14,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, TransferError
+from kvferry.lifetimes import Closing
 from kvferry.transports.base import ByteArray, Transport, TransportOptions
 
 
@@ -64,7 +65,7 @@ class _Answer(msgspec.Struct):
     error: str = ""
 
 
-class PeerProcess:
+class PeerProcess(Closing):
     """A child process that serves memory through a transport. A context manager."""
 
     def __init__(self, transport: type[Transport], options: TransportOptions) -> None:
@@ -131,12 +132,6 @@ class PeerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
         self.kill()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _ask(self, command: _Command) -> _Answer:
         assert self._process.stdin is not None

@@ -8,7 +8,7 @@ owns the source memory serves; the reader calls :meth:`Transport.connect` and
 
 import enum
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvferry.errors import KVFerryError
 from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.lifetimes import Closing
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -79,7 +80,7 @@ class TransportOptions:
     """Keys of the transport's ``ExtraConfig``."""
 
 
-class Peer(ABC):
+class Peer(Closing):
     """A connection to one rank that serves memory."""
 
     @abstractmethod
@@ -87,7 +88,7 @@ class Peer(ABC):
         """Drops the connection; transfers still running on it fail with ``PeerLostError``."""
 
 
-class Transport(ABC):
+class Transport(Closing):
     """Moves bytes between regions. Thread-safe; every method but ``close`` is non-blocking."""
 
     name: ClassVar[str]
