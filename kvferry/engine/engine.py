@@ -211,8 +211,12 @@ class Engine:
             raise self._failure
         try:
             self._run_step()
-        except KVFerryError as error:
-            self._failure = error
+        except BaseException as error:
+            # Whatever it was: the ranks may have missed a step, or have an answer to it pending.
+            if isinstance(error, KVFerryError):
+                self._failure = error
+            else:
+                self._failure = EngineError(f"a step was broken off: {error!r}")
             raise
         return self._scheduler.take_news()
 

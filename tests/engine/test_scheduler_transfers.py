@@ -517,6 +517,20 @@ def test_a_token_that_no_rank_drew_is_named_and_ends_the_engine():
             engine.step()
 
 
+def test_a_step_that_was_broken_off_is_not_followed_by_another():
+    engine, executor, _ = opened()
+
+    def interrupted(output):
+        raise KeyboardInterrupt
+
+    executor.execute = interrupted
+    add(engine, "r", prompt(9))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineError, match="KeyboardInterrupt"):  # its ranks missed that step
+        engine.step()
+
+
 def test_parts_that_cannot_be_joined_are_closed():
     class Refusing(ScriptedScheduler):
         def set_worker_handshakes(self, handshakes):
