@@ -15,7 +15,8 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Extra keys of the PullConnector. Times are seconds."""
 
     transport: str | tuple[str, ...] = "shm"
-    """Transports this engine offers, best first; a pair uses the first that both offer."""
+    """Transports this engine offers, best first; a pair uses the first that both offer and that
+    reaches: with ``["shm", "tcp"]``, shared memory on one host and TCP between hosts."""
     transport_config: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     """Transport name → its own extra keys."""
     host: str = "127.0.0.1"

@@ -25,10 +25,12 @@ from kvferry.errors import (
     KVFerryError,
     LeaseRevokedError,
     PeerLostError,
+    TransferError,
 )
+from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.topology import EngineGeometry, check_block_ids
 from kvferry.topology.description import EngineDescription, RankMemory
-from kvferry.transports.base import Transfer, TransferState, Transport
+from kvferry.transports.base import Peer, Transfer, TransferState, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +45,28 @@ Digest = Callable[[Sequence[Sequence[int]], int, int], tuple[int, ...]]
 
 
 @dataclass(slots=True, eq=False)
+class _Read:
+    """The part of a load that comes from one source rank."""
+
+    source_rank: int
+    tiles: Tiles
+    runs: Runs
+    connection: Peer
+    transfer: Transfer
+    repeated: bool = False
+    """Whether it runs over a second connection, as the first was lost."""
+
+
+@dataclass(slots=True, eq=False)
 class RankLoad:
     """One load on this rank, from its start to its result."""
 
     spec: LoadSpec
     started: float
     """Unix seconds."""
-    transfers: list[Transfer] = field(default_factory=list)
-    transport: Transport | None = None
+    reads: list[_Read] = field(default_factory=list)
+    peer: SourcePeer | None = None
+    """Whom it reads from; set before the first read."""
     error: KVFerryError | None = None
     """The first thing that went wrong."""
     token_digests: tuple[int, ...] | None = None
@@ -60,6 +76,11 @@ class RankLoad:
     """Whether the source was told and its answer is awaited."""
     confirms: int = 0
     """How often the source was asked for the confirm."""
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What its reads move; one per source rank and group."""
+        return [read.transfer for read in self.reads]
 
     @property
     def nbytes(self) -> int:
@@ -134,7 +155,8 @@ class Loader:
         self._client = client
         self._digest = digest
         self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._peers: dict[str, SourcePeer | KVFerryError] = {}
+        self._known: dict[str, EngineDescription] = {}
+        self._peers: dict[str, SourcePeer] = {}
         self._loads: dict[str, RankLoad] = {}
         self._ended: list[RankLoad] = []
         self._lock = threading.Lock()
@@ -190,13 +212,14 @@ class Loader:
             for transport in self._transports.values():
                 transport.poll()
             for load in list(self._loads.values()):
-                if not load.confirming and all(t.is_terminal for t in load.transfers):
+                if load.confirming or not all(t.is_terminal for t in load.transfers):
+                    continue
+                if not self._read_again(load):
                     self._confirm(load)
         for load in self._loads.values():
             self._cancel(load)
         for peer in self._peers.values():
-            if isinstance(peer, SourcePeer):
-                peer.close()
+            peer.close()
 
     def _serve_inbox(self) -> bool:
         """Handles every waiting command; sleeps first if there is nothing to watch."""
@@ -222,14 +245,25 @@ class Loader:
             self._cancel(load)
 
     def _meet(self, description: EngineDescription) -> None:
-        known = self._peers.get(description.engine_id)
-        if isinstance(known, SourcePeer):
-            if known.description.incarnation == description.incarnation:
-                return
-            known.close()
-        identity = self._identity
+        engine_id = description.engine_id
+        known = self._known.get(engine_id)
+        if known is not None and known.incarnation != description.incarnation:
+            older = self._peers.pop(engine_id, None)
+            if older is not None:
+                older.close()
+        self._known[engine_id] = description
         try:
-            self._peers[description.engine_id] = SourcePeer.connect(
+            self._connected(description)
+        except Exception as error:
+            # Loads will try again, and say what is wrong.
+            logger.warning("cannot read from engine %s: %s", engine_id, _as_ours(error))
+
+    def _connected(self, description: EngineDescription) -> SourcePeer:
+        """The connections to an engine that was met, made now if there are none."""
+        peer = self._peers.get(description.engine_id)
+        if peer is None:
+            identity = self._identity
+            peer = self._peers[description.engine_id] = SourcePeer.connect(
                 description,
                 rank=identity.rank,
                 engine_id=identity.engine_id,
@@ -237,33 +271,30 @@ class Loader:
                 memory=identity.memory,
                 transports=self._transports,
             )
-        except KVFerryError as error:
-            logger.warning("cannot read from engine %s: %s", description.engine_id, error)
-            self._peers[description.engine_id] = error
+        return peer
 
     def _start(self, spec: LoadSpec) -> None:
         load = RankLoad(spec, started=time.time())
         self._loads[spec.lease_id] = load
         try:
             self._read(load, self._peer(spec))
-        except (KVFerryError, ValueError) as error:
-            # A table that does not fit the plan came in a ticket: the world's fault, not a crash.
-            load.error = error if isinstance(error, KVFerryError) else BlockTableError(str(error))
+        except Exception as error:
+            # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
+            # this load, not of the rank.
+            load.error = _as_ours(error)
             self._cancel(load)
 
     def _peer(self, spec: LoadSpec) -> SourcePeer:
-        peer = self._peers.get(spec.engine_id)
-        if isinstance(peer, KVFerryError):
-            raise peer
-        if peer is None or peer.description.incarnation != spec.incarnation:
+        description = self._known.get(spec.engine_id)
+        if description is None or description.incarnation != spec.incarnation:
             raise PeerLostError(
                 f"engine {spec.engine_id!r} restarted: the lease is from start {spec.incarnation}"
             )
-        return peer
+        return self._connected(description)
 
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
         spec = load.spec
-        load.transport = peer.transport
+        load.peer = peer
         for group, source_blocks, target_blocks in zip(
             peer.groups, spec.source_block_ids, spec.target_block_ids, strict=True
         ):
@@ -273,14 +304,39 @@ class Loader:
             check_block_ids(copies, group.source_num_blocks, group.target_num_blocks)
             for source_rank, tiles in group.tiles.items():
                 connection = peer.connections[source_rank]
-                load.transfers.append(peer.transport.read(connection, tiles, copies.runs))
+                transfer = peer.transport.read(connection, tiles, copies.runs)
+                load.reads.append(_Read(source_rank, tiles, copies.runs, connection, transfer))
+
+    def _read_again(self, load: RankLoad) -> bool:
+        """Repeats, once, the reads that failed because their connection was lost.
+
+        A connection may break at any time, also while nothing is read, and the source be well. If
+        it is not, the second connection fails too. The lease covers both: it is one until the
+        Finish, and the first read is terminal, so that nothing of it can land any more.
+        """
+        lost = [read for read in load.reads if isinstance(read.transfer.error, PeerLostError)]
+        peer = load.peer
+        if load.error is not None or not lost or any(read.repeated for read in lost):
+            return False
+        assert peer is not None  # there are reads
+        if self._peers.get(load.spec.engine_id) is not peer:
+            return False  # we closed it ourselves: the engine was started again
+        try:
+            for read in lost:
+                read.repeated = True
+                read.connection = peer.reconnect(read.source_rank, read.connection)
+                read.transfer = peer.transport.read(read.connection, read.tiles, read.runs)
+        except Exception as error:
+            load.error = _as_ours(error)
+            self._cancel(load)
+        return True
 
     def _cancel(self, load: RankLoad) -> None:
         if load.error is None and not load.confirming:
             load.error = CancelledError(f"request {load.spec.request_id} was aborted")
         for transfer in load.transfers:
-            assert load.transport is not None  # set before the first read
-            load.transport.cancel(transfer)
+            assert load.peer is not None  # set before the first read
+            load.peer.transport.cancel(transfer)
 
     def _confirm(self, load: RankLoad) -> None:
         """All reads are terminal: nothing lands any more. Asks whether they count."""
@@ -326,3 +382,13 @@ class Loader:
         del self._loads[load.spec.lease_id]
         with self._lock:
             self._ended.append(load)
+
+
+def _as_ours(error: Exception) -> KVFerryError:
+    """The error of a load; for a defect of ours, which is logged, one that says so."""
+    if isinstance(error, KVFerryError):
+        return error
+    if isinstance(error, ValueError):
+        return BlockTableError(str(error))  # a table, from a ticket, that does not fit the plan
+    logger.error("a read could not be started", exc_info=error)
+    return TransferError(f"the read could not be started: {error!r}")

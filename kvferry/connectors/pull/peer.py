@@ -1,13 +1,16 @@
 """One source engine as one target rank sees it: plans, lowered tiles, connections."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.errors import ProtocolError
+from kvferry.errors import PeerLostError, ProtocolError
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import EngineGeometry, TransferPlan, plan_transfer
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.transports.base import Peer, Transport
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +33,7 @@ class SourcePeer:
     description: EngineDescription
     transport: Transport
     groups: tuple[GroupPlan, ...]
-    connections: Mapping[int, Peer]
+    connections: dict[int, Peer]
     """Source rank → the connection to it; only ranks that this rank reads from."""
 
     @classmethod
@@ -46,6 +49,9 @@ class SourcePeer:
     ) -> "SourcePeer":
         """Plans every group and connects to every source rank.
 
+        By the best transport that both sides have and that reaches: shared memory, for one, does
+        not reach another host.
+
         Args:
             description: the source engine, already compared with ours.
             rank: this rank.
@@ -58,7 +64,6 @@ class SourcePeer:
             ProtocolError: the source offers none of our transports.
             PeerLostError: a source rank is not there.
         """
-        transport = _common(description, transports)
         plans = []
         for index, (target, ours) in enumerate(zip(groups, memory, strict=True)):
             source = EngineGeometry.from_description(description.groups[index])
@@ -75,16 +80,29 @@ class SourcePeer:
                 )
             )
         ranks = sorted({source_rank for group in plans for source_rank in group.plan.source_ranks})
-        connections: dict[int, Peer] = {}
-        try:
-            for source_rank in ranks:
-                endpoint = description.ranks[source_rank].endpoints[transport.name]
-                connections[source_rank] = transport.connect(endpoint)
-        except BaseException:
-            for connection in connections.values():
-                connection.close()
-            raise
-        return cls(description, transport, tuple(plans), connections)
+        *better, last = _common(description, transports)
+        for transport in better:
+            try:
+                connections = _connect(transport, description, ranks)
+            except PeerLostError as error:
+                logger.info(
+                    "%s does not reach %s: %s", transport.name, description.engine_id, error
+                )
+                continue
+            return cls(description, transport, tuple(plans), connections)
+        return cls(description, last, tuple(plans), _connect(last, description, ranks))
+
+    def reconnect(self, source_rank: int, lost: Peer) -> Peer:
+        """The connection to a source rank, in place of one that was lost.
+
+        Raises:
+            PeerLostError: the source rank is not there.
+        """
+        if self.connections[source_rank] is lost:
+            lost.close()
+            fresh = _connect(self.transport, self.description, [source_rank])
+            self.connections[source_rank] = fresh[source_rank]
+        return self.connections[source_rank]
 
     def close(self) -> None:
         """Drops the connections; reads still running on them fail."""
@@ -92,11 +110,27 @@ class SourcePeer:
             connection.close()
 
 
-def _common(description: EngineDescription, transports: Mapping[str, Transport]) -> Transport:
+def _connect(
+    transport: Transport, description: EngineDescription, ranks: Sequence[int]
+) -> dict[int, Peer]:
+    """Connections to some ranks of a source; to none of them if one cannot be made."""
+    connections: dict[int, Peer] = {}
+    try:
+        for rank in ranks:
+            endpoint = description.ranks[rank].endpoints[transport.name]
+            connections[rank] = transport.connect(endpoint)
+    except BaseException:
+        for connection in connections.values():
+            connection.close()
+        raise
+    return connections
+
+
+def _common(description: EngineDescription, transports: Mapping[str, Transport]) -> list[Transport]:
+    """The transports that every rank of both sides has, best first; never none."""
     offered = set.intersection(*(set(rank.endpoints) for rank in description.ranks))
-    for name, transport in transports.items():
-        if name in offered:
-            return transport
+    if common := [transport for name, transport in transports.items() if name in offered]:
+        return common
     raise ProtocolError(
         f"transport: engine {description.engine_id!r} offers {', '.join(sorted(offered)) or 'none'}"
         f", this one has {', '.join(transports)}; give both sides one in common"
