@@ -136,8 +136,8 @@ class PullScheduler(SchedulerConnector):
         """Checks the ticket of a request that was prefilled elsewhere and goes for its lease.
 
         Raises:
-            TicketError: forged, malformed, used before, or it names an engine that is none of
-                our ``peers``; nobody was contacted.
+            TicketError: forged, malformed, used before, or it names no address, or one that is
+                none of our ``peers``; nobody was contacted.
             ConfigError: this engine is a producer only.
         """
         params = request.kv_transfer_params
@@ -160,6 +160,10 @@ class PullScheduler(SchedulerConnector):
         self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
 
     def _check_ticket(self, ticket: Ticket) -> None:
+        try:
+            split_address(ticket.address)
+        except ValueError as error:
+            raise TicketError(f"ticket: its {error}") from error
         peers = self._extra.peers
         if self._key is None and peers and ticket.address not in peers:
             raise TicketError(
@@ -181,16 +185,17 @@ class PullScheduler(SchedulerConnector):
             KVFerryError: the handshake was refused or the lease could not be had.
         """
         load = self._loads.get(request.request_id)
-        if load is None or load.state is LoadState.LOADING:
+        if load is None:
             return 0, False
+        state = load.state  # read once: the sources' thread may change it between two looks
         # One token must be computed here, for its logits.
         available = min(load.ticket.num_tokens, request.num_tokens - 1) - num_computed_tokens
-        if available <= 0:
+        if state is LoadState.LOADING or available <= 0:
             return 0, False
-        if load.state is LoadState.FAILED:
-            assert load.error is not None  # set with the state
+        if state is LoadState.FAILED:
+            assert load.error is not None  # set before the state
             raise load.error
-        if load.state is LoadState.WAITING:
+        if state is LoadState.WAITING:
             return None, False
         return available, True
 

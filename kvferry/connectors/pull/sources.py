@@ -9,6 +9,7 @@ any of these it may become ``FAILED`` with an error that says why.
 """
 
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.messages import LeaseAnswer
 from kvferry.control.tickets import Ticket
 from kvferry.errors import (
+    EngineError,
     HandshakeNeededError,
     IncompatibleError,
     KVFerryError,
@@ -29,6 +31,8 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Pause after a failed handshake."""
@@ -73,6 +77,11 @@ class Load:
     def address(self) -> str:
         """``host:port`` of the source's control channel."""
         return self.ticket.address
+
+    @property
+    def wants_lease(self) -> bool:
+        """Whether the lease is to be obtained, or to be renewed."""
+        return self.state is not LoadState.FAILED and self.next_renewal != float("inf")
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +130,7 @@ class Sources:
         self._news: list[EngineDescription] = []
         self._wake = threading.Condition()
         self._closed = False
+        self._defect: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-sources", daemon=True)
         self._thread.start()
 
@@ -146,10 +156,13 @@ class Sources:
         return load
 
     def start(self, load: Load, num_tokens: int) -> None:
-        """The ranks begin to read; the lease is renewed until :meth:`drop`."""
+        """The ranks begin to read; the lease is renewed until :meth:`drop`.
+
+        Also where the lease was lost a moment ago: the ranks will be told so by their confirm, and
+        until they have reported, nothing may take the load for one that nobody reads.
+        """
         with self._wake:
-            if load.state is LoadState.READY:
-                load.state = LoadState.LOADING
+            load.state = LoadState.LOADING
             load.num_tokens = num_tokens
 
     def drop(self, load: Load) -> None:
@@ -163,7 +176,13 @@ class Sources:
         self._client.release(load.address, load.ticket.incarnation, [load.lease_id])
 
     def take_news(self) -> list[EngineDescription]:
-        """Sources whose handshake succeeded since the last call."""
+        """Sources whose handshake succeeded since the last call.
+
+        Raises:
+            EngineError: the thread has died of a defect; no lease is obtained or renewed any more.
+        """
+        if self._defect is not None:
+            raise EngineError(f"the thread of sources died: {self._defect!r}") from self._defect
         with self._wake:
             news, self._news = self._news, []
             return news
@@ -178,6 +197,13 @@ class Sources:
     # ---- the background thread ----------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._serve_forever()
+        except BaseException as defect:
+            logger.exception("the thread of sources died")
+            self._defect = defect
+
+    def _serve_forever(self) -> None:
         with self._wake:
             while not self._closed:
                 now = time.monotonic()
@@ -203,8 +229,7 @@ class Sources:
         if source.description is not None and not source.stale:
             return False
         return source.configured or any(
-            load.address == source.address and load.state is LoadState.WAITING
-            for load in self._loads.values()
+            load.address == source.address and load.wants_lease for load in self._loads.values()
         )
 
     def _shake_hands(self, source: Source, ours: EngineDescription, now: float) -> None:
@@ -234,10 +259,8 @@ class Sources:
             self._wake.notify()
 
     def _is_renewable(self, load: Load) -> bool:
-        if load.state is LoadState.FAILED or load.next_renewal == float("inf"):
-            return False
         source = self._sources[load.address]
-        return source.description is not None and not source.stale
+        return load.wants_lease and source.description is not None and not source.stale
 
     def _renew(self, source: Source, now: float) -> None:
         """Sends one Renew for every lease at a source if any of them is due."""
@@ -273,11 +296,14 @@ class Sources:
                 for load in loads:
                     self._answered(load, answers[load.lease_id])
             else:
-                # The lease may live on: ask again soon; the load's deadline bounds it.
+                # The lease may live on: ask again soon, where the source has forgotten us as soon
+                # as it knows us again. The load's deadline bounds it.
                 source.error = _as_ours(error)
-                source.stale |= isinstance(error, HandshakeNeededError)
+                forgotten = isinstance(error, HandshakeNeededError)
+                source.stale |= forgotten
                 for load in loads:
-                    load.next_renewal = time.monotonic() + RETRY_S
+                    if load.wants_lease:
+                        load.next_renewal = time.monotonic() + (0.0 if forgotten else RETRY_S)
             self._wake.notify()
 
     def _answered(self, load: Load, answer: LeaseAnswer) -> None:

@@ -1,0 +1,248 @@
+"""Moments between two steps of the PullConnector at which another thread or host interferes."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+import kvferry.connectors.pull.scheduler as pull_scheduler
+import kvferry.transports.shm as shm
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.sources import LoadState
+from kvferry.control.leases import LeaseTable
+from kvferry.control.tickets import sign, verify
+from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
+from kvferry.testing.connector_conformance import Pair, small_geometry
+from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_request import Stage
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.tcp_wire import decode_endpoint, encode
+
+KEY = "k" * 32
+SOURCE = small_geometry("HND", 4, tp=2)
+TARGET = small_geometry("NHD", 6, pp=2)
+SHORT = {"lease_duration_s": 1.0}
+"""For sources whose leases some test abandons."""
+
+OpenEngine = Callable[..., FakeEngine]
+
+
+@pytest.fixture
+def open_engine() -> Iterator[OpenEngine]:
+    """Opens engines that are closed at the end of the test."""
+    with ExitStack() as stack:
+
+        def open_one(engine_id: str, geometry: EngineGeometry, **extra: Any) -> FakeEngine:
+            config = KVTransferConfig(
+                kv_connector="PullConnector",
+                kv_role="kv_producer" if engine_id.startswith("p") else "kv_consumer",
+                engine_id=engine_id,
+                kv_port=0,
+                kv_connector_extra_config={
+                    "cluster_key": KEY,
+                    "handshake_timeout_s": 2.0,
+                    **extra,
+                },
+            )
+            engine = FakeEngine.open(config, geometry)
+            stack.callback(engine.close)
+            return engine
+
+        yield open_one
+
+
+def served(pair: Pair, request_id: str) -> None:
+    """The pair moves a prompt; every block comes back."""
+    request = pair.decode(pair.prefill(request_id, 21))
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
+# ---- the sources' thread changes a load between two looks of the scheduler ----------------------
+
+
+def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_ranks_have_reported(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = {"offset": 0.0}
+
+    def table(**kwargs: Any) -> LeaseTable:
+        return LeaseTable(**kwargs, clock=lambda: time.monotonic() + clock["offset"])
+
+    monkeypatch.setattr(pull_scheduler, "LeaseTable", table)
+    producer, consumer = open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET)
+    pair = Pair(producer, consumer, 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    allocated: Any = consumer.scheduler.update_state_after_alloc
+
+    def lost_just_before(*args: Any) -> None:
+        clock["offset"] += 1000.0
+        load: Any = consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 5.0
+        while load.state is not LoadState.FAILED:
+            assert time.monotonic() < deadline, "no renewal told that the lease is lost"
+            time.sleep(0.01)
+        monkeypatch.undo()
+        allocated(*args)
+
+    monkeypatch.setattr(consumer.scheduler, "update_state_after_alloc", lost_just_before)
+    pair.run(lambda: request.stage is Stage.LOADING, "the load to start")
+    consumer.abort("r")
+    assert consumer.held, "the blocks are free while the ranks may still write to them"
+    pair.settle()
+
+
+class _ChangingLoad:
+    """A load of which every look at ``state`` sees the next one."""
+
+    def __init__(self, load: Any, states: list[LoadState]) -> None:
+        self._load, self._states = load, states
+        self.error = PeerLostError("the handshake took too long")
+
+    @property
+    def state(self) -> LoadState:
+        return self._states.pop(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load, name)
+
+
+def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(open_engine: OpenEngine) -> None:
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    scheduler: Any = pair.consumer.scheduler
+    load = scheduler._loads["r"]
+    states = [LoadState.WAITING, *[LoadState.FAILED] * 4]
+    scheduler._loads["r"] = _ChangingLoad(load, states)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    with pytest.raises(PeerLostError):
+        scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler._loads["r"] = load
+    pair.finish(request)
+    pair.settle()
+
+
+def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
+    open_engine: OpenEngine,
+) -> None:
+    pair = Pair(open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    load: Any = pair.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
+    deadline = time.monotonic() + 5.0
+    while load.state is not LoadState.READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    pair.producer.scheduler._server.peers.forget("d")  # type: ignore[attr-defined]
+    until = time.monotonic() + 1.5  # the consumer has no blocks for it yet
+    while time.monotonic() < until:
+        pair.producer.step()
+        time.sleep(0.01)
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
+def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_waited_for(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    source = pair.prefill("r", 21)
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(pair.consumer.scheduler._client, "handshake", broken)  # type: ignore[attr-defined]
+    request = pair.decode(source)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        pair.finish(request)
+
+
+# ---- connections that break, and such as cannot be made -----------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transport: str) -> None:
+    producer = open_engine("p", SOURCE, transport=transport, **SHORT)
+    pair = Pair(producer, open_engine("d", TARGET, transport=transport), 20.0)
+    served(pair, "before")
+    for worker in pair.consumer.workers:
+        for connection in worker._loader._peers["p"].connections.values():  # type: ignore[attr-defined]
+            connection.close()
+    served(pair, "after")
+
+
+def test_a_reader_that_had_to_make_room_for_another_comes_back(open_engine: OpenEngine) -> None:
+    tcp = {"transport": "tcp", "transport_config": {"tcp": {"max_readers": 2}}}
+    producer = open_engine("p", SOURCE, **tcp, **SHORT)
+    one, two = open_engine("d1", TARGET, **tcp), open_engine("d2", TARGET, **tcp)
+    for number, consumer in enumerate((one, two, one, two)):
+        served(Pair(producer, consumer, 20.0), f"r{number}")
+
+
+def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_load(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = shm.ShmTransport.connect
+    failures = []
+
+    def fail_once(transport: shm.ShmTransport, endpoint: bytes) -> shm.ShmPeer:
+        if not failures:
+            failures.append(SharedMemoryError("too many open files"))
+            raise failures[0]
+        return connect(transport, endpoint)
+
+    monkeypatch.setattr(shm.ShmTransport, "connect", fail_once)
+    served(Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0), "r")
+    assert failures
+
+
+def test_where_shared_memory_does_not_reach_the_next_transport_is_taken(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = open_engine("p", SOURCE, transport=["shm", "tcp"])
+    monkeypatch.setattr(shm, "_boot_id", lambda: "another host")
+    consumer = open_engine("d", TARGET, transport=["shm", "tcp"])
+    served(Pair(producer, consumer, 20.0), "r")
+
+
+# ---- what comes from elsewhere ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["[", "]", "[]"])
+def test_a_ticket_that_names_no_address_is_refused(open_engine: OpenEngine, host: str) -> None:
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    source = pair.prefill("r", 21)
+    assert source.response_params is not None
+    ticket = verify(source.response_params["ticket"], KEY.encode())
+    forged = sign(msgspec.structs.replace(ticket, host=host), KEY.encode())
+    source.response_params = {**source.response_params, "ticket": forged}
+    with pytest.raises(TicketError, match="host:port"):
+        pair.decode(source)
+    served(pair, "next")
+
+
+def test_an_endpoint_with_impossible_numbers_fails_the_loads_from_its_engine_only(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint = TcpTransport.endpoint
+
+    def boastful(transport: TcpTransport) -> bytes:
+        told = decode_endpoint(endpoint(transport))
+        return encode(msgspec.structs.replace(told, regions=(2**64 - 1,)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TcpTransport, "endpoint", boastful)
+        bad = open_engine("p-bad", SOURCE, transport="tcp", **SHORT)
+    good = open_engine("p-good", SOURCE, transport="tcp", **SHORT)
+    consumer = open_engine("d", TARGET, transport="tcp")
+    request = Pair(bad, consumer, 20.0).decode(Pair(bad, consumer, 20.0).prefill("r", 21))
+    Pair(bad, consumer, 20.0).finish(request)
+    assert request.failed
+    served(Pair(good, consumer, 20.0), "next")
