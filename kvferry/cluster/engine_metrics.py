@@ -114,6 +114,11 @@ class _StatsGauges(Collector):
             "Requests that gave their blocks up",
             value=scheduler.preemptions,
         )
+        yield CounterMetricFamily(
+            "kvferry_engine_failed_loads",
+            "Requests whose KV did not come from outside",
+            value=scheduler.failed_loads,
+        )
         counters = CounterMetricFamily(
             "kvferry_engine_connector", "Counters of the connector", labels=["name"]
         )

@@ -15,6 +15,7 @@ run or are ready gives its blocks up and is computed again, so the oldest always
 loads and of ended requests that are lent out cannot be taken back, but all of them come back.
 """
 
+import logging
 import time
 from bisect import insort
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOut
 from kvferry.engine.request import EngineRequest, RequestStatus
 from kvferry.engine.transfers import NO_MATCH, EndedLoad, KVTransfers, Match
 from kvferry.errors import EngineError, KVFerryError, TransferError
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +53,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the usable blocks that requests hold, 0 to 1."""
     preemptions: int
     """Since the start."""
+    failed_loads: int
+    """Requests whose KV did not come from outside, since the start."""
 
 
 class _Admission(Enum):
@@ -102,6 +107,7 @@ class Scheduler:
         self._news: list[EngineOutput] = []
         self._num_arrived = 0
         self._num_preemptions = 0
+        self._num_failed_loads = 0
 
     # -- requests come and go ---------------------------------------------------------------
 
@@ -162,6 +168,7 @@ class Scheduler:
             usable_blocks=self._usable_blocks,
             usage=self._manager.usage,
             preemptions=self._num_preemptions,
+            failed_loads=self._num_failed_loads,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -231,10 +238,8 @@ class Scheduler:
         try:
             match = self._transfers.match(request, num_local)
         except KVFerryError as error:
-            if self._options.load_failure_policy == "fail":
-                self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+            if self._load_failed(request, error):
                 return _Admission.ADMITTED
-            request.may_load = False
             match = NO_MATCH
         if match is None:
             return _Admission.LATER
@@ -406,18 +411,32 @@ class Scheduler:
                 request.advance(RequestStatus.WAITING)
                 insort(self._ready, request, key=_by_arrival)
             return
-        if self._options.load_failure_policy == "fail":
-            error = TransferError(f"KV could not be loaded: {ended.cause}")
-            self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+        if self._load_failed(request, TransferError(f"KV could not be loaded: {ended.cause}")):
             return
         # The valid prefix has just been cached: the request finds it there when it is admitted
         # again, unless somebody needed the blocks more.
-        request.may_load = False
         if ended.synchronous:
             self._detach(request)
             self._requeue(request, RequestStatus.PREEMPTED)
         else:
             self._requeue(request, RequestStatus.WAITING)
+
+    def _load_failed(self, request: EngineRequest, error: KVFerryError) -> bool:
+        """Applies ``kv_load_failure_policy``; returns whether it ended the request."""
+        self._num_failed_loads += 1
+        policy = self._options.load_failure_policy
+        logger.warning(
+            "request %s: no KV from outside (policy: %s): %s: %s",
+            request.request_id,
+            policy,
+            type(error).__name__,
+            error,
+        )
+        request.may_load = False
+        if policy == "recompute":
+            return False
+        self._end(request, RequestStatus.FINISHED_ERROR, error=error)
+        return True
 
     # -- ends ---------------------------------------------------------------------------------
 

@@ -228,6 +228,20 @@ def test_a_failed_load_leaves_no_prefix_hits_behind():
     assert tokens["next"] == reference_tokens(prompt(18), 5, VOCAB)
 
 
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("script", [{"impossible": True}, {"valid": 0}])
+def test_a_load_that_fails_is_counted_and_logged_with_its_cause(policy, script, caplog):
+    engine, _, _ = opened(policy)
+    add(engine, "r", prompt(18), external=18, **script)
+    with caplog.at_level(logging.WARNING, logger="kvferry.engine"):
+        drain(engine)
+    assert engine.stats().scheduler.failed_loads == 1
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "request r" in line
+    assert policy in line
+    assert "TransferError" in line
+
+
 @pytest.mark.parametrize("ask_later", [0, 3])
 def test_an_impossible_load_ends_the_request_or_is_computed_here(ask_later):
     engine, _, _ = opened("fail")
