@@ -47,7 +47,7 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without renewal after which another target may take a lease over; half of
     ``lease_duration_s`` unless given."""
     max_leased_blocks: int | None = None
-    """KV blocks that leases may pin together; half of the pool unless given."""
+    """KV blocks that leases may pin together; three quarters of the pool unless given."""
     request_timeout_s: float = 5.0
     """Seconds after which a request without an answer counts as lost."""
     heartbeat_s: float = 5.0
@@ -94,7 +94,7 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def leased_blocks_cap(self, num_blocks: int) -> int:
         """Blocks that leases may pin in a pool of ``num_blocks`` (the null block included)."""
-        return num_blocks // 2 if self.max_leased_blocks is None else self.max_leased_blocks
+        return num_blocks * 3 // 4 if self.max_leased_blocks is None else self.max_leased_blocks
 
 
 def make_keys() -> CurveKeys:

@@ -243,7 +243,7 @@ def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(
 
 
 def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, max_leased_fraction=0.1)
+    producer = open_engine("kv_producer", "p", SOURCE, max_leased_blocks=7)
     pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
     assert pair.prefill("fits", 21).response_params is not None
     assert pair.prefill("does not", 21).response_params is None
@@ -343,6 +343,10 @@ def test_a_taken_port_is_named(open_engine: OpenEngine) -> None:
         ({"transport": "carrier-pigeon"}, PluginError, "shm"),
         ({"transport_config": {"tcp": {}}}, ConfigError, "not in transport"),
         ({"transport_config": {"shm": {"chunk_byte": 1}}}, ConfigError, "chunk_bytes"),
+        ({"control_config": {"heartbeats": 1}}, ConfigError, "did you mean 'heartbeat_s'"),
+        ({"control_config": {"curve": None}}, ConfigError, "beside control_config"),
+        ({"control_config": {"takeover_after_s": 90.0}}, ConfigError, "takeover_after_s"),
+        ({"max_leased_blocks": -1}, ConfigError, "max_leased_blocks"),
         ({"cluster_key": "short"}, ConfigError, "at least 16"),
         ({"cluster_key": None, "cluster_key_file": "/nowhere/key"}, ConfigError, "cannot be read"),
         ({"lease_duration_s": 0.0}, ConfigError, "lease_duration_s"),

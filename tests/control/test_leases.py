@@ -64,8 +64,8 @@ def test_blocks_stay_pinned_until_the_lease_is_swept(table):
     assert isinstance(table.grant("next", 1), Lease)
 
 
-def test_the_cap_comes_from_the_options_or_is_half_the_pool():
-    assert LeaseTable.from_options(ControlOptions(), 101).max_blocks == 50
+def test_the_cap_comes_from_the_options_or_is_three_quarters_of_the_pool():
+    assert LeaseTable.from_options(ControlOptions(), 101).max_blocks == 75
     assert LeaseTable.from_options(ControlOptions(max_leased_blocks=7), 101).max_blocks == 7
 
 

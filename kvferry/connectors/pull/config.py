@@ -32,10 +32,13 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """JSON file with the keys that ``kvferry keys`` made; encrypts the control channel."""
     lease_duration_s: float = 30.0
     """How long a lease lives without renewal; renewed every sixth of it."""
-    max_leased_fraction: float = 0.75
-    """Share of the KV blocks that leases may pin; beyond it a prompt is not lent out."""
+    max_leased_blocks: int | None = None
+    """KV blocks that leases may pin, three quarters of the pool unless given; beyond it a prompt
+    is not lent out."""
     request_timeout_s: float = 5.0
     """Wait for the answer to one control message."""
+    control_config: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The other keys of ``ControlOptions``, rarely needed."""
     handshake_timeout_s: float = 30.0
     """Wait of a request for its peer's handshake and for its lease before the load fails."""
     stall_timeout_s: float = 10.0
@@ -54,8 +57,8 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} s is not positive")
-        if not 0 < self.max_leased_fraction <= 1:
-            raise ValueError(f"max_leased_fraction: {self.max_leased_fraction} is not in (0, 1]")
+        if self.max_leased_blocks is not None and self.max_leased_blocks < 0:
+            raise ValueError(f"max_leased_blocks: {self.max_leased_blocks} is negative")
         if self.mover_threads < 1:
             raise ValueError(f"mover_threads: {self.mover_threads} is less than 1")
         if not self.transports:

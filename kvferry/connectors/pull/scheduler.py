@@ -81,7 +81,7 @@ class PullScheduler(SchedulerConnector):
                 "request names; set cluster_key_file in kv_connector_extra_config",
                 config.engine_id,
             )
-        options = control_options(extra, context.num_blocks)
+        options = control_options(extra)
         leases = LeaseTable(
             duration_s=options.lease_duration_s,
             max_blocks=options.leased_blocks_cap(context.num_blocks),
@@ -108,6 +108,7 @@ class PullScheduler(SchedulerConnector):
             addresses=extra.peers,
             renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
             handshake_timeout_s=extra.handshake_timeout_s,
+            note_error=server.note_error,
         )
         return cls(context, extra, leases, server, client, sources)
 

@@ -112,6 +112,7 @@ class Sources:
         addresses: Sequence[str],
         renew_interval: Callable[[Ticket], float],
         handshake_timeout_s: float,
+        note_error: Callable[[str, str], None],
     ) -> None:
         """Starts the thread; handshakes begin with :meth:`describe`.
 
@@ -120,10 +121,12 @@ class Sources:
             addresses: ``host:port`` of the sources to shake hands with at start.
             renew_interval: seconds between two renewals of a ticket's lease.
             handshake_timeout_s: seconds a load may wait for its lease.
+            note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
         """
         self._client = client
         self._renew_interval = renew_interval
         self._handshake_timeout_s = handshake_timeout_s
+        self._note_error = note_error
         self._sources = {address: Source(address, configured=True) for address in addresses}
         self._loads: dict[str, Load] = {}
         self._ours: EngineDescription | None = None
@@ -251,12 +254,20 @@ class Sources:
                 source.description, source.error, source.stale = future.result(), None, False
                 self._news.append(source.description)
             else:
-                source.error = _as_ours(error)
+                self._failed(source, "handshake", _as_ours(error))
                 refused = isinstance(error, IncompatibleError)
                 source.next_attempt = time.monotonic() + (REFUSED_RETRY_S if refused else RETRY_S)
                 if refused:
-                    self._fail_all(source, source.error)
+                    self._fail_all(source, _as_ours(error))
             self._wake.notify()
+
+    def _failed(self, source: Source, what: str, error: KVFerryError) -> None:
+        """Remembers what went wrong with a source; tells of it once, not at every attempt."""
+        if str(error) != str(source.error):
+            text = f"{what} with {source.address}: {type(error).__name__}: {error}"
+            logger.warning("%s", text)
+            self._note_error(what, text)
+        source.error = error
 
     def _is_renewable(self, load: Load) -> bool:
         source = self._sources[load.address]
@@ -298,7 +309,7 @@ class Sources:
             else:
                 # The lease may live on: ask again soon, where the source has forgotten us as soon
                 # as it knows us again. The load's deadline bounds it.
-                source.error = _as_ours(error)
+                self._failed(source, "renewal", _as_ours(error))
                 forgotten = isinstance(error, HandshakeNeededError)
                 source.stale |= forgotten
                 for load in loads:
@@ -340,8 +351,8 @@ class Sources:
             if load.address == source.address and load.state is LoadState.WAITING:
                 self._fail(load, error)
 
-    @staticmethod
-    def _fail(load: Load, error: KVFerryError) -> None:
+    def _fail(self, load: Load, error: KVFerryError) -> None:
+        self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
         load.error = error
         load.state = LoadState.FAILED
 

@@ -81,7 +81,7 @@ class PullWorker(WorkerConnector):
         client = ControlClient(
             engine_id=context.config.engine_id,
             incarnation=context.incarnation,
-            options=control_options(extra, context.num_blocks),
+            options=control_options(extra),
         )
         return cls(context, rank, transports, client)
 
