@@ -115,12 +115,15 @@ class Scheduler:
         """Takes a request in.
 
         Raises:
-            ValueError: its id is that of a live request, or of one whose blocks are lent out.
+            ValueError: its id is that of a live request, or of one whose blocks are lent out, or
+                whose end was not told yet.
             KVFerryError: it is refused: see :func:`~kvferry.engine.admission.check_request`, or
                 the connector cannot use its ``kv_transfer_params``.
         """
         name = request.request_id
-        if name in self._requests or self._transfers.holds(name):
+        # An end that is yet to be told would be taken for that of the new request.
+        untold = any(news.request_id == name for news in self._news)
+        if name in self._requests or self._transfers.holds(name) or untold:
             raise ValueError(f"request_id: {name!r} is in use; ids are unique among live requests")
         check_request(request, self._options, self._block_sizes, self._usable_blocks)
         self._transfers.arrived(request)

@@ -113,6 +113,18 @@ def test_a_refused_request_gets_its_reason_and_harms_nobody(loop):
     assert other.wait().token_ids == reference_tokens([1, 2], 20, VOCAB)
 
 
+def test_an_id_that_comes_again_before_its_abort_was_told_takes_nobodys_place(loop):
+    first = submit(loop, "r", [1, 2, 3], max_tokens=200)
+    eventually(lambda: first.calls)
+    held = threading.Event()
+    loop.call(lambda _: held.wait(WAIT_S))  # so that what follows meets in one pause
+    loop.abort("r")
+    second = submit(loop, "r", [4, 5, 6])
+    held.set()
+    assert first.wait().finish_reason == "abort"
+    assert "in use" in second.wait().error
+
+
 def test_an_abort_reaches_the_listener(loop):
     listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
     loop.abort("r")
