@@ -1,0 +1,310 @@
+"""Two prefill and two decode engines while nearly everything goes wrong; no token may be wrong.
+
+Leases run out under slow reads and parked requests, engines stop and are started again under their
+id, connections break, sources forget their targets, tickets are replayed and given to two engines.
+The toy model reads its tokens back from the cache, so that one wrong cell is a wrong token.
+"""
+
+import random
+import secrets
+import socket
+import time
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+
+import kvferry.layouts.copier as copier
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.registry import connector_context
+from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import FinishAnswer
+from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
+from kvferry.errors import TicketError
+from kvferry.testing.toy_cache import reference_tokens, toy_geometry
+from kvferry.topology.description import ModelFingerprint
+
+VOCAB = 64
+PROMPTS = 50
+TIMEOUT_S = 60.0
+PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
+TOY = ModelFingerprint(
+    name="toy",
+    architecture="toy",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=1,
+    dtype="int64",
+    rope="",
+    config_digest="0" * 64,
+    weights_digest="0" * 64,
+)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Member:
+    """One engine, through all its starts."""
+
+    def __init__(self, name, transport, policy, lease_s, rng):
+        self.name, self.policy, self.rng = name, policy, rng
+        self.num_blocks = rng.randint(24, 50)
+        self.block_size = rng.choice((3, 4, 8) if name in PREFILL else (2, 4, 5))
+        self.world_size = rng.randint(1, 3)
+        self.port = free_port()
+        self.paused_until = 0.0
+        self.extra = {
+            "cluster_key": "k" * 32,
+            "transport": transport,
+            "lease_duration_s": lease_s,
+            "handshake_timeout_s": 1.0,
+            "request_timeout_s": 0.5,
+        }
+        self.start()
+
+    def start(self):
+        config = KVTransferConfig(
+            kv_connector="PullConnector",
+            kv_role="kv_producer" if self.name in PREFILL else "kv_consumer",
+            engine_id=self.name,
+            kv_port=self.port,
+            kv_load_failure_policy=self.policy,
+            kv_connector_extra_config=self.extra,
+        )
+        plugin, context = connector_context(
+            config,
+            incarnation=secrets.token_hex(8),
+            groups=(toy_geometry(self.block_size, self.world_size),),
+            model=TOY,
+            num_blocks=self.num_blocks,
+            world_size=self.world_size,
+        )
+        half = plugin.scheduler(context)
+        workers = [plugin.worker(context, rank) for rank in range(self.world_size)]
+        self.executor = SimulatedExecutor(
+            self.num_blocks, self.block_size, workers=workers, metadata=plugin.Metadata
+        )
+        options = SchedulerOptions(
+            load_failure_policy=self.policy,
+            max_num_batched_tokens=32,
+            max_num_seqs=8,
+            vocab_size=VOCAB,
+        )
+        cache = toy_cache_config(self.num_blocks, self.block_size)
+        self.engine = Engine.open(options, cache, self.executor, half)
+        self.live = {}  # name -> (prompt, first tokens, length of the answer)
+        self.tokens = {}
+
+    def restart(self):
+        self.engine.close()
+        if self.rng.random() < 0.3:
+            self.port = free_port()
+        self.start()
+
+    def add(self, name, prompt, first, length, params):
+        limit = 1 if self.name in PREFILL else length - 1
+        sampling = SamplingParams(max_tokens=limit, seed_offset=len(first))
+        with suppress(TicketError, ValueError):  # replayed, or its id is in use
+            self.engine.add_request(name, prompt + first, sampling, kv_transfer_params=params)
+            self.live[name], self.tokens[name] = (prompt, first, length), []
+
+    def step(self):
+        """Steps unless it is paused; returns what ended, after a look at its tokens."""
+        if time.monotonic() < self.paused_until:
+            return []
+        ended = []
+        for output in self.engine.step():
+            name = output.request_id
+            self.tokens[name] += output.new_token_ids
+            if output.finish_reason is None:
+                continue
+            (prompt, first, length), got = self.live.pop(name), self.tokens.pop(name)
+            expected = reference_tokens(prompt, length, VOCAB)[len(first) :]
+            assert got == expected[: len(got)], (self.name, output)
+            if output.finish_reason == "length":
+                assert len(got) == (1 if self.name in PREFILL else len(expected))
+            ended.append((output, prompt, got, length))
+        return ended
+
+    def check_settled(self):
+        stats = self.engine.stats().scheduler
+        assert stats.free_blocks == stats.usable_blocks
+        assert not self.engine.connector._loads
+        assert not self.engine.connector._sources._loads
+        for worker in self.executor.workers:
+            assert not worker._loader._loads
+
+
+class Chaos:
+    """All four, the requests between them, and what goes wrong."""
+
+    def __init__(self, transport, rng):
+        self.rng = rng
+        self.lease_s = rng.choice([0.1, 0.3, 1.0])
+        policy = rng.choice(["fail", "recompute", "recompute"])
+        self.members = {
+            name: Member(name, transport, policy, self.lease_s, rng) for name in PREFILL + DECODE
+        }
+        self.tickets = []
+        self.sent = 0
+        self.reasons = Counter()
+        self.loaded_tokens = 0
+
+    def run(self):
+        deadline = time.monotonic() + TIMEOUT_S
+        members = list(self.members.values())
+        while self.sent < PROMPTS or any(m.live or m.engine.has_work() for m in members):
+            assert time.monotonic() < deadline, {m.name: m.engine.stats() for m in members}
+            if self.sent < PROMPTS:
+                if self.rng.random() < 0.4:
+                    self.send()
+                if self.rng.random() < 0.08:
+                    self.rng.choice(self.misfortunes)()
+            for member in members:
+                for ended in member.step():
+                    self.hand_over(member, *ended)
+            time.sleep(0.0003)
+        for member in members:
+            member.check_settled()
+
+    def any_of(self, names):
+        return self.members[self.rng.choice(names)]
+
+    def send(self):
+        self.sent += 1
+        length = self.rng.randint(1, 40)
+        prompt = [(7 * j + self.sent % 3) % VOCAB for j in range(length)]
+        if self.rng.random() < 0.7:  # the others share prefixes
+            prompt = [self.rng.randrange(VOCAB) for _ in range(length)]
+        name = self.rng.choice([f"again{self.sent % 7}", f"once{self.sent}"])
+        self.any_of(PREFILL).add(
+            name, prompt, [], self.rng.randint(2, 8), {"do_remote_decode": True}
+        )
+
+    def hand_over(self, member, output, prompt, tokens, length):
+        if member.name in DECODE:
+            self.reasons[output.finish_reason] += 1
+            self.loaded_tokens += output.num_external_tokens
+            return
+        if output.finish_reason != "length":
+            return
+        self.tickets.append((prompt, tokens, length, output.kv_transfer_params))
+        targets = DECODE if self.rng.random() < 0.2 else (self.rng.choice(DECODE),)
+        for target in targets:
+            self.members[target].add(output.request_id, *self.tickets[-1])
+
+    # ---- what goes wrong ----------------------------------------------------------------------
+
+    @property
+    def misfortunes(self):
+        return (
+            *[self.abort] * 6,
+            *[self.pause] * 2,
+            self.restart,
+            self.replay,
+            self.expire,
+            self.expire,
+            self.disconnect,
+            self.forget,
+        )
+
+    def abort(self):
+        member = self.any_of(PREFILL + DECODE)
+        if member.live:
+            member.engine.abort(self.rng.choice(list(member.live)))
+
+    def pause(self):
+        until = time.monotonic() + 2 * self.lease_s * self.rng.random()
+        self.any_of(PREFILL + DECODE).paused_until = until
+
+    def restart(self):
+        if self.rng.random() < 0.3:
+            self.any_of(PREFILL + DECODE).restart()
+
+    def replay(self):
+        if self.tickets:
+            name = f"replay{secrets.token_hex(4)}"
+            self.any_of(DECODE).add(name, *self.rng.choice(self.tickets))
+
+    def expire(self):
+        leases = self.any_of(PREFILL).engine.connector._leases
+        clock, jump = leases._clock, 1.1 * self.lease_s
+        leases._clock = lambda: clock() + jump
+
+    def disconnect(self):
+        worker = self.rng.choice(self.any_of(DECODE).executor.workers)
+        for peer in list(worker._loader._peers.values()):
+            for connection in list(peer.connections.values()):
+                connection.close()
+
+    def forget(self):
+        server = self.any_of(PREFILL).engine.connector._server
+        server.peers.forget(self.rng.choice(DECODE))
+
+    def close(self):
+        for member in self.members.values():
+            member.engine.close()
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """Makes every other copy take its time."""
+
+    def slow_down(longest_s, rng):
+        copy = copier.kernels.copy_table
+
+        def copy_slowly(*args):
+            if longest_s and rng.random() < 0.5:
+                time.sleep(longest_s * rng.random())
+            return copy(*args)
+
+        monkeypatch.setattr(copier.kernels, "copy_table", copy_slowly)
+
+    return slow_down
+
+
+def live_through(seed, transport, slow_copies):
+    rng = random.Random(seed)
+    slow_copies(rng.choice([0, 0.02, 0.2]), random.Random(seed))
+    chaos = Chaos(transport, rng)
+    try:
+        chaos.run()
+    finally:
+        chaos.close()
+    return chaos
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 3)) for n in range(20)]
+)
+def test_whatever_goes_wrong_no_token_is_wrong_and_every_block_comes_back(
+    seed, transport, slow_copies
+):
+    chaos = live_through(seed, transport, slow_copies)
+    assert chaos.reasons["length"] >= PROMPTS / 4
+    assert chaos.loaded_tokens > 0
+
+
+def test_a_source_that_confirms_whatever_was_read_is_found_out(slow_copies, monkeypatch):
+    finish = LeaseTable.finish
+
+    def credulous(*args, **kwargs):
+        finish(*args, **kwargs)
+        return FinishAnswer.HELD
+
+    monkeypatch.setattr(LeaseTable, "finish", credulous)
+
+    def forty_lives():
+        for seed in range(40):
+            live_through(seed, "shm", slow_copies)
+
+    with pytest.raises(AssertionError, match=r"\('d[01]', EngineOutput"):
+        forty_lives()
