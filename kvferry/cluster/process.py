@@ -1,5 +1,6 @@
 """One process that the launcher started: its events, its log, its end."""
 
+import logging
 import os
 import queue
 import signal
@@ -17,6 +18,8 @@ import msgspec
 from kvferry import errors
 from kvferry.cluster.child import Event, Failed
 from kvferry.errors import KVFerryError, WorkerDiedError
+
+logger = logging.getLogger(__name__)
 
 TERM_GRACE_S = 15.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -163,6 +166,7 @@ class ChildProcess:
             if isinstance(event, Failed):
                 self.failure = event
             news.put(News(self, event))
+        # Here after the pipe has ended, whatever was in it.
         self.exit_code = self._process.wait()
         self._ended.set()
         news.put(News(self, None))
@@ -185,7 +189,10 @@ class ChildProcess:
     def _events(self) -> Iterator[Event]:
         with os.fdopen(self._status_fd, "rb") as pipe:
             for line in pipe:
-                yield _decoder.decode(line)
+                try:
+                    yield _decoder.decode(line)
+                except msgspec.DecodeError:  # cut off: it died in the middle of a report
+                    logger.warning("%s: a report that does not decode: %.200r", self.name, line)
 
 
 def describe_exit(code: int | None) -> str:

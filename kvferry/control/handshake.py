@@ -22,6 +22,8 @@ MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
 MAX_GROUPS = 64
 """KV cache groups of the largest engine that is accepted."""
+MAX_LAYERS = 4096
+"""Layers of the deepest model that is accepted."""
 MAX_NAME_CHARS = 256
 """Characters of the longest engine id or incarnation."""
 MAX_ERROR_CHARS = 1000
@@ -103,6 +105,10 @@ def _geometries(description: EngineDescription) -> list[EngineGeometry]:
             raise ValueError(
                 f"group {number}: tp * pp * pcp = {group.tp} * {group.pp} * {group.pcp} makes "
                 f"{world_size} ranks, {ranks} are described"
+            )
+        if group.num_layers > MAX_LAYERS:  # each gets a name, which takes time
+            raise ValueError(
+                f"group {number}: num_layers: {group.num_layers}, allowed are {MAX_LAYERS}"
             )
         try:
             geometries.append(EngineGeometry.from_description(group))

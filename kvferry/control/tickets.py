@@ -13,7 +13,9 @@ import base64
 import hashlib
 import hmac
 import threading
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -56,6 +58,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The source's whole block tables, one per KV cache group."""
     lease_duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     """Seconds that the lease lives without being renewed."""
+    prompt_digest: str = ""
+    """:func:`prompt_digest` of the tokens whose KV this is, so that a router that mixes two
+    tickets up is found out; empty where the source does not say."""
     tp: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Tensor-parallel ranks of the source; for information."""
     pp: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -65,6 +70,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def address(self) -> str:
         """``host:port`` of the source's control channel."""
         return f"{self.host}:{self.port}"
+
+
+def prompt_digest(token_ids: Iterable[int]) -> str:
+    """SHA-256 (hex) of a sequence of token ids.
+
+    >>> prompt_digest([1, 2]) == prompt_digest((1, 2)) != prompt_digest([12])
+    True
+    """
+    return hashlib.sha256(array("q", token_ids).tobytes()).hexdigest()
 
 
 class _Header(msgspec.Struct):

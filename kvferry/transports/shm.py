@@ -7,6 +7,7 @@ one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm
 
 import logging
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,9 @@ VERSION = 1
 
 _PREFAULT_BYTES = 8 << 20
 """Bytes of a peer's segment whose page tables are filled at a time, about half a millisecond."""
+
+_DEAD_PEERS_S = 1.0
+"""Seconds between two looks for peers that have died."""
 
 
 class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -178,6 +182,7 @@ class ShmTransport(Transport):
         self._ledger = Ledger()
         self._pool = MoverPool("shm", options.threads)
         self._closed = False
+        self._next_look = 0.0
 
     @classmethod
     def open(cls, options: TransportOptions) -> "ShmTransport":
@@ -239,8 +244,8 @@ class ShmTransport(Transport):
             raise
         sizes = tuple(shared.nbytes if shared.segment else 0 for shared in described.regions)
         peer = ShmPeer(segments, sizes)
+        self._drop_dead_peers()
         with self._lock:
-            self._peers = [known for known in self._peers if not known.closed]
             self._peers.append(peer)
         self._prefault(peer)
         return peer
@@ -273,8 +278,21 @@ class ShmTransport(Transport):
         return transfer
 
     def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`."""
+        """See :meth:`Transport.poll`. Now and then it lets go of what dead peers have left."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _DEAD_PEERS_S
+            self._drop_dead_peers()
         return self._ledger.poll()
+
+    def _drop_dead_peers(self) -> None:
+        """A mapping keeps a dead owner's memory in use, which its next start may need."""
+        with self._lock:
+            self._peers = [peer for peer in self._peers if not peer.closed]
+            peers = list(self._peers)
+        for peer in peers:
+            if peer.error() is not None:
+                peer.close()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""

@@ -308,7 +308,10 @@ class TcpReader:
                     f"the tables of this read take {size} bytes, one request {MAX_REQUEST_BYTES}; "
                     "read in several parts"
                 )
-        except KVFerryError as error:
+        except Exception as error:  # of ours or a bug of ours: this read ends, the others go on
+            if not isinstance(error, KVFerryError):
+                logger.exception("a read cannot be planned")
+                error = TransferError(f"the read cannot be planned: {error!r}")
             read.landing.fail(error)
             return
         read.plan, read.number = plan, peer.next_number

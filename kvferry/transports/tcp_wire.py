@@ -31,6 +31,8 @@ MAX_REQUEST_BYTES = 32 << 20
 """Largest message to a server; a longer one ends the connection."""
 MAX_CHUNK_BYTES = 256 << 20
 """Largest chunk that a reader may ask for."""
+MAX_REGION_BYTES = 1 << 60
+"""Largest region that an endpoint may name, so that its addresses fit 64 bits."""
 
 #: The source half of :data:`~kvferry.layouts.tiles.TILE_DTYPE`, little-endian.
 SOURCE_TILE_DTYPE = np.dtype(
@@ -182,8 +184,11 @@ def decode_endpoint(data: bytes) -> Endpoint:
         )
     if not 0 < endpoint.port < 65536 or not endpoint.host or not endpoint.host.isprintable():
         raise DecodeError(f"endpoint: {endpoint.host[:80]!r}:{endpoint.port} is no address")
-    if any(size < 0 for size in endpoint.regions):
-        raise DecodeError(f"endpoint: a region of negative size among {endpoint.regions[:20]}")
+    if not all(0 <= size <= MAX_REGION_BYTES for size in endpoint.regions):
+        raise DecodeError(
+            f"endpoint: regions of {endpoint.regions[:20]} bytes, allowed are 0 to "
+            f"{MAX_REGION_BYTES}"
+        )
     return endpoint
 
 

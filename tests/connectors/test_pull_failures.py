@@ -131,10 +131,22 @@ def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
 
 def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     source = pair.prefill("r", 21)
-    pair.finish(pair.decode(source))
+    first = pair.decode(source)
+    pair.finish(first)
     with pytest.raises(TicketExpiredError, match="was used"):
-        pair.consumer.add("thief", range(22), source.response_params)
+        pair.consumer.add("thief", first.prompt_token_ids, source.response_params)
     pair.settle()
+
+
+def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
+    sources = [pair.prefill("one", 21), pair.prefill("two", 21)]
+    sources[0].response_params, sources[1].response_params = (
+        sources[1].response_params,
+        sources[0].response_params,
+    )
+    with pytest.raises(TicketError, match="begins with other tokens"):
+        pair.decode(sources[0])
+    served(pair, "next")
 
 
 def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -> None:

@@ -59,6 +59,7 @@ def test_cross_layer_memory_may_be_described_as_one_view_per_layer(describe):
 TENSOR = ["ranks", 1, "memory", 0, "tensors", 2]
 
 WRONG = {
+    "a million layers": (["groups", 0, "num_layers"], 1 << 20, "allowed are 4096"),
     "an empty engine id": (["engine_id"], "", "engine_id: 0 characters"),
     "an endless engine id": (["engine_id"], "x" * 300, "engine_id: 300 characters"),
     "an empty incarnation": (["incarnation"], "", "incarnation: 0"),

@@ -378,7 +378,7 @@ class FreesAtRelease(LeaseTable):
 def test_the_law_fails_for(mutation, describe):
     with pytest.raises(AssertionError):
         # Finding the failure is enough; shrinking it costs most of the time.
-        play(mutation, describe, examples=1000, phases=(Phase.generate,))
+        play(mutation, describe, examples=3000, phases=(Phase.generate,))
 
 
 @pytest.mark.parametrize("drift", [0.7, 1.0, 1.3])

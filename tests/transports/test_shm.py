@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -261,3 +262,17 @@ def test_a_wrong_extra_key_is_named():
         ShmTransport.open(TransportOptions(extra={"chunk_byte": 1}))
     with pytest.raises(ConfigError, match="less than 4096"):
         ShmTransport.open(TransportOptions(extra={"chunk_bytes": 1}))
+
+
+def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(transport):
+    with PeerProcess(ShmTransport, TransportOptions()) as other:
+        other.allocate(1 << 20, 0)
+        (name,) = segments_of(other.pid)
+        transport.connect(other.endpoint())
+        assert name in Path("/proc/self/maps").read_text()
+        other.kill()
+        deadline = time.monotonic() + 10
+        while name in Path("/proc/self/maps").read_text():
+            assert time.monotonic() < deadline, "the mapping of a dead peer is kept"
+            transport.poll()
+            time.sleep(0.05)

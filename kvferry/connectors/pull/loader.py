@@ -39,6 +39,8 @@ CONFIRM_ATTEMPTS = 3
 
 POLL_S = 0.0003
 """Pause between two looks at running reads."""
+IDLE_S = 1.0
+"""Pause of an idle loader; transports let go of dead peers when they are polled."""
 
 Digest = Callable[[Sequence[Sequence[int]], int, int], tuple[int, ...]]
 """Block tables, first token, end of the tokens → digest of this rank's cells per token."""
@@ -225,7 +227,7 @@ class Loader:
         """Handles every waiting command; sleeps first if there is nothing to watch."""
         reading = any(not load.confirming for load in self._loads.values())
         try:
-            command = self._inbox.get(timeout=POLL_S if reading else None)
+            command = self._inbox.get(timeout=POLL_S if reading else IDLE_S)
             while True:
                 if command is None:
                     return False

@@ -24,7 +24,7 @@ from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.sockets import split_address
-from kvferry.control.tickets import SeenTickets, Ticket, sign, verify
+from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, sign, verify
 from kvferry.errors import ConfigError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription
 
@@ -157,6 +157,7 @@ class PullScheduler(SchedulerConnector):
             )
         ticket = verify(text, self._key)
         self._check_ticket(ticket)
+        _check_prompt(ticket, request)
         self._seen.claim(ticket.lease_id, request.request_id)
         self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
 
@@ -297,6 +298,7 @@ class PullScheduler(SchedulerConnector):
                 request_id=request.request_id,
                 num_tokens=num_tokens,
                 block_ids=tables,
+                prompt_digest=prompt_digest(request.prompt_token_ids[:num_tokens]),
                 lease_duration_s=lease.duration_s,
                 tp=parallel.tp,
                 pp=parallel.pp,
@@ -380,3 +382,18 @@ class PullScheduler(SchedulerConnector):
         self._sources.close()
         self._client.close()
         self._server.close()
+
+
+def _check_prompt(ticket: Ticket, request: RequestView) -> None:
+    """Refuses KV of other tokens than this request's: the signature cannot tell.
+
+    Raises:
+        TicketError: the request's prompt does not begin with the tokens of the ticket.
+    """
+    own = prompt_digest(request.prompt_token_ids[: ticket.num_tokens])
+    if ticket.prompt_digest and own != ticket.prompt_digest:
+        raise TicketError(
+            f"ticket: it is for the prompt of request {ticket.request_id!r}, and request "
+            f"{request.request_id!r} begins with other tokens; forward each response's "
+            "kv_transfer_params with its own prompt"
+        )
