@@ -11,7 +11,8 @@ from kvferry.config import EngineConfig, KVTransferConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Completion
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.weights import TinyConfig, prepare_model
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
 
 HERE = Path(__file__).parent

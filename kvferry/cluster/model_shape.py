@@ -4,14 +4,8 @@ from pathlib import Path
 
 from kvferry.config import ModelConfig
 from kvferry.engine.model_config import LlamaConfig, parse_config
-from kvferry.engine.weights import (
-    CONFIG_FILE,
-    Progress,
-    TinyConfig,
-    load_model_config,
-    prepare_model,
-    read_json,
-)
+from kvferry.engine.weights import load_model_config, prepare_model
+from kvferry.engine.weights_folder import CONFIG_FILE, Progress, TinyConfig, read_json
 
 
 def convert(model: ModelConfig, progress: Progress) -> Path:

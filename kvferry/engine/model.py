@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from kvferry.engine.attention import PagedKVCache, StepBatch, attend, write_kv
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.model_config import LlamaConfig, RopeParameters
-from kvferry.engine.weights import WEIGHTS_FILE
+from kvferry.engine.weights_folder import WEIGHTS_FILE
 from kvferry.errors import ModelError
 from kvferry.topology.geometry import EngineGeometry
 

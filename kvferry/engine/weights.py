@@ -9,14 +9,21 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvferry.engine.model_config import LlamaConfig, parse_config
+from kvferry.engine.weights_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Progress,
+    TinyConfig,
+    read_json,
+)
 from kvferry.errors import ModelError
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import dtype_name
@@ -24,35 +31,10 @@ from kvferry.topology.geometry import dtype_name
 if TYPE_CHECKING:
     from kvferry.engine.weights_sources import ModelSource
 
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 DIGESTS_FILE = "digests.json"
 
 #: Part of every folder's key: raise it when the same source is to be converted anew.
 _FORMAT = 1
-
-Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is being done now, and the fraction (0 to 1) of the whole that is done."""
-
-
-class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A small random Llama for tests: large enough to choose tokens, small enough to be instant.
-
-    The same values give the same weights on every machine. Weights are float64; a rank rounds
-    them to its own dtype.
-    """
-
-    seed: int = 0
-    num_layers: int = 4
-    num_heads: int = 6
-    num_kv_heads: int = 3
-    head_size: int = 16
-    hidden_size: int = 96
-    intermediate_size: int = 130
-    vocab_size: int = 320
-    rope_theta: float = 10000.0
-    tie_word_embeddings: bool = False
-    max_position_embeddings: int = 8192
 
 
 class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,20 +131,6 @@ def fingerprint(folder: str | Path, dtype: str) -> ModelFingerprint:
         config_digest=digests.config_digest,
         weights_digest=digests.weights_digest,
     )
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a model folder.
-
-    Raises:
-        ModelError: the file is missing or holds something else.
-    """
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def _load_digests(folder: Path) -> FolderDigests:

@@ -17,7 +17,13 @@ from safetensors.torch import save_file
 
 from kvferry.engine.model_config import LlamaConfig, RopeParameters, parse_config
 from kvferry.engine.tiny_tokenizer import write_tiny_tokenizer
-from kvferry.engine.weights import CONFIG_FILE, WEIGHTS_FILE, Progress, TinyConfig, read_json
+from kvferry.engine.weights_folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    Progress,
+    TinyConfig,
+    read_json,
+)
 from kvferry.errors import ModelError
 
 #: Files that make up a tokenizer, in any of its forms.

@@ -6,7 +6,8 @@ import torch
 
 from kvferry.config import KVTransferConfig
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
-from kvferry.engine.weights import TinyConfig, load_model_config, prepare_model
+from kvferry.engine.weights import load_model_config, prepare_model
+from kvferry.engine.weights_folder import TinyConfig
 from kvferry.engine.worker_spec import WorkerSpec
 from kvferry.topology.geometry import ParallelShape
 

@@ -16,7 +16,8 @@ from kvferry.connectors.records import digest_mismatch
 from kvferry.engine.builder import ExecutorKind, build_engine
 from kvferry.engine.engine import Completion, Engine
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.weights import TinyConfig, prepare_model
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig
 
 NUM_BLOCKS = 96
 TIMEOUT_S = 60.0
