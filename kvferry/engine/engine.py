@@ -5,8 +5,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import msgspec
 
@@ -24,6 +23,7 @@ from kvferry.engine.messages import (
 from kvferry.engine.request import EngineRequest
 from kvferry.engine.scheduler import Scheduler, SchedulerStats
 from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
+from kvferry.lifetimes import Closing
 
 IDLE_SLEEP_S = 0.001
 """Pause after a step that computed nothing, while loads or leases are pending."""
@@ -104,7 +104,7 @@ class Completion:
             self.timings = output.timings
 
 
-class Engine:
+class Engine(Closing):
     """One engine: requests in, tokens out, a step at a time. One thread owns it.
 
     When the engine cannot go on, because a rank is dead for example, ``step`` raises why, as does
@@ -331,17 +331,6 @@ class Engine:
         if self._failure is None:
             self._failure = EngineError("the engine is closed")
         _close(self._connector, self._executor)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _close(connector: SchedulerConnector | None, executor: StepExecutor) -> None:

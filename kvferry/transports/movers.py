@@ -6,35 +6,74 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvferry.errors import KVFerryError, TransferError
+from kvferry.errors import CancelledError, KVFerryError, TransferError
 from kvferry.transports.base import Transfer, TransferState, Waitable
 
 logger = logging.getLogger(__name__)
 
 
 class Ledger:
-    """The transfers of one transport that ended and were not polled yet. Thread-safe."""
+    """The transfers of one transport: those under way, and those that ended and were not polled.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._running: dict[Transfer, Landing] = {}
         self._ended: list[Transfer] = []
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def enter(self, landing: "Landing") -> bool:
+        """Takes a transfer in; false, and the transfer has failed, if the transport is closed."""
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._running[landing.transfer] = landing
+        if closed:
+            landing.fail(TransferError("the transport is closed"))
+        return not closed
 
     def finish(self, transfer: Transfer, state: TransferState, error: KVFerryError | None) -> bool:
         """Makes ``transfer`` terminal; false if it was already."""
         with self._lock:
             if transfer.is_terminal:
                 return False
+            self._running.pop(transfer, None)
             transfer.error = error
             transfer.finished = time.monotonic()
             transfer.state = state  # last: whoever sees it sees the rest
             self._ended.append(transfer)
             return True
 
+    def cancel(self, transfer: Transfer) -> None:
+        """Stops a transfer if it is under way; terminal once the chunks under way have landed."""
+        with self._lock:
+            landing = self._running.get(transfer)
+        if landing is not None:
+            landing.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+
     def poll(self) -> list[Transfer]:
         """Transfers that ended since the last call, each once."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
+
+    def close(self) -> bool:
+        """Fails what is under way and lets nothing in any more; false if that was done before."""
+        with self._lock:
+            if self._closed:
+                return False
+            self._closed = True
+            landings = list(self._running.values())
+        for landing in landings:
+            landing.fail(TransferError("the transport was closed"))
+        return True
 
 
 class Landing:

@@ -15,7 +15,6 @@ import numpy as np
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
-    CancelledError,
     DecodeError,
     KVFerryError,
     PeerLostError,
@@ -28,7 +27,6 @@ from kvferry.transports.base import (
     ByteArray,
     Peer,
     Transfer,
-    TransferState,
     Transport,
     TransportOptions,
     Waitable,
@@ -177,11 +175,9 @@ class ShmTransport(Transport):
         self._shared: list[SharedRegion] = []
         self._segments: list[OwnedSegment] = []
         self._peers: list[ShmPeer] = []
-        self._landings: dict[Transfer, Landing] = {}
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._pool = MoverPool("shm", options.threads)
-        self._closed = False
         self._next_look = 0.0
 
     @classmethod
@@ -262,12 +258,13 @@ class ShmTransport(Transport):
             transfer,
             self._ledger,
             verify=peer.error,
-            on_end=lambda _: self._forget(peer, transfer),
+            on_end=lambda _: peer.forget(transfer),
         )
-        with self._lock, peer.lock:
-            error = TransferError("the transport is closed") if self._closed else peer.error()
-            self._landings[transfer] = landing
+        with peer.lock:
+            error = peer.error()
             peer.reads[transfer] = landing
+        if not self._ledger.enter(landing):
+            return transfer
         if error is not None:
             landing.fail(error)
             return transfer
@@ -296,30 +293,19 @@ class ShmTransport(Transport):
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
-        with self._lock:
-            landing = self._landings.get(transfer)
-        if landing is not None:
-            landing.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+        self._ledger.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
+        self._ledger.close()
         with self._lock:
-            self._closed = True
-            landings = list(self._landings.values())
             peers, self._peers = self._peers, []
             segments, self._segments = self._segments, []
-        for landing in landings:
-            landing.fail(TransferError("the transport was closed"))
         self._pool.close()
         for peer in peers:
             peer.close()
         for segment in segments:
             segment.close()
-
-    def _forget(self, peer: ShmPeer, transfer: Transfer) -> None:
-        with self._lock:
-            self._landings.pop(transfer, None)
-        peer.forget(transfer)
 
     def _prefault(self, peer: ShmPeer) -> None:
         """Fills the page tables of a peer's memory a slice at a time, between reads.
@@ -334,7 +320,7 @@ class ShmTransport(Transport):
 
         def step() -> None:
             following = next(slices, None)
-            if following is None or self._closed or peer.closed:
+            if following is None or self._ledger.closed or peer.closed:
                 return
             segment, first = following
             if segment.populate(first, _PREFAULT_BYTES):

@@ -18,11 +18,9 @@ import zmq
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
-    CancelledError,
     ConfigError,
     KVFerryError,
     SharedMemoryError,
-    TransferError,
 )
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
@@ -31,7 +29,6 @@ from kvferry.transports.base import (
     ByteArray,
     Peer,
     Transfer,
-    TransferState,
     Transport,
     TransportOptions,
     Waitable,
@@ -81,9 +78,7 @@ class TcpTransport(Transport):
         self._token = secrets.token_bytes(16)
         self._regions = Regions()
         self._lock = threading.Lock()
-        self._landings: dict[Transfer, Landing] = {}
         self._ledger = Ledger()
-        self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(extra.io_threads)
         try:
             self._server = TcpServer(
@@ -180,14 +175,13 @@ class TcpTransport(Transport):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
         transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(transfer, self._ledger, on_end=lambda state: self._end(peer, read, state))
+        landing = Landing(
+            transfer, self._ledger, on_end=lambda state: self._reader.end(peer, read, state)
+        )
         read = TcpRead(tiles, runs, landing)
-        with self._lock:
-            closed = self._closed
-            self._landings[transfer] = landing
-        if closed:
-            landing.fail(TransferError("the transport is closed"))
-        elif not transfer.nbytes:
+        if not self._ledger.enter(landing):
+            return transfer
+        if not transfer.nbytes:
             landing.enter()
             landing.leave(0, 0)
         else:
@@ -200,29 +194,16 @@ class TcpTransport(Transport):
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
-        with self._lock:
-            landing = self._landings.get(transfer)
-        if landing is not None:
-            landing.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+        self._ledger.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            landings = list(self._landings.values())
-        for landing in landings:
-            landing.fail(TransferError("the transport was closed"))
+        if not self._ledger.close():
+            return
         self._reader.close()
         self._pool.close()
         self._server.close()
         self._context.term()
-
-    def _end(self, peer: TcpPeer, read: TcpRead, state: TransferState) -> None:
-        with self._lock:
-            self._landings.pop(read.landing.transfer, None)
-        self._reader.end(peer, read, state)
 
 
 def _is_wildcard(host: str) -> bool:
