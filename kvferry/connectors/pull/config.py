@@ -9,6 +9,7 @@ from kvferry.config import parse_struct
 from kvferry.control.options import CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
+from kvferry.transports.registry import transport_class
 
 
 class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,8 +64,31 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"mover_threads: {self.mover_threads} is less than 1")
         if not self.transports:
             raise ValueError("transport: name at least one")
+        self._check_transports()
         if self.cluster_key is not None and self.cluster_key_file is not None:
             raise ValueError("cluster_key and cluster_key_file: write one of them")
+
+    def _check_transports(self) -> None:
+        """Everything that can be known of them before a rank starts.
+
+        Raises:
+            ConfigError: unknown transport, wrong extra keys, or a transport that cannot fence.
+        """
+        for name in self.transports:
+            kind = transport_class(name)
+            if not kind.fences:
+                raise ConfigError(
+                    f"transport: {name!r} cannot prove that nothing lands after a cancelled read, "
+                    "and the PullConnector reads in place; take one that fences (shm, tcp)"
+                )
+            keys = self.transport_config.get(name, {})
+            parse_struct(kind.ExtraConfig, keys, f"transport_config of {name}")
+        for name in self.transport_config:
+            if name not in self.transports:
+                raise ConfigError(
+                    f"transport_config: has keys for {name!r}, which is not in transport "
+                    f"({', '.join(self.transports)}); add it there or delete the keys"
+                )
 
     @property
     def transports(self) -> tuple[str, ...]:

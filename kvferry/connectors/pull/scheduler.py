@@ -149,19 +149,23 @@ class PullScheduler(SchedulerConnector):
                 "kv_role: this engine is kv_producer and was sent a request to load "
                 "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
             )
-        text = params.get("ticket")
+        try:
+            ticket = self._claimed_ticket(params.get("ticket"), request)
+        except TicketError as error:
+            text = f"request {request.request_id}: {type(error).__name__}: {error}"
+            logger.warning("ticket refused: %s", text)
+            self._server.note_error("ticket", text)
+            raise
+        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
+
+    def _claimed_ticket(self, text: object, request: RequestView) -> Ticket:
+        """The ticket of a request, verified, fitting, and now the request's own."""
         if not isinstance(text, str):
             raise TicketError(
                 "kv_transfer_params: do_remote_prefill needs the ticket that the prefill engine "
                 "returned; forward its kv_transfer_params unchanged"
             )
         ticket = verify(text, self._key)
-        self._check_ticket(ticket)
-        _check_prompt(ticket, request)
-        self._seen.claim(ticket.lease_id, request.request_id)
-        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
-
-    def _check_ticket(self, ticket: Ticket) -> None:
         try:
             split_address(ticket.address)
         except ValueError as error:
@@ -177,6 +181,9 @@ class PullScheduler(SchedulerConnector):
                 f"ticket: it has block tables for {len(ticket.block_ids)} KV cache groups, this "
                 f"engine has {len(self._context.groups)}"
             )
+        _check_prompt(ticket, request)
+        self._seen.claim(ticket.lease_id, request.request_id)
+        return ticket
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int

@@ -21,13 +21,12 @@ from kvferry.connectors.pull.control import control_options
 from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.control.client import ControlClient
-from kvferry.errors import ConfigError
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import memory_of, token_digests
 from kvferry.topology.description import RankDescription, RankMemory
 from kvferry.topology.memory import Regions
 from kvferry.transports.base import Transport, TransportOptions
-from kvferry.transports.registry import transport_class
+from kvferry.transports.registry import open_transport
 
 BlockTables = Sequence[Sequence[int]]
 """Block tables of one request, one list per group."""
@@ -62,18 +61,17 @@ class PullWorker(WorkerConnector):
         """Opens the transports.
 
         Raises:
-            ConfigError: unknown transport, wrong extra keys, or a transport that cannot fence.
+            ConfigError: ``curve_keys`` or ``control_config`` cannot be used.
             PortInUseError: a configured data port is taken.
         """
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
-        _check_transport_config(extra)
         if extra.record_digests:
             warm_digest()
         transports: dict[str, Transport] = {}
         try:
             for name in extra.transports:
-                transports[name] = _open_fencing(name, extra)
+                transports[name] = _open_transport(name, extra)
         except BaseException:
             for transport in transports.values():
                 transport.close()
@@ -220,30 +218,14 @@ class PullWorker(WorkerConnector):
             transport.close()
 
 
-def _check_transport_config(extra: PullConfig) -> None:
-    for name in extra.transport_config:
-        if name not in extra.transports:
-            raise ConfigError(
-                f"transport_config: has keys for {name!r}, which is not in transport "
-                f"({', '.join(extra.transports)}); add it there or delete the keys"
-            )
-
-
-def _open_fencing(name: str, extra: PullConfig) -> Transport:
-    kind = transport_class(name)
-    if not kind.fences:
-        raise ConfigError(
-            f"transport: {name!r} cannot prove that nothing lands after a cancelled read, and the "
-            "PullConnector reads in place; take one that fences (shm, tcp)"
-        )
-    return kind.open(
-        TransportOptions(
-            host=extra.host,
-            threads=extra.mover_threads,
-            stall_timeout_s=extra.stall_timeout_s,
-            extra=extra.transport_config.get(name, {}),
-        )
+def _open_transport(name: str, extra: PullConfig) -> Transport:
+    options = TransportOptions(
+        host=extra.host,
+        threads=extra.mover_threads,
+        stall_timeout_s=extra.stall_timeout_s,
+        extra=extra.transport_config.get(name, {}),
     )
+    return open_transport(name, options)
 
 
 def _moved(
