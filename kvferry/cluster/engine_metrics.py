@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,11 @@ class EngineMetrics:
         self.registry = CollectorRegistry()
         self._gauges = _StatsGauges()
         self.registry.register(self._gauges)
+        self._step_age_s = Gauge(
+            "kvferry_engine_step_age_seconds",
+            "For how long the step under way has run; 0 between steps",
+            registry=self.registry,
+        )
         self._requests = Counter(
             "kvferry_engine_requests",
             "Ended requests",
@@ -81,9 +86,15 @@ class EngineMetrics:
         if record.ok:
             self._transfer_bytes.labels(record.peer).inc(record.nbytes)
 
-    def render(self, stats: EngineStats) -> bytes:
-        """Prometheus' text form, with the engine's present ``stats``."""
+    def render(self, stats: EngineStats | None, step_age_s: float = 0.0) -> bytes:
+        """Prometheus' text form.
+
+        Args:
+            stats: the latest snapshot of the engine; ``None`` before the first.
+            step_age_s: for how long the step under way has run; 0 between steps.
+        """
         self._gauges.stats = stats
+        self._step_age_s.set(step_age_s)
         return generate_latest(self.registry)
 
 

@@ -9,9 +9,8 @@ import asyncio
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,17 +24,18 @@ from kvferry.cluster.engine_records import Records, RequestSummary
 from kvferry.cluster.openai import ApiError
 from kvferry.config import parse_struct
 from kvferry.connectors.base import TransferRecord
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import ConfigError, KVFerryError
-
-T = TypeVar("T")
 
 REMEMBERED_REQUESTS = 4096
 """Ended requests that ``/kvferry/records`` tells of."""
 REMEMBERED_RECORDS = 65_536
 """Transfer records that ``/kvferry/records`` tells of."""
+SNAPSHOT_WAIT_S = 1.0
+"""``/metrics`` and ``/kvferry/records`` wait so long for a step to end; then they tell what was
+known before it."""
 
 #: Errors of the engine that the client can mend; what else ends a request is the server's fault.
 _CLIENT_ERRORS = frozenset(
@@ -165,6 +165,8 @@ class EngineServer:
         self._metrics = EngineMetrics()
         self._transfers: deque[TransferRecord] = deque(maxlen=REMEMBERED_RECORDS)
         self._requests: deque[RequestSummary] = deque(maxlen=REMEMBERED_REQUESTS)
+        self._stats: EngineStats | None = None
+        self._overdue: asyncio.Task[None] | None = None
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -291,15 +293,24 @@ class EngineServer:
         failure = self._engine.failure
         if failure is not None:
             raise _unavailable(failure)
-        return web.json_response({"status": "ok", "engine": self._name})
+        step = self._engine.step_state()
+        told = {
+            "engine": self._name,
+            "step_age_s": round(step.age_s or 0.0, 3),
+            "waiting_for_ranks": step.waiting_for,
+        }
+        if step.is_stuck:
+            stuck = ApiError(503, str(step), code="stuck_step")
+            return web.json_response({**stuck.body(), "status": "stuck", **told}, stuck.status)
+        return web.json_response({"status": "ok", **told})
 
     async def _render_metrics(self, _: Request) -> Response:
-        await self._take_records()
-        stats = await asyncio.wrap_future(self._ask(Engine.stats))
-        return Response(self._metrics.render(stats), media_type="text/plain; version=0.0.4")
+        await self._refresh()
+        text = self._metrics.render(self._stats, self._engine.step_state().age_s or 0.0)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _tell_records(self, _: Request) -> Response:
-        await self._take_records()
+        await self._refresh()
         return web.json_response(
             Records(
                 engine=self._name,
@@ -308,21 +319,39 @@ class EngineServer:
             )
         )
 
-    async def _take_records(self) -> None:
-        for record in await asyncio.wrap_future(self._ask(Engine.records)):
-            self._transfers.append(record)
-            self._metrics.count_transfer(record)
-
-    def _ask(self, question: Callable[[Engine], T]) -> Future[T]:
-        """Answered on the engine's thread, between two steps.
+    async def _refresh(self) -> None:
+        """Takes a snapshot, or leaves the last one where a step takes its time.
 
         Raises:
             ApiError: 503, the engine has ended.
         """
+        # A question that waits for a long step is not asked again: its answer will do, and it
+        # must be taken in whenever it comes, as the engine tells each record once.
+        task = self._overdue
+        if task is None or task.done():
+            task = asyncio.create_task(self._take_snapshot())
+        done, _ = await asyncio.wait({task}, timeout=SNAPSHOT_WAIT_S)
+        if done:
+            await task
+        else:
+            self._overdue = task
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
+
+    async def _take_snapshot(self) -> None:
         try:
-            return self._engine.call(question)
+            future = self._engine.call(_snapshot)
         except KVFerryError as error:
             raise _unavailable(error) from error
+        records, stats = await asyncio.wrap_future(future)
+        self._stats = stats
+        for record in records:
+            self._transfers.append(record)
+            self._metrics.count_transfer(record)
+
+
+def _snapshot(engine: Engine) -> tuple[list[TransferRecord], EngineStats]:
+    """On the engine's thread, between two steps."""
+    return engine.records(), engine.stats()
 
 
 def _parse(body: Any) -> EngineRequestBody:

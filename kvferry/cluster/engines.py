@@ -132,7 +132,7 @@ class Engine:
         try:
             response = await self.client.get(f"{self.url}/health", timeout=CONNECT_TIMEOUT_S)
             if response.status_code != 200:
-                self._down(f"its health check says {response.status_code}", reached=True)
+                self._down(_unhealthy(response), reached=True)
                 return
             if self.max_model_len is None:
                 models = await self.client.get(f"{self.url}/v1/models", timeout=CONNECT_TIMEOUT_S)
@@ -185,6 +185,15 @@ class Engine:
     def _attribute(self, message: str, status: int = 500) -> str:
         """A fault of the engine names it; a fault of the request speaks for itself."""
         return message if status < 500 else f"{self.role} engine {self.name!r}: {message}"
+
+
+def _unhealthy(response: httpx.Response) -> str:
+    """Why an engine that answers calls itself unhealthy, in its own words if it has any."""
+    try:
+        message = msgspec.json.decode(response.content, type=_ErrorBody).error.message
+    except msgspec.DecodeError:
+        message = ""
+    return message or f"its health check says {response.status_code}"
 
 
 def _code(error: _Error) -> str | None:

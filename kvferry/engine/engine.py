@@ -52,6 +52,9 @@ class StepExecutor(Protocol):
     def alive(self) -> bool:
         """Whether every rank is there, as far as is known without asking them."""
 
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks that have not answered the step under way. May be called from any thread."""
+
     def first_failure(self) -> WorkerDiedError:
         """Why a rank is dead; called only when one is."""
 
@@ -304,6 +307,10 @@ class Engine(Closing):
     def is_computing(self) -> bool:
         """Whether the last step computed anything; if not, a pause before the next is in order."""
         return self._last_step_tokens > 0
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks that have not answered the step under way; the one call for every thread."""
+        return self._executor.waiting_for()
 
     def records(self) -> list[TransferRecord]:
         """Transfer records since the last call, each once; of the last 65,536 at most."""

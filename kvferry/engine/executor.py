@@ -3,6 +3,7 @@
 import logging
 import queue
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -72,6 +73,10 @@ class Executor(Closing):
         """Whether every rank is there, as far as is known without asking them."""
         return not self.failures
 
+    @abstractmethod
+    def waiting_for(self) -> tuple[int, ...]:
+        """Ranks that have not answered the step under way; none between steps. Any thread."""
+
     def first_failure(self) -> WorkerDiedError:
         """The failure to report where several ranks failed: one that caused the others.
 
@@ -108,6 +113,7 @@ class InProcessExecutor(Executor):
         group = LocalGroup(spec.geometry.parallel, spec.step_timeout_s)
         self._group = group
         self._failures: dict[int, WorkerDiedError] = {}
+        self._asked: tuple[int, ...] = ()
         self._ranks = [
             _RankThread(spec, group.communicator(rank), group) for rank in range(self.world_size)
         ]
@@ -132,21 +138,45 @@ class InProcessExecutor(Executor):
 
     def _run(self, step: SchedulerOutput) -> list[RankOutput | None]:
         living = [rank for rank in range(self.world_size) if rank not in self._failures]
+        started = time.monotonic()
         for rank in living:
             self._ranks[rank].steps.put(step)
         outputs: list[RankOutput | None] = [None] * self.world_size
-        for rank in living:
-            answer = self._ranks[rank].answer(self.spec.step_timeout_s)
-            if isinstance(answer, RankOutput):
-                outputs[rank] = answer
-            else:
-                assert isinstance(answer, Exception)
-                self._group.abort()  # the others must not wait for this rank
-                failure = WorkerDiedError(f"rank {rank} of engine {self.spec.engine!r}: {answer}")
-                failure.__cause__ = answer
-                logger.error("%s", failure, exc_info=answer)
-                self._failures[rank] = failure
+        self._asked = tuple(living)
+        try:
+            for rank in living:
+                answer = self._ranks[rank].answer(self._patience_s(started))
+                self._asked = tuple(other for other in self._asked if other != rank)
+                if isinstance(answer, RankOutput):
+                    outputs[rank] = answer
+                else:
+                    self._note(rank, answer, started)
+        finally:
+            self._asked = ()
         return outputs
+
+    def _patience_s(self, started: float) -> float:
+        """Seconds left for an answer; ranks that wait for a silent one get time to say so."""
+        grace = GRACE_S if self.world_size > 1 else 0.0
+        return max(started + self.spec.step_timeout_s + grace - time.monotonic(), 0.0)
+
+    def _note(self, rank: int, answer: bytes | Exception | None, started: float) -> None:
+        assert not isinstance(answer, bytes)
+        self._group.abort()  # the others must not wait for this rank
+        name = f"rank {rank} of engine {self.spec.engine!r}"
+        if answer is None:
+            failure = WorkerDiedError(
+                f"{name} did not answer for {time.monotonic() - started:.3g} s"
+            )
+        else:
+            failure = WorkerDiedError(f"{name}: {answer}")
+        failure.__cause__ = answer
+        logger.error("%s", failure, exc_info=answer)
+        self._failures[rank] = failure
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """By what has come back; ranks that wait for one of the others are among them."""
+        return tuple(rank for rank in self._asked if not self._ranks[rank].has_answered())
 
     def close(self) -> None:
         """Ends the threads; each closes its own worker."""
@@ -178,15 +208,21 @@ class _RankThread:
         answer = self.answer(timeout_s)
         if isinstance(answer, bytes):
             return answer
+        if answer is None:
+            raise WorkerDiedError(f"{self.thread.name} did not start in {timeout_s:g} s")
         assert isinstance(answer, Exception)
         raise answer
 
-    def answer(self, timeout_s: float) -> bytes | RankOutput | Exception:
-        """The next answer: a handshake, an output, or what was raised instead."""
+    def answer(self, timeout_s: float) -> bytes | RankOutput | Exception | None:
+        """The next answer: a handshake, an output, or what was raised; ``None`` if none came."""
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            return WorkerDiedError(f"no answer for {timeout_s:g} seconds")
+            return None
+
+    def has_answered(self) -> bool:
+        """Whether an answer has come that was not taken yet."""
+        return not self._answers.empty()
 
     def _serve(self, spec: WorkerSpec, communicator: Communicator) -> None:
         torch.set_num_threads(spec.threads)  # of this thread; ranks would crowd each other out

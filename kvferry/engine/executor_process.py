@@ -35,7 +35,8 @@ class ProcessExecutor(Executor):
     """Starts the processes, and ends them all when one of them cannot start.
 
     A rank that dies is noticed at once, because its end of the socket pair closes; a rank that
-    hangs is killed after ``spec.step_timeout_s``. Ranks end when this process does.
+    hangs is killed after ``spec.step_timeout_s``, or a little later where ranks that wait for it
+    are still to say so. Ranks end when this process does.
 
     Args:
         spec: of the workers.
@@ -49,6 +50,7 @@ class ProcessExecutor(Executor):
         self.spec = spec
         self._failures: dict[int, WorkerDiedError] = {}
         self._ranks: list[_RankProcess] = []
+        self._asked: tuple[int, ...] = ()
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
             try:
@@ -108,13 +110,16 @@ class ProcessExecutor(Executor):
         """One answer of each rank; failures are noted instead."""
         answers: dict[int, Answer] = {}
         pending = {self._ranks[rank].connection: rank for rank in ranks}
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
+        # Ranks that wait for a silent one give up after ``timeout_s`` too; who says so is not it.
+        deadline = started + timeout_s + (GRACE_S if len(pending) > 1 else 0.0)
         failed_before = len(self._failures)
         while pending:
+            self._asked = tuple(pending.values())
             left = deadline - time.monotonic()
             ready = wait(list(pending), max(left, 0.0))
             if not ready and left <= 0:
-                self._give_up(list(pending.values()), timeout_s, failed_before)
+                self._give_up(started, failed_before)
                 break
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -125,6 +130,7 @@ class ProcessExecutor(Executor):
             if len(self._failures) > failed_before:
                 # The others wait for the failed rank in vain; most notice, some may not.
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+        self._asked = ()
         return answers
 
     def _answer(self, rank: int) -> Answer | None:
@@ -144,18 +150,29 @@ class ProcessExecutor(Executor):
         self._note(rank, failure)
         return None
 
-    def _give_up(self, ranks: Sequence[int], timeout_s: float, failed_before: int) -> None:
-        for rank in ranks:
+    def _give_up(self, started: float, failed_before: int) -> None:
+        """Kills the ranks that have not answered, and says which of them are to blame."""
+        noted = list(self._failures.values())[failed_before:]
+        explained = any(not isinstance(failure.__cause__, WorkerDiedError) for failure in noted)
+        silent = self.waiting_for()
+        waited = f"{time.monotonic() - started:.3g} s"
+        for rank in self._asked:
             process = self._ranks[rank]
             process.kill()
-            if len(self._failures) > failed_before:
+            if explained or rank not in silent:
                 failure = WorkerDiedError(f"{process.name}: ended, as another rank had failed")
                 failure.__cause__ = WorkerDiedError("another rank failed")
             else:
                 failure = WorkerDiedError(
-                    f"{process.name}: gave no answer for {timeout_s:g} seconds and was killed"
+                    f"{process.name} did not answer for {waited} and was killed"
                 )
             self._note(rank, failure)
+
+    def waiting_for(self) -> tuple[int, ...]:
+        """Where ranks are stopped (SIGSTOP, a debugger), only those: the others wait for them."""
+        asked = self._asked
+        stopped = tuple(rank for rank in asked if self._ranks[rank].is_stopped())
+        return stopped or asked
 
     def _note(self, rank: int, failure: WorkerDiedError) -> None:
         caused = isinstance(failure.__cause__, WorkerDiedError)
@@ -181,7 +198,10 @@ class _RankProcess:
         self.connection, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "kvferry.engine.worker_process", str(theirs.fileno())],
+                [
+                    *(sys.executable, "-m", "kvferry.engine.worker_process"),
+                    *(str(theirs.fileno()), spec.engine, f"rank{rank}"),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -214,6 +234,14 @@ class _RankProcess:
             f"{self.name} (pid {self.process.pid}) died: {how}"
             + (f"; its last lines:{said}" if said else "; it wrote nothing")
         )
+
+    def is_stopped(self) -> bool:
+        """Whether it is stopped by a signal or a debugger; ``False`` where there is no /proc."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] in {"T", "t"}
 
     def kill(self) -> None:
         """Ends the process at once."""

@@ -3,8 +3,10 @@
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -20,11 +22,38 @@ OnOutput = Callable[[EngineOutput], object]
 
 T = TypeVar("T")
 
+STUCK_STEP_S = 60.0
+"""A step that runs for longer is reported, and its engine gets no new requests until it ends."""
+
 _CHECK_INTERVAL_S = 1.0
 """Pause between two looks at idle ranks: a rank that dies then is noticed within it."""
 
 _MAX_PAUSE_S = 0.01
 """Longest pause between steps that only wait for leases of ended requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What the engine's thread is at."""
+
+    age_s: float | None
+    """For how long the step under way has run; ``None`` between steps."""
+    waiting_for: tuple[int, ...] = ()
+    """Ranks that have not answered it."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it has run for longer than ``STUCK_STEP_S``."""
+        return self.age_s is not None and self.age_s > STUCK_STEP_S
+
+    def __str__(self) -> str:
+        if self.age_s is None:
+            return "no step is under way"
+        text = f"the step has run for {self.age_s:.0f} s"
+        if not self.waiting_for:
+            return text
+        ranks = " and ".join(map(str, self.waiting_for))
+        return f"{text} and waits for rank{'s' * (len(self.waiting_for) > 1)} {ranks}"
 
 
 class EngineLoop(Closing):
@@ -42,7 +71,10 @@ class EngineLoop(Closing):
         self._lock = threading.Lock()
         self._closing = False
         self._failure: KVFerryError | None = None
+        self._step_started: float | None = None
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="kvferry-watch", daemon=True)
 
     @classmethod
     def open(
@@ -51,12 +83,20 @@ class EngineLoop(Closing):
         """Starts the thread."""
         loop = cls(engine, on_failure)
         loop._thread.start()
+        loop._watcher.start()
         return loop
 
     @property
     def failure(self) -> KVFerryError | None:
         """Why the engine cannot go on; ``None`` while it can."""
         return self._failure
+
+    def step_state(self) -> StepState:
+        """How the step under way stands; never waits. The age is of the monotonic clock."""
+        started = self._step_started
+        if started is None:
+            return StepState(None)
+        return StepState(time.monotonic() - started, self._engine.waiting_for())
 
     def submit(
         self,
@@ -125,6 +165,7 @@ class EngineLoop(Closing):
                 self._inbox.put(lambda: None)
         if self._thread is not threading.current_thread():
             self._thread.join()
+            self._watcher.join()
 
     def _post(self, task: Callable[[], None]) -> None:
         # Under the lock, nothing is posted after the thread has emptied the inbox for good.
@@ -134,6 +175,18 @@ class EngineLoop(Closing):
             if self._closing:
                 raise EngineError("the engine is closed")
             self._inbox.put(task)
+
+    def _watch(self) -> None:
+        """Says once of every stuck step that it is, on a thread of its own."""
+        told: float | None = None
+        while not self._ended.wait(_CHECK_INTERVAL_S):
+            started, state = self._step_started, self.step_state()
+            if told is not None and started != told:
+                logger.info("the step that was stuck has ended")
+                told = None
+            if told is None and started is not None and state.is_stuck:
+                told = started
+                logger.warning("%s; no new requests are wanted until it ends", state)
 
     # -- on the engine's thread ---------------------------------------------------------------
 
@@ -146,6 +199,7 @@ class EngineLoop(Closing):
         except Exception as reason:
             logger.exception("the engine's step failed")
             error = EngineError(f"the engine's step failed: {type(reason).__name__}: {reason}")
+        self._ended.set()
         self._wind_up(error)
 
     def _serve(self) -> None:
@@ -156,7 +210,7 @@ class EngineLoop(Closing):
                 self._engine.check()
                 pause = _CHECK_INTERVAL_S
                 continue
-            for output in self._engine.step():
+            for output in self._step():
                 self._deliver(output)
             if self._engine.is_computing:
                 pause = 0.0
@@ -164,6 +218,13 @@ class EngineLoop(Closing):
                 pause = IDLE_SLEEP_S  # somebody waits for a load
             else:
                 pause = min(max(2 * pause, IDLE_SLEEP_S), _MAX_PAUSE_S)
+
+    def _step(self) -> list[EngineOutput]:
+        self._step_started = time.monotonic()
+        try:
+            return self._engine.step()
+        finally:
+            self._step_started = None
 
     def _take_tasks(self, pause: float) -> None:
         """Runs what is in the inbox; waits for ``pause`` seconds if it is empty."""

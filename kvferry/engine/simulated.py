@@ -79,6 +79,10 @@ class SimulatedExecutor:
         """Whether no rank was killed."""
         return not self.failures
 
+    def waiting_for(self) -> tuple[int, ...]:
+        """None: the ranks answer within the call."""
+        return ()
+
     def first_failure(self) -> WorkerDiedError:
         """Why the first rank that was killed is dead."""
         return next(iter(self.failures.values()))

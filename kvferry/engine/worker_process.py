@@ -1,6 +1,7 @@
-"""The process of one rank: ``python -m kvferry.engine.worker_process FD``.
+"""The process of one rank: ``python -m kvferry.engine.worker_process FD ENGINE RANK``.
 
-``FD`` is this end of a socket pair. The process ends when the other end is closed, which the
+``ENGINE`` and ``RANK`` are for readers of ``ps``; what counts comes over the socket. ``FD`` is this
+end of a socket pair. The process ends when the other end is closed, which the
 kernel does for a parent that dies however abruptly. (A death signal asked for with ``prctl`` would
 also come when the *thread* that started the process ends, while the parent lives on.)
 """
