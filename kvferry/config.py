@@ -388,6 +388,19 @@ class _Unique:
             self._owners[value] = owner
 
 
+def _misspelt_table(text: str) -> str:
+    """A hint at a table with an unknown name: the parser may stumble over what follows from it.
+
+    After ``[[decodes]]``, a second ``[decode.kv_transfer_config]`` "cannot be declared twice".
+    """
+    known = [field.encode_name for field in _fields(ClusterConfig)]
+    for name in re.findall(r"^[ \t]*\[{1,2}[ \t]*([\w-]+)", text, re.MULTILINE):
+        near = difflib.get_close_matches(name, known, n=1)
+        if name not in known and near:
+            return f"; there is a table {name!r}, did you mean {near[0]!r}?"
+    return ""
+
+
 def load_cluster(path: str | Path) -> ClusterConfig:
     """Reads a cluster file (TOML).
 
@@ -403,5 +416,5 @@ def load_cluster(path: str | Path) -> ClusterConfig:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+        raise ConfigError(f"{path}: not TOML: {error}{_misspelt_table(text)}") from error
     return ClusterConfig.from_mapping(values, str(path))

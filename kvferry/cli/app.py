@@ -35,11 +35,15 @@ def run() -> None:
         if "--debug" in sys.argv:
             raise
         Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"[bold red]kvferry:[/] {_escaped(str(error))}"
+            f"[bold red]kvferry:[/] {_escaped(_with_notes(error))}"
         )
         sys.exit(ERROR_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _with_notes(error: KVFerryError) -> str:
+    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _escaped(text: str) -> str:

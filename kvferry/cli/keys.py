@@ -20,6 +20,7 @@ def keys(folder: Path) -> None:
     Raises:
         HostError: a file exists, or cannot be written.
     """
+    folder = folder.absolute()  # engines may run in other folders than this command
     curve = msgspec.json.format(msgspec.json.encode(make_keys()), indent=2)
     contents = {
         CLUSTER_KEY_FILE: secrets.token_hex(32).encode() + b"\n",

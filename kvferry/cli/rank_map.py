@@ -8,11 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.units import bytes_text, ranges_text
-from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.cluster.preflight import engine_geometry
+from kvferry.config import ClusterConfig
 from kvferry.engine.model_config import LlamaConfig
-from kvferry.errors import ConfigError
 from kvferry.topology.explain import PairCost, explain_transfer
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +22,6 @@ class EnginePair:
     decode: str
     costs: tuple[PairCost, ...]
     """One entry per pair of ranks."""
-
-
-def geometry(engine: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
-    """The KV cache of an engine.
-
-    Raises:
-        ConfigError: the shape does not fit the model.
-    """
-    try:
-        return model.geometry(
-            dtype=dtype,
-            block_size=engine.block_size,
-            layout=engine.layout,
-            parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
-        )
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name!r}: {error}") from error
 
 
 def engine_pairs(cluster: ClusterConfig, model: LlamaConfig, tokens: int) -> list[EnginePair]:
@@ -54,8 +36,8 @@ def engine_pairs(cluster: ClusterConfig, model: LlamaConfig, tokens: int) -> lis
             prefill.name,
             decode.name,
             explain_transfer(
-                source=geometry(prefill, model, dtype),
-                target=geometry(decode, model, dtype),
+                source=engine_geometry(prefill, model, dtype),
+                target=engine_geometry(decode, model, dtype),
                 num_tokens=tokens,
                 target_engine_id=decode.transfer_config().engine_id,
             ),

@@ -25,8 +25,12 @@ def serve(file: Path, logs: Path | None) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # SIGINT too: a shell starts background commands with it ignored.
         signal.signal(number, signal.default_int_handler)
-    with PartProgress(console) as progress:
-        cluster = Cluster.open(config, logs=logs, progress=progress)
+    try:
+        with PartProgress(console) as progress:
+            cluster = Cluster.open(config, where=str(file), logs=logs, progress=progress)
+    except KeyboardInterrupt:
+        console.print("stopping", style="dim")
+        return
     with cluster:
         _show(cluster, console)
         try:
@@ -50,7 +54,7 @@ def _watch(cluster: Cluster, console: Console) -> bool:
 
 
 def _show(cluster: Cluster, console: Console) -> None:
-    table = Table("engine", "role", "shape", "block", "layout", "HTTP", "control channel")
+    table = Table("engine", "role", "shape", "block", "layout", "HTTP", "control channel", "pid")
     for column in table.columns:
         column.overflow = "fold"  # a cut address is of no use
     for engine in cluster.engines:
@@ -63,6 +67,7 @@ def _show(cluster: Cluster, console: Console) -> None:
             config.layout,
             engine.url,
             engine.control or "",
+            str(engine.process.pid),
         )
     console.print(table)
     console.print(f"logs: {cluster.logs}", style="dim")

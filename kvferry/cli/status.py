@@ -16,7 +16,7 @@ from kvferry.config import parse_struct
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
 from kvferry.control.options import CurveKeys
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, PeerLostError, ProtocolError
 
 
 def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> None:
@@ -27,7 +27,10 @@ def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> 
         PeerLostError, ProtocolError: see :func:`~kvferry.control.client.fetch_status`.
     """
     host, port = parse_address(address)
-    report = fetch_status(host, port, timeout_s, load_keys(keys))
+    try:
+        report = fetch_status(host, port, timeout_s, load_keys(keys))
+    except (PeerLostError, ProtocolError) as error:
+        raise type(error)(f"{error}; is {port} the engine's kv_port?") from error
     if as_json:
         typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:

@@ -104,18 +104,20 @@ def _follow_launcher() -> None:
     os._exit(1)
 
 
-def listen(host: str, port: int, who: str) -> socket.socket:
-    """A listening TCP socket.
+def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
+    """A listening TCP socket. ``who`` and ``key`` say where the user wrote the port.
 
     Raises:
         PortInUseError: the port is taken.
         HostError: the address is not of this machine, or the port needs privileges.
     """
     try:
-        return socket.create_server((host, port), backlog=1024)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
-                f"{who}: port {port} on {host} is in use; write another one, or 0 for a free one"
+                f"{who}: {key} {port} on {host or '*'} is in use; "
+                "write another one, or 0 for a free one"
             ) from error
         raise HostError(f"{who}: cannot listen on {host}:{port}: {error.strerror}") from error

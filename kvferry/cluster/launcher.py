@@ -15,7 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 from kvferry.cluster.child import Bound, Failed, Loading, Ready
-from kvferry.cluster.connector_keys import check_plugins, with_cluster_key
+from kvferry.cluster.connector_keys import with_cluster_key
+from kvferry.cluster.preflight import check_cluster, check_shapes
 from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
 from kvferry.cluster.settings import (
     ConvertSettings,
@@ -25,7 +26,8 @@ from kvferry.cluster.settings import (
     RouterSettings,
 )
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
-from kvferry.errors import EngineError, KVFerryError
+from kvferry.engine.weights import load_model_config
+from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
 from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
 
@@ -84,6 +86,7 @@ class Cluster(Closing):
         cls,
         config: ClusterConfig,
         *,
+        where: str = "",
         logs: str | Path | None = None,
         progress: Progress = lambda _part, _doing, _done: None,
         timeout_s: float = START_TIMEOUT_S,
@@ -92,6 +95,7 @@ class Cluster(Closing):
 
         Args:
             config: the cluster.
+            where: the name of its file, for messages.
             logs: folder for the logs; a new temporary one if left out.
             progress: told what every part is doing, from the caller's thread.
             timeout_s: seconds that the engines have to become ready.
@@ -101,14 +105,19 @@ class Cluster(Closing):
                 with its name; or :class:`WorkerDiedError` with its exit code and last log lines.
                 Everything that was started has ended then.
         """
-        check_plugins(config)
+        check_cluster(config, HOST, where)
         folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cls(config, folder, progress)
         try:
-            cluster._start(time.monotonic() + timeout_s)
-        except BaseException:
+            cluster._start(time.monotonic() + timeout_s, where)
+        except BaseException as error:
+            nothing_started = not cluster._processes
             cluster.close()
+            if logs is None and (nothing_started or _says_it_all(error)):
+                cluster.remove_logs()
+            else:
+                error.add_note(f"logs: {folder}")
             raise
         return cluster
 
@@ -168,8 +177,9 @@ class Cluster(Closing):
 
     # ---- start --------------------------------------------------------------------------------
 
-    def _start(self, deadline: float) -> None:
+    def _start(self, deadline: float, where: str) -> None:
         self.model_folder = self._convert(self.config.model, deadline)
+        check_shapes(self.config, load_model_config(self.model_folder), where)
         # All at once: no engine waits for another, so that their order does not matter.
         key = secrets.token_hex(32)
         self.engines = tuple(
@@ -292,6 +302,13 @@ class Cluster(Closing):
                 engine.control = control
                 engine.is_ready = True
                 self._progress(engine.name, "ready", 1.0)
+
+
+def _says_it_all(error: BaseException) -> bool:
+    """Whether nobody needs the logs of a start that failed so; an interrupt asked for the end."""
+    return isinstance(
+        error, ConfigError | PortInUseError | ModelError | KeyboardInterrupt | SystemExit
+    )
 
 
 def _roles(config: ClusterConfig) -> Iterator[tuple[EngineConfig, Role]]:

@@ -1,6 +1,7 @@
-"""Entry point of what the launcher starts: ``python -m kvferry.cluster.main WHAT FD``.
+"""Entry point of what the launcher starts: ``python -m kvferry.cluster.main WHAT FD NAME``.
 
-``WHAT`` is ``engine``, ``router`` or ``convert``; ``FD`` is the pipe for events.
+``WHAT`` is ``engine``, ``router`` or ``convert``; ``FD`` is the pipe for events. ``NAME`` is
+read by people alone, in ``ps`` and in the kernel's log.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
 """One process that the launcher started: its events, its log, its end."""
 
+import datetime as dt
 import logging
 import os
 import queue
@@ -28,6 +29,9 @@ GROUP_GRACE_S = 5.0
 TAIL_LINES = 12
 """Log lines that a report of a death quotes."""
 
+START_MARK = "=== start of "
+"""Begins the line that divides the log of a start from those of earlier ones."""
+
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
@@ -44,7 +48,12 @@ class ChildProcess:
     """A running child. Its news arrive in the queue it was started with."""
 
     def __init__(
-        self, name: str, process: "subprocess.Popen[bytes]", log: Path, status_fd: int
+        self,
+        name: str,
+        process: "subprocess.Popen[bytes]",
+        log: Path,
+        status_fd: int,
+        log_start: int = 0,
     ) -> None:
         """Use :meth:`start`."""
         self.name = name
@@ -55,6 +64,8 @@ class ChildProcess:
         """Negative for a signal; ``None`` while it runs."""
         self._process = process
         self._status_fd = status_fd
+        self._log_start = log_start
+        self._killed = False
         self._ended = threading.Event()
         self._group_ended = threading.Event()
 
@@ -68,7 +79,7 @@ class ChildProcess:
         news: "queue.Queue[News]",
         threads: int = 1,
     ) -> "ChildProcess":
-        """Starts ``python -m kvferry.cluster.main WHAT`` in a session of its own.
+        """Starts ``python -m kvferry.cluster.main WHAT FD NAME`` in a session of its own.
 
         Args:
             name: how people know it.
@@ -82,8 +93,9 @@ class ChildProcess:
         # Before numeric libraries are loaded: afterwards they do not look at it any more.
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with log.open("ab") as output:
+            log_start = output.tell()
             process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "kvferry.cluster.main", what, str(status_write)],
+                [sys.executable, "-m", "kvferry.cluster.main", what, str(status_write), name],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -93,8 +105,10 @@ class ChildProcess:
                 start_new_session=True,
                 env=environment,
             )
+            # An interpreter takes far longer to start than this: it is the log's first line.
+            output.write(f"{_start_line(name, what, process.pid)}\n".encode())
         os.close(status_write)
-        child = cls(name, process, log, status_read)
+        child = cls(name, process, log, status_read, log_start)
         threading.Thread(
             target=child._follow, args=(news,), name=f"kvferry-{name}", daemon=True
         ).start()
@@ -118,7 +132,7 @@ class ChildProcess:
         """Why it ended, in words: what it reported, or its exit code and last log lines."""
         if self.failure is not None:
             kind = getattr(errors, self.failure.name, None)
-            message = f"{self.name}: {self.failure.message}"
+            message = self._named(self.failure.message)
             if isinstance(kind, type) and issubclass(kind, KVFerryError):
                 try:
                     return kind(message)
@@ -127,19 +141,26 @@ class ChildProcess:
             return WorkerDiedError(f"{message}{self._quoted_log()}")
         return WorkerDiedError(
             f"{self.name} (process {self.pid}) ended with {describe_exit(self.exit_code)}"
-            f"{self._quoted_log()}"
+            f"{self._killed_hint()}{self._quoted_log()}"
         )
 
+    def _named(self, message: str) -> str:
+        """``message`` with the process's name in front, unless it begins with it."""
+        if message.startswith((f"{self.name}: ", f"engine {self.name!r}")):
+            return message
+        return f"{self.name}: {message}"
+
     def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
-        """The last lines of its log."""
+        """The last lines that it wrote to its log since this start."""
         try:
             with self.log.open("rb") as file:
                 file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - 65536))
+                file.seek(max(self._log_start, file.tell() - 65536))
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
-        return text.splitlines()[-lines:]
+        written = [line for line in text.splitlines() if not line.startswith(START_MARK)]
+        return written[-lines:]
 
     def terminate(self) -> None:
         """Asks it to end. Idempotent."""
@@ -148,8 +169,14 @@ class ChildProcess:
     def reap(self, timeout_s: float) -> None:
         """Waits for its end and that of all it has started; kills them when time is up."""
         if not self._ended.wait(max(0.0, timeout_s)):
+            self._killed = True
             self._signal(signal.SIGKILL)
         self._group_ended.wait()
+
+    def _killed_hint(self) -> str:
+        if self.exit_code != -signal.SIGKILL or self._killed:
+            return ""
+        return "; killed from outside, perhaps by the OOM killer: see dmesg"
 
     def _signal(self, number: signal.Signals) -> None:
         # Popen knows whether the process has been waited for, so that no reused id is hit.
@@ -193,6 +220,11 @@ class ChildProcess:
                     yield _decoder.decode(line)
                 except msgspec.DecodeError:  # cut off: it died in the middle of a report
                     logger.warning("%s: a report that does not decode: %.200r", self.name, line)
+
+
+def _start_line(name: str, what: str, pid: int) -> str:
+    now = dt.datetime.now(dt.UTC).astimezone().isoformat(sep=" ", timespec="seconds")
+    return f"{START_MARK}{what} {name!r}, process {pid}, {now} ==="
 
 
 def describe_exit(code: int | None) -> str:

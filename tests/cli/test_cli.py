@@ -76,7 +76,7 @@ def test_an_extra_key_is_checked_before_anything_starts(kvferry, cluster_file):
     outcome = kvferry("serve", file)
 
     assert outcome.code == 2
-    assert "engine 'p0'" in outcome.err
+    assert f"{file}: engine 'p0'" in outcome.err
     assert "did you mean 'host'?" in outcome.err
     assert outcome.out == ""
 
@@ -87,6 +87,17 @@ def test_an_unknown_connector_is_answered_with_the_installed_ones(kvferry, clust
     assert outcome.code == 2
     assert "PulConnector" in outcome.err
     assert "PullConnector" in outcome.err
+
+
+def test_a_misspelt_table_is_named_when_it_makes_the_toml_invalid(kvferry, cluster_file):
+    file = cluster_file()
+    decode = file.read_text().partition("[[decode]]")[2]
+    file.write_text(f"{file.read_text()}[[decodes]]{decode}")
+
+    outcome = kvferry("plan", file)
+
+    assert outcome.code == 2
+    assert "there is a table 'decodes', did you mean 'decode'?" in outcome.err
 
 
 def test_a_missing_role_is_named(kvferry, cluster_file):
@@ -173,6 +184,14 @@ def test_keys_are_readable_by_the_owner_alone_and_by_the_connector(kvferry, tmp_
     )
 
 
+def test_keys_are_named_by_their_absolute_paths(kvferry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    outcome = kvferry("keys")
+
+    assert f'cluster_key_file = "{tmp_path}/kvferry-keys/cluster.key"' in outcome.out
+
+
 def test_keys_are_never_overwritten(kvferry, tmp_path):
     kvferry("keys", tmp_path)
     before = (tmp_path / "cluster.key").read_bytes()
@@ -233,7 +252,7 @@ def test_status_of_nobody_is_one_message(kvferry):
         outcome = kvferry("status", f"127.0.0.1:{port}", "--timeout", "0.3")
 
     assert outcome.code == 2
-    assert str(port) in outcome.err
+    assert f"is {port} the engine's kv_port?" in outcome.err
 
 
 @pytest.mark.parametrize("address", ["localhost", "host:port", "host:99999", "host:-1"])
@@ -245,6 +264,39 @@ def test_status_wants_an_address(kvferry, address):
 
 
 # ---- serve ------------------------------------------------------------------------------------
+
+
+def test_notes_of_an_error_are_printed(kvferry, cluster_file, monkeypatch):
+    from kvferry.errors import EngineError
+
+    def fail(*_args, **_kwargs):
+        error = EngineError("it failed")
+        error.add_note("logs: /somewhere")
+        raise error
+
+    monkeypatch.setattr("kvferry.cluster.launcher.Cluster.open", fail)
+
+    outcome = kvferry("serve", cluster_file())
+
+    assert outcome.code == 2
+    assert outcome.err == "kvferry: it failed\n  logs: /somewhere\n"
+
+
+def test_an_interrupt_during_the_start_ends_cleanly(kvferry, cluster_file, monkeypatch):
+    def interrupted(*_args, **_kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal did not arrive")
+
+    monkeypatch.setattr("kvferry.cluster.launcher.Cluster.open", interrupted)
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        outcome = kvferry("serve", cluster_file())
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+    assert outcome.code == 0
+    assert outcome.out == "stopping\n"
 
 
 @pytest.mark.slow

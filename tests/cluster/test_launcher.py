@@ -242,32 +242,193 @@ def test_children_end_when_the_launcher_is_killed(cache, tmp_path):
     assert segments_of({process.pid for process in everything}) == []
 
 
-def test_a_port_in_use_is_named_with_its_engine(cache, tmp_path):
+@pytest.fixture
+def taken_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortInUseError, match=rf"d0: .*port {port} .*in use"):
-            Cluster.open(cluster_config(decode={"port": port}), logs=tmp_path)
+        yield taken.getsockname()[1]
 
 
-def test_a_router_port_in_use_is_named(cache, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(PortInUseError, match=rf"router: .*port {port} .*in use"):
-            Cluster.open(cluster_config(router={"port": port}), logs=tmp_path)
+@pytest.fixture
+def no_start(monkeypatch):
+    """Fails the test when a process is started."""
+
+    def start(*args, **_kwargs):
+        raise AssertionError(f"started {args}")
+
+    monkeypatch.setattr("kvferry.cluster.launcher.ChildProcess.start", start)
 
 
-@pytest.mark.slow
-def test_a_control_port_in_use_is_named_with_its_engine(cache, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        transfer = {
-            "kv_connector": "PullConnector",
-            "kv_role": "kv_producer",
-            "kv_port": port,
-        }
-        config = cluster_config(prefill={"kv_transfer_config": transfer})
-        with pytest.raises(PortInUseError, match=rf"p0: .*{port}"):
-            Cluster.open(config, logs=tmp_path)
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """Folder in which temporary folders are made."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def transfer(role, port=0, **extra):
+    return {
+        "kv_connector": "PullConnector",
+        "kv_role": role,
+        "kv_port": port,
+        "kv_connector_extra_config": extra,
+    }
+
+
+def keyed(prefill, decode):
+    """A cluster whose two engines have these extra keys."""
+    return cluster_config(
+        prefill={"kv_transfer_config": transfer("kv_producer", **prefill)},
+        decode={"kv_transfer_config": transfer("kv_consumer", **decode)},
+    )
+
+
+def test_a_port_in_use_is_named_with_its_engine(no_start, taken_port):
+    with pytest.raises(PortInUseError, match=rf"^engine 'd0': port {taken_port} .*in use"):
+        Cluster.open(cluster_config(decode={"port": taken_port}))
+
+
+def test_a_router_port_in_use_is_named(no_start, taken_port):
+    with pytest.raises(PortInUseError, match=rf"^router: port {taken_port} .*in use"):
+        Cluster.open(cluster_config(router={"port": taken_port}))
+
+
+def test_a_control_port_in_use_is_named_with_its_engine(no_start, taken_port):
+    config = cluster_config(prefill={"kv_transfer_config": transfer("kv_producer", taken_port)})
+    with pytest.raises(PortInUseError, match=rf"^engine 'p0': kv_port {taken_port} on 127.0.0.1"):
+        Cluster.open(config)
+
+
+def test_a_control_port_is_tried_on_the_connectors_own_host(taken_port):
+    from kvferry.cluster.preflight import check_cluster
+
+    config = cluster_config(
+        prefill={"kv_transfer_config": transfer("kv_producer", taken_port, host="127.0.0.2")}
+    )
+    check_cluster(config, "127.0.0.1")
+    with socket.create_server(("127.0.0.2", taken_port)), pytest.raises(PortInUseError):
+        check_cluster(config, "127.0.0.1")
+
+
+def test_all_ports_in_use_are_one_error(no_start, taken_port):
+    with socket.create_server(("127.0.0.1", 0)) as second:
+        other = second.getsockname()[1]
+        config = cluster_config(router={"port": other}, prefill={"port": taken_port})
+        message = rf"(?s)router: port {other}.*'p0': port {taken_port}"
+        with pytest.raises(PortInUseError, match=message):
+            Cluster.open(config)
+
+
+def test_a_port_that_is_taken_after_the_check_is_named_once(
+    cache, tmp_path, taken_port, monkeypatch
+):
+    monkeypatch.setattr("kvferry.cluster.launcher.check_cluster", lambda *_args: None)
+    config = cluster_config(router={"port": taken_port})
+    with pytest.raises(PortInUseError, match=rf"^router: port {taken_port} "):
+        Cluster.open(config, logs=tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"pp": 200}, {"layout": "HMD"}])
+def test_a_shape_that_does_not_fit_the_model_is_found_before_an_engine_starts(
+    cache, temporary, change
+):
+    said = []
+    with pytest.raises(ConfigError, match=r"^here.toml: engine 'd0': "):
+        Cluster.open(
+            cluster_config(decode=change),
+            where="here.toml",
+            progress=lambda part, *_: said.append(part),
+        )
+    assert set(said) <= {"model"}
+    assert list(temporary.iterdir()) == [], "nobody needs these logs"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "problem"),
+    [
+        ({"cluster_key": "k" * 32}, {}, "engine 'p0' has a cluster key, but engine 'd0' has none"),
+        ({}, {"cluster_key": "k" * 32}, "engine 'd0' has a cluster key, but engine 'p0' has none"),
+        ({"cluster_key": "k" * 32}, {"cluster_key": "j" * 32}, "engine 'd0' has another one"),
+        ({"cluster_key": "short"}, {"cluster_key": "short"}, "engine 'p0': .* has 5 bytes"),
+        ({"cluster_key_file": "/no/such"}, {}, "engine 'p0': .*cannot be read"),
+    ],
+)
+def test_cluster_keys_that_differ_are_found_before_anything_starts(
+    no_start, temporary, prefill, decode, problem
+):
+    with pytest.raises(ConfigError, match=problem):
+        Cluster.open(keyed(prefill, decode))
+    assert list(temporary.iterdir()) == []
+
+
+def test_cluster_keys_are_compared_by_value(tmp_path):
+    from kvferry.cluster.preflight import check_cluster
+
+    file = tmp_path / "key"
+    file.write_text("k" * 32 + "\n")
+    check_cluster(keyed({"cluster_key_file": str(file)}, {"cluster_key": "k" * 32}), "127.0.0.1")
+
+
+def test_an_interrupted_start_leaves_no_logs_behind(cache, temporary):
+    def interrupt(part, *_):
+        if part == "p0":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Cluster.open(cluster_config(), progress=interrupt)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_start_that_failed_for_another_reason_names_its_logs(cache, temporary, monkeypatch):
+    monkeypatch.setenv("PYTHONHOME", os.fspath(temporary))
+    with pytest.raises(WorkerDiedError) as caught:
+        Cluster.open(cluster_config())
+    (folder,) = temporary.iterdir()
+    assert caught.value.__notes__ == [f"logs: {folder}"]
+
+
+def test_a_process_shows_its_name_to_ps_and_marks_its_start_in_the_log(cluster):
+    for engine in cluster.engines:
+        pid = engine.process.pid
+        assert psutil.Process(pid).cmdline()[-1] == engine.name
+        first = (cluster.logs / f"{engine.name}.log").read_text().splitlines()[0]
+        assert first.startswith(f"=== start of engine {engine.name!r}, process {pid}, 20")
+
+
+def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypatch):
+    import queue
+
+    from kvferry.cluster.process import ChildProcess
+    from kvferry.cluster.settings import ConvertSettings
+    from kvferry.config import ModelConfig
+
+    log = tmp_path / "x.log"
+    log.write_text("an error of yesterday\n")
+    monkeypatch.setenv("PYTHONHOME", os.fspath(tmp_path))
+    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    process = ChildProcess.start("x", "convert", settings, log, queue.Queue())
+    process.reap(20)
+
+    assert "exit code 1" in str(process.error())
+    assert "yesterday" not in str(process.error())
+    assert "=== start" not in str(process.error())
+
+
+def test_a_kill_from_outside_points_at_the_oom_killer(tmp_path):
+    import queue
+
+    from kvferry.cluster.process import ChildProcess
+    from kvferry.cluster.settings import ConvertSettings
+    from kvferry.config import ModelConfig
+
+    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    news = queue.Queue()
+    process = ChildProcess.start("x", "convert", settings, tmp_path / "x.log", news)
+    os.kill(process.pid, signal.SIGKILL)
+    process.reap(20)
+
+    assert "signal SIGKILL; killed from outside, perhaps by the OOM killer" in str(process.error())
 
 
 def test_a_misspelt_extra_key_is_found_before_anything_starts(tmp_path):
