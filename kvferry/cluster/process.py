@@ -29,6 +29,8 @@ GROUP_GRACE_S = 5.0
 TAIL_LINES = 12
 """Log lines that a report of a death quotes."""
 
+OOM_HINT = "killed from outside, perhaps by the OOM killer: see dmesg"
+"""What a SIGKILL that is not ours means most often."""
 START_MARK = "=== start of "
 """Begins the line that divides the log of a start from those of earlier ones."""
 
@@ -132,7 +134,7 @@ class ChildProcess:
         """Why it ended, in words: what it reported, or its exit code and last log lines."""
         if self.failure is not None:
             kind = getattr(errors, self.failure.name, None)
-            message = self._named(self.failure.message)
+            message = self._named(self.failure.message) + _oom_hint(self.failure.message)
             if isinstance(kind, type) and issubclass(kind, KVFerryError):
                 try:
                     return kind(message)
@@ -176,7 +178,7 @@ class ChildProcess:
     def _killed_hint(self) -> str:
         if self.exit_code != -signal.SIGKILL or self._killed:
             return ""
-        return "; killed from outside, perhaps by the OOM killer: see dmesg"
+        return f"; {OOM_HINT}"
 
     def _signal(self, number: signal.Signals) -> None:
         # Popen knows whether the process has been waited for, so that no reused id is hit.
@@ -220,6 +222,11 @@ class ChildProcess:
                     yield _decoder.decode(line)
                 except msgspec.DecodeError:  # cut off: it died in the middle of a report
                     logger.warning("%s: a report that does not decode: %.200r", self.name, line)
+
+
+def _oom_hint(failure: str) -> str:
+    """For an engine's report of a rank that somebody killed."""
+    return f"\n  ({OOM_HINT})" if "died: killed by SIGKILL" in failure else ""
 
 
 def _start_line(name: str, what: str, pid: int) -> str:

@@ -193,6 +193,7 @@ def test_a_rank_that_dies_is_reported_and_the_end_is_clean(cache, tmp_path):
         assert "d0" in str(error)
         assert "rank 0" in str(error)
         assert "SIGKILL" in str(error)
+        assert "perhaps by the OOM killer: see dmesg" in str(error)
         assert time.monotonic() - began < 20
         assert not cluster.can_serve
         with httpx.Client(base_url=cluster.url, timeout=30, trust_env=False) as client:
