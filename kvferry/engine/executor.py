@@ -166,7 +166,7 @@ class InProcessExecutor(Executor):
         name = f"rank {rank} of engine {self.spec.engine!r}"
         if answer is None:
             failure = WorkerDiedError(
-                f"{name} did not answer for {time.monotonic() - started:.3g} s"
+                f"{name} did not answer for {time.monotonic() - started:.0f} s"
             )
         else:
             failure = WorkerDiedError(f"{name}: {answer}")

@@ -155,7 +155,7 @@ class ProcessExecutor(Executor):
         noted = list(self._failures.values())[failed_before:]
         explained = any(not isinstance(failure.__cause__, WorkerDiedError) for failure in noted)
         silent = self.waiting_for()
-        waited = f"{time.monotonic() - started:.3g} s"
+        waited = f"{time.monotonic() - started:.0f} s"
         for rank in self._asked:
             process = self._ranks[rank]
             process.kill()

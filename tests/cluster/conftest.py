@@ -53,6 +53,8 @@ class FakeEngine:
     ids: list[str] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     healthy: bool = True
+    unwell: str = ""
+    """Why its health check says 503, in its own words."""
     url: str = ""
 
     def app(self) -> Starlette:
@@ -68,6 +70,8 @@ class FakeEngine:
         return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})
 
     async def _health(self, _: Request) -> Response:
+        if self.unwell:
+            return JSONResponse({"error": {"message": self.unwell, "code": "stuck_step"}}, 503)
         return Response(status_code=200 if self.healthy else 503)
 
     async def _complete(self, request: Request) -> Response:

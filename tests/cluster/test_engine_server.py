@@ -1,14 +1,19 @@
 """The HTTP server of an engine, over the simulated engine: no model, real scheduler and loop."""
 
 import json
+import re
 import threading
 import time
 
 import httpx
 import pytest
 
+from kvferry.cluster import engine_server
 from kvferry.cluster.engine_server import EngineServer
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine import loop as loops
 from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.simulated import open_simulated
 from kvferry.testing.toy_cache import reference_tokens
@@ -193,4 +198,103 @@ def test_the_model_and_its_longest_sequence_are_named(served):
     (model,) = served.client.get("/v1/models").json()["data"]
 
     assert (model["id"], model["max_model_len"]) == ("toy", 128)
-    assert served.client.get("/health").json() == {"status": "ok", "engine": "e0"}
+    health = served.client.get("/health").json()
+    assert health == {"status": "ok", "engine": "e0", "step_age_s": 0.0, "waiting_for_ranks": []}
+
+
+@pytest.fixture
+def frozen(served, monkeypatch):
+    """A request whose step does not end before the event is set; one request ended before it."""
+    monkeypatch.setattr(engine_server, "SNAPSHOT_WAIT_S", 0.1)
+    assert served.complete("before").status_code == 200
+    served.wait_idle()
+    thaw = threading.Event()
+    execute = served.executor.execute
+    monkeypatch.setattr(served.executor, "waiting_for", lambda: (0,))
+    monkeypatch.setattr(served.executor, "execute", lambda step: thaw.wait(20) and execute(step))
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(served.complete("frozen")))
+    client.start()
+    yield thaw, answers
+    thaw.set()
+    client.join(20)
+
+
+def step_age(served):
+    line = re.search(
+        r"^kvferry_engine_step_age_seconds (.*)$", served.client.get("/metrics").text, re.M
+    )
+    return float(line[1])
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_metrics_and_records_do_not_wait_for_a_step(served, frozen):
+    thaw, answers = frozen
+    until(lambda: step_age(served) > 0.3)
+    for _ in range(5):
+        metrics = served.client.get("/metrics", timeout=5).text
+        assert 'kvferry_engine_requests_total{finish_reason="length"} 1.0' in metrics
+        assert "kvferry_engine_kv_blocks" in metrics  # of the last snapshot
+        records = served.client.get("/kvferry/records", timeout=5).json()
+        assert [one["request_id"] for one in records["requests"]] == ["before"]
+    assert not answers
+
+    thaw.set()
+    until(lambda: answers)
+    assert answers[0].status_code == 200
+    until(lambda: step_age(served) == 0)
+
+
+def test_records_that_come_late_are_taken_in_once(served, frozen, monkeypatch):
+    thaw, answers = frozen
+    record = TransferRecord(
+        request_id="r",
+        lease_id="l",
+        rank=0,
+        peer="p",
+        direction="recv",
+        first_token=0,
+        tokens=1,
+        nbytes=8,
+        copies=1,
+        started=1.0,
+        finished=2.0,
+        ok=True,
+    )
+    told = [[record]]
+    until(lambda: step_age(served) > 0.3)
+    monkeypatch.setattr(Engine, "records", lambda _engine: told.pop() if told else [])
+    for _ in range(3):
+        assert served.client.get("/kvferry/records").json()["transfers"] == []
+    thaw.set()
+    until(lambda: answers)
+    until(lambda: len(served.client.get("/kvferry/records").json()["transfers"]) == 1)
+    assert len(served.client.get("/kvferry/records").json()["transfers"]) == 1
+
+
+def test_a_stuck_step_makes_the_engine_unhealthy_until_it_ends(served, frozen, monkeypatch):
+    thaw, answers = frozen
+    until(lambda: step_age(served) > 0.3)
+    early = served.client.get("/health")
+    assert early.status_code == 200
+    assert early.json()["step_age_s"] > 0.3
+    assert early.json()["waiting_for_ranks"] == [0]
+
+    monkeypatch.setattr(loops, "STUCK_STEP_S", 0.2)
+    late = served.client.get("/health")
+    assert late.status_code == 503
+    assert late.json()["error"]["code"] == "stuck_step"
+    assert re.fullmatch(
+        r"the step has run for \d+ s and waits for rank 0", late.json()["error"]["message"]
+    )
+    assert late.json()["waiting_for_ranks"] == [0]
+
+    thaw.set()
+    until(lambda: answers)
+    until(lambda: served.client.get("/health").status_code == 200)

@@ -341,6 +341,28 @@ def test_an_engine_that_comes_back_serves_again(setup):
     assert setup.complete(max_tokens=3).status_code == 200
 
 
+def test_an_engine_that_says_why_it_is_stuck_is_quoted_and_avoided_until_it_recovers(make_setup):
+    setup = make_setup(prefill=2)
+
+    def first():
+        return setup.client.get("/health").json()["engines"][0]
+
+    setup.prefill[0].unwell = "the step has run for 63 s and waits for rank 0"
+    deadline = time.monotonic() + 10
+    while first()["healthy"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first()["last_error"] == "the step has run for 63 s and waits for rank 0"
+    for _ in range(3):
+        assert setup.complete(max_tokens=3).status_code == 200
+    assert len(setup.prefill[0].bodies) == 0
+    assert len(setup.prefill[1].bodies) == 3
+
+    setup.prefill[0].unwell = ""
+    while not first()["healthy"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first()["last_error"] == ""
+
+
 def test_time_up_is_a_504(make_setup):
     setup = make_setup(request_timeout_s=0.2)
     setup.decode[0].hang = True

@@ -5,9 +5,10 @@ import time
 
 import pytest
 
+from kvferry.engine import loop as loops
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Completion
-from kvferry.engine.loop import EngineLoop
+from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.simulated import open_simulated
 from kvferry.errors import EngineError, WorkerDiedError
@@ -220,3 +221,59 @@ def test_closing_answers_live_requests_and_closes_the_engine(simulated, failures
         submit(loop, "late", [1])
     with pytest.raises(EngineError, match="closed"):
         loop.call(lambda engine: engine.stats())
+
+
+@pytest.fixture
+def frozen(simulated, monkeypatch):
+    """From now on steps last until the event is set; rank 0 is the one that does not answer."""
+    thaw = threading.Event()
+    executor = simulated[1]
+    execute = executor.execute
+    monkeypatch.setattr(executor, "waiting_for", lambda: (0,))
+    monkeypatch.setattr(executor, "execute", lambda step: thaw.wait(WAIT_S) and execute(step))
+    yield thaw
+    thaw.set()
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_age_of_the_step_under_way_is_told_and_its_end(loop, frozen):
+    assert loop.step_state() == StepState(None)
+    listener = submit(loop, "a", [1, 2])
+    until(lambda: (loop.step_state().age_s or 0) > 0.05)
+    younger, older = loop.step_state(), loop.step_state()
+    assert younger.age_s < older.age_s < WAIT_S
+    assert older.waiting_for == (0,)
+    frozen.set()
+    listener.wait()
+    until(lambda: loop.step_state() == StepState(None))
+
+
+def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monkeypatch, caplog):
+    monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
+    monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
+    with EngineLoop.open(simulated[0]) as loop:
+        listener = submit(loop, "a", [1, 2])
+        until(lambda: (loop.step_state().age_s or 0) > 0.4)
+        assert loop.step_state().is_stuck
+        frozen.set()
+        listener.wait()
+        until(lambda: not loop.step_state().is_stuck)
+    warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "the step has run for 0 s and waits for rank 0" in warnings[0]
+
+
+def test_the_state_of_a_step_reads_as_a_sentence():
+    assert str(StepState(63.2, (0,))) == "the step has run for 63 s and waits for rank 0"
+    assert str(StepState(61, (0, 3))) == "the step has run for 61 s and waits for ranks 0 and 3"
+    assert str(StepState(61)) == "the step has run for 61 s"
+    assert str(StepState(None)) == "no step is under way"
+    assert StepState(60.1).is_stuck
+    assert not StepState(59.9).is_stuck
+    assert not StepState(None).is_stuck

@@ -5,6 +5,7 @@ import threading
 import msgspec
 import pytest
 
+from kvferry.engine import executor as executors
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, EngineError, ModelError, WorkerDiedError
@@ -109,6 +110,24 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
         executor.execute(broken)
     assert not executor.alive()
     assert 1 in executor.failures
+
+
+def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch):
+    monkeypatch.setattr(executors, "GRACE_S", 1.0)
+    silence, seen = threading.Event(), []
+    with InProcessExecutor(worker_spec(tiny_folder(), tp=2, step_timeout_s=0.5)) as executor:
+        monkeypatch.setattr(executor.worker(1), "execute", lambda _step: silence.wait(20))
+        timer = threading.Timer(0.25, lambda: seen.append(executor.waiting_for()))
+        timer.start()
+        try:
+            with pytest.raises(WorkerDiedError, match=r"rank 1 of engine .* did not answer for"):
+                executor.execute(SchedulerOutput(requests=[request()]))
+        finally:
+            silence.set()
+        timer.join()
+        assert seen == [(0, 1)]
+        assert executor.waiting_for() == ()
+        assert set(executor.failures) == {0, 1}
 
 
 def test_the_living_ranks_still_take_steps_without_requests(recorded):

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from kvferry.engine import executor_process
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.executor_process import ProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
@@ -130,9 +132,53 @@ def test_a_rank_that_raises_says_what(tiny_folder, worker_spec, recording_connec
 def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connector):
     spec = worker_spec(tiny_folder(), connector=recording_connector(), step_timeout_s=1.0)
     with ProcessExecutor(spec) as executor:
-        with pytest.raises(WorkerDiedError, match="gave no answer for 1 seconds and was killed"):
+        with pytest.raises(WorkerDiedError, match=r"did not answer for 1(\.\d+)? s and was killed"):
             executor.execute(step(hang_rank=0))
         assert wait_until_gone(executor.pids)
+
+
+def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
+    tiny_folder, worker_spec, recording_connector, monkeypatch
+):
+    monkeypatch.setattr(executor_process, "GRACE_S", 2.0)
+    spec = worker_spec(tiny_folder(), tp=2, connector=recording_connector(), step_timeout_s=1.0)
+    with ProcessExecutor(spec) as executor:
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of engine 'tested' did not answer for"):
+            executor.execute(step(hang_rank=0))
+        assert "cannot add up" in str(executor.failures[1])
+
+
+def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
+    tiny_folder, worker_spec, monkeypatch
+):
+    monkeypatch.setattr(executor_process, "GRACE_S", 2.0)
+    with ProcessExecutor(worker_spec(tiny_folder(), tp=2, step_timeout_s=2.0)) as executor:
+        executor.execute(step())
+        assert executor.waiting_for() == ()
+        os.kill(executor.pids[1], signal.SIGSTOP)
+        failures = []
+
+        def execute():
+            with pytest.raises(WorkerDiedError) as failure:
+                executor.execute(step())
+            failures.append(str(failure.value))
+
+        thread = threading.Thread(target=execute)
+        thread.start()
+        time.sleep(1.0)
+        waiting = executor.waiting_for()
+        thread.join(20)
+        assert waiting == (1,)  # rank 0 has not answered either, but only because of rank 1
+        assert "rank 1 of engine 'tested' did not answer for" in failures[0]
+        assert executor.waiting_for() == ()
+    assert not any(map(is_running, executor.pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_list_tells_engines_and_ranks_apart(tiny_folder, worker_spec):
+    with ProcessExecutor(worker_spec(tiny_folder(), tp=2)) as executor:
+        lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in executor.pids]
+    assert [line[4:6] for line in lines] == [["tested", "rank0"], ["tested", "rank1"]]
 
 
 def test_errors_of_the_start_keep_their_class_and_leave_no_process(
