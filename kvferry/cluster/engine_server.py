@@ -37,16 +37,14 @@ SNAPSHOT_WAIT_S = 1.0
 """``/metrics`` and ``/kvferry/records`` wait so long for a step to end; then they tell what was
 known before it."""
 
-#: Errors of the engine that the client can mend; what else ends a request is the server's fault.
+#: Errors of the engine that the client can mend; what else ends a request is the server's fault,
+#: tickets included: the router drops what a client sends in their place.
 _CLIENT_ERRORS = frozenset(
     {
         "ValueError",
         "TypeError",
         "RequestError",
         "OutOfBlocksError",
-        "TicketError",
-        "TicketForgedError",
-        "TicketExpiredError",
     }
 )
 
