@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvferry.cli.units import bytes_text, ranges_text
-from kvferry.cluster.preflight import engine_geometry
 from kvferry.config import ClusterConfig
-from kvferry.engine.model_config import LlamaConfig
+from kvferry.engine.model_config import LlamaConfig, engine_geometry
 from kvferry.topology.explain import PairCost, explain_transfer
 
 

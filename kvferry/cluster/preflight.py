@@ -7,9 +7,8 @@ import msgspec
 from kvferry.cluster.child import listen
 from kvferry.cluster.connector_keys import check_cluster_keys, check_plugins
 from kvferry.config import ClusterConfig, EngineConfig
-from kvferry.engine.model_config import LlamaConfig
+from kvferry.engine.model_config import LlamaConfig, engine_geometry
 from kvferry.errors import ConfigError, HostError, PortInUseError
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
 def check_cluster(cluster: ClusterConfig, engine_host: str, where: str = "") -> None:
@@ -89,23 +88,6 @@ def check_shapes(cluster: ClusterConfig, model: LlamaConfig, where: str = "") ->
             engine_geometry(engine, model, cluster.model.dtype)
     except ConfigError as error:
         raise placed(error, where) from error
-
-
-def engine_geometry(engine: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
-    """The KV cache of an engine.
-
-    Raises:
-        ConfigError: the shape does not fit the model.
-    """
-    try:
-        return model.geometry(
-            dtype=dtype,
-            block_size=engine.block_size,
-            layout=engine.layout,
-            parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
-        )
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name!r}: {error}") from error
 
 
 def placed(error: ConfigError, where: str) -> ConfigError:

@@ -13,11 +13,10 @@ from kvferry.connectors.registry import connector_context
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import Executor, InProcessExecutor
-from kvferry.engine.model_config import LlamaConfig
+from kvferry.engine.model_config import LlamaConfig, engine_geometry
 from kvferry.engine.weights import fingerprint, load_model_config
 from kvferry.engine.worker_spec import WorkerSpec
-from kvferry.errors import ConfigError
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology.geometry import EngineGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ def build_engine(
         WorkerDiedError: a rank did not start.
     """
     model = load_model_config(model_folder)
-    geometry = _geometry(config, model, dtype)
+    geometry = engine_geometry(config, model, dtype)
     transfer = config.transfer_config() if connect else None
     incarnation = secrets.token_hex(8)
     options = SchedulerOptions(
@@ -94,18 +93,6 @@ def kv_cache_config(geometry: EngineGeometry, num_blocks: int) -> KVCacheConfig:
         dtype=geometry.dtype,
     )
     return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(names, spec),))
-
-
-def _geometry(config: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
-    try:
-        return model.geometry(
-            dtype=dtype,
-            block_size=config.block_size,
-            layout=config.layout,
-            parallel=ParallelShape(tp=config.tp, pp=config.pp),
-        )
-    except ValueError as error:
-        raise ConfigError(f"engine {config.name!r}: {error}") from error
 
 
 def _model_len(config: EngineConfig, model: LlamaConfig) -> int:

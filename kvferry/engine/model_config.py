@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.errors import ModelError
+from kvferry.config import EngineConfig
+from kvferry.errors import ConfigError, ModelError
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
@@ -101,6 +102,23 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
     def rope_text(self) -> str:
         """Canonical text of the rope settings, for messages and comparison."""
         return msgspec.json.encode(self.rope_parameters, order="sorted").decode()
+
+
+def engine_geometry(engine: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
+    """The KV cache of an engine.
+
+    Raises:
+        ConfigError: the shape does not fit the model.
+    """
+    try:
+        return model.geometry(
+            dtype=dtype,
+            block_size=engine.block_size,
+            layout=engine.layout,
+            parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
+        )
+    except ValueError as error:
+        raise ConfigError(f"engine {engine.name!r}: {error}") from error
 
 
 def parse_config(values: Mapping[str, Any], where: str) -> LlamaConfig:
