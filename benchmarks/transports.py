@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from benchmarks import nixl_side
 from benchmarks.cases import CacheShape, Case
@@ -18,6 +18,7 @@ from benchmarks.kvferry_side import KvferryReader, KvferrySource, Offer
 from benchmarks.nixl_side import NixlReader, NixlSource
 from benchmarks.remote import Remote
 from benchmarks.samples import Sample
+from kvferry.lifetimes import Closing
 
 _NIXL_TLS = {"shm": "all", "tcp": "tcp"}
 """``UCX_TLS``. Of all transports UCX takes cross memory attach for a READ on one host; given only
@@ -88,7 +89,7 @@ class Stage:
         self.reader.resume()
 
 
-class TransportBenchmark:
+class TransportBenchmark(Closing):
     """The processes of all contenders. A context manager."""
 
     def __init__(
@@ -146,12 +147,6 @@ class TransportBenchmark:
     def close(self) -> None:
         """Ends the processes. Idempotent."""
         self._stack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.close()
 
     def _contenders(self, case: Case) -> Iterator[tuple[Stage, str]]:
         for stage in self.stages:

@@ -31,16 +31,6 @@ class Communicator(ABC):
         self.tp_rank = coordinates.tp
         self.stage = coordinates.pp
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens."""
-        return self.stage == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
-        return self.stage == self.parallel.pp - 1
-
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> None:
         """Adds ``x`` up over the TP ranks of the stage, in place, to the same bits on each."""

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-import kvferry.connectors.pull.scheduler as pull_scheduler
 import kvferry.testing.fake_engine as fake_engine
 from kvferry.config import KVTransferConfig
 from kvferry.control.client import fetch_status
@@ -205,10 +205,7 @@ def source_clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedClock:
     """The clock of every lease table from now on: an hour ahead of the targets'."""
     clock = ShiftedClock(3600.0)
 
-    def table(**kwargs: Any) -> LeaseTable:
-        return LeaseTable(**kwargs, clock=clock)
-
-    monkeypatch.setattr(pull_scheduler, "LeaseTable", table)
+    monkeypatch.setattr(LeaseTable, "from_options", partial(LeaseTable.from_options, clock=clock))
     return clock
 
 

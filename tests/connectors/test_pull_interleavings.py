@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
-import kvferry.connectors.pull.scheduler as pull_scheduler
 import kvferry.transports.shm as shm
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull.sources import LoadState
@@ -72,10 +72,11 @@ def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_rank
 ) -> None:
     clock = {"offset": 0.0}
 
-    def table(**kwargs: Any) -> LeaseTable:
-        return LeaseTable(**kwargs, clock=lambda: time.monotonic() + clock["offset"])
-
-    monkeypatch.setattr(pull_scheduler, "LeaseTable", table)
+    monkeypatch.setattr(
+        LeaseTable,
+        "from_options",
+        partial(LeaseTable.from_options, clock=lambda: time.monotonic() + clock["offset"]),
+    )
     producer, consumer = open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET)
     pair = Pair(producer, consumer, 20.0)
     request = pair.decode(pair.prefill("r", 21))

@@ -2,11 +2,11 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-import kvferry.connectors.pull.scheduler as pull_scheduler
 from kvferry.control.leases import LeaseTable
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketError
@@ -153,10 +153,11 @@ def expiring(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     clock = {"offset": 0.0}
     import time
 
-    def table(**kwargs: Any) -> LeaseTable:
-        return LeaseTable(**kwargs, clock=lambda: time.monotonic() + clock["offset"])
-
-    monkeypatch.setattr(pull_scheduler, "LeaseTable", table)
+    monkeypatch.setattr(
+        LeaseTable,
+        "from_options",
+        partial(LeaseTable.from_options, clock=lambda: time.monotonic() + clock["offset"]),
+    )
     return clock
 
 

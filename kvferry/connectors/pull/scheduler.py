@@ -40,6 +40,7 @@ class PullScheduler(SchedulerConnector):
         self,
         context: ConnectorContext,
         extra: PullConfig,
+        key: bytes | None,
         leases: LeaseTable,
         server: ControlServer,
         client: ControlClient,
@@ -48,7 +49,7 @@ class PullScheduler(SchedulerConnector):
         """Takes ownership of server, client and sources; use :meth:`open`."""
         self._context = context
         self._extra = extra
-        self._key = extra.key()
+        self._key = key
         self._leases = leases
         self._server = server
         self._client = client
@@ -75,19 +76,15 @@ class PullScheduler(SchedulerConnector):
                 split_address(address)
             except ValueError as error:
                 raise ConfigError(f"peers: {error}") from error
-        if config.is_consumer and extra.key() is None and not extra.peers:
+        key = extra.key()
+        if config.is_consumer and key is None and not extra.peers:
             logger.warning(
                 "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
                 "request names; set cluster_key_file in kv_connector_extra_config",
                 config.engine_id,
             )
         options = control_options(extra)
-        leases = LeaseTable(
-            duration_s=options.lease_duration_s,
-            max_blocks=options.leased_blocks_cap(context.num_blocks),
-            takeover_after_s=options.takeover_after_s,
-            remembered=options.remembered_leases,
-        )
+        leases = LeaseTable.from_options(options, context.num_blocks)
         server = ControlServer.open(
             engine_id=config.engine_id,
             incarnation=context.incarnation,
@@ -110,7 +107,7 @@ class PullScheduler(SchedulerConnector):
             handshake_timeout_s=extra.handshake_timeout_s,
             note_error=server.note_error,
         )
-        return cls(context, extra, leases, server, client, sources)
+        return cls(context, extra, key, leases, server, client, sources)
 
     @property
     def port(self) -> int:
@@ -219,7 +216,7 @@ class PullScheduler(SchedulerConnector):
             self._give_back(request.request_id)
             return
         num_tokens = min(load.ticket.num_tokens, request.num_tokens - 1)
-        self._sources.start(load, num_tokens)
+        self._sources.start(load)
         self._step.loads.append(
             LoadSpec(
                 request_id=request.request_id,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import LeaseAnswer
-from kvferry.control.tickets import Ticket
+from kvferry.control.tickets import Ticket, check_incarnation
 from kvferry.errors import (
     EngineError,
     HandshakeNeededError,
@@ -61,8 +61,6 @@ class Load:
     """``time.monotonic()`` of its arrival."""
     state: LoadState = LoadState.WAITING
     error: KVFerryError | None = None
-    num_tokens: int = 0
-    """Tokens ``[0, num_tokens)`` are here once the load has ended well."""
     next_renewal: float = 0.0
     """``time.monotonic()`` of the next Renew."""
     cancelled: bool = False
@@ -158,7 +156,7 @@ class Sources:
             self._wake.notify()
         return load
 
-    def start(self, load: Load, num_tokens: int) -> None:
+    def start(self, load: Load) -> None:
         """The ranks begin to read; the lease is renewed until :meth:`drop`.
 
         Also where the lease was lost a moment ago: the ranks will be told so by their confirm, and
@@ -166,7 +164,6 @@ class Sources:
         """
         with self._wake:
             load.state = LoadState.LOADING
-            load.num_tokens = num_tokens
 
     def drop(self, load: Load) -> None:
         """The ranks have reported the load; their Finishes have ended the lease."""
@@ -286,11 +283,13 @@ class Sources:
         assert description is not None  # _is_renewable
         fitting = []
         for load in loads:
-            if load.ticket.incarnation == description.incarnation:
+            try:
+                check_incarnation(load.ticket, description.incarnation)
+            except TicketExpiredError as error:
+                self._give_up(load, error)
+            else:
                 fitting.append(load)
                 load.next_renewal = now + self._renew_interval(load.ticket)
-            else:
-                self._give_up(load, _outdated(load.ticket, description))
         if fitting:
             ids = [load.lease_id for load in fitting]
             future = self._client.renew(source.address, description.incarnation, ids)
@@ -365,14 +364,6 @@ def _lost_lease(ticket: Ticket, answer: LeaseAnswer) -> LeaseError:
     return LeaseRevokedError(
         f"lease {ticket.lease_id} of engine {ticket.engine_id!r} has ended; its blocks may have "
         "been reused"
-    )
-
-
-def _outdated(ticket: Ticket, description: EngineDescription) -> TicketExpiredError:
-    return TicketExpiredError(
-        f"the ticket of lease {ticket.lease_id} is from start {ticket.incarnation} of engine "
-        f"{ticket.engine_id!r}; at {ticket.host}:{ticket.port} runs start "
-        f"{description.incarnation} of {description.engine_id!r}"
     )
 
 

@@ -66,6 +66,7 @@ class PullWorker(WorkerConnector):
         """
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
+        options = control_options(extra)  # before anything is open that a wrong key would leave
         if extra.record_digests:
             warm_digest()
         transports: dict[str, Transport] = {}
@@ -79,7 +80,7 @@ class PullWorker(WorkerConnector):
         client = ControlClient(
             engine_id=context.config.engine_id,
             incarnation=context.incarnation,
-            options=control_options(extra),
+            options=options,
         )
         return cls(context, rank, transports, client)
 
