@@ -14,6 +14,7 @@ nothing, so they never stand between two hashed ones, and a list serves.
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.request import CacheRequest
 
 
 class BlockPool:
@@ -97,6 +98,8 @@ class BlockPool:
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Adds one reference to each block; free ones leave the free list with their content.
 
+        The null block is passed over.
+
         Raises:
             ValueError: a block is free and not hashed: there is nothing in it to share. Blocks
                 before it are touched.
@@ -110,6 +113,7 @@ class BlockPool:
                 after.prev = before
                 self._num_in_ring -= 1
             block.ref_cnt += 1
+        self.null_block.ref_cnt = 1  # a table may hold it, and nothing counts that
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drops one reference from each block; the null block is passed over.
@@ -153,33 +157,52 @@ class BlockPool:
         num_cached_blocks: int,
         num_full_blocks: int,
         group_id: int = 0,
+        *,
+        hash_stride: int = 1,
+        request: CacheRequest | None = None,
+        first_block: int = 0,
     ) -> None:
-        """Makes blocks of a table hits for later requests.
+        """Makes blocks of a table hits for later requests; null blocks are passed over.
 
         A hash that another block has already is kept as a duplicate: the older block stays the
         hit, and this one takes over when that is reused.
 
         Args:
             blocks: a request's block table for the group.
-            block_hashes: the request's block hashes, one for each full block at least.
+            block_hashes: the request's block hashes; block ``i`` of the table gets
+                ``block_hashes[(i + 1) * hash_stride - 1]``, which stands for all tokens before.
             num_cached_blocks: leading blocks that are cached already.
             num_full_blocks: leading blocks that are cached afterwards.
             group_id: KV cache group of the table.
+            hash_stride: hashes per block, for a group with larger blocks than the hashes have.
+            request: whose table it is; only events need it.
+            first_block: blocks before this one stay unhashed, for they are filled in part only.
 
         Raises:
-            ValueError: a block to be cached is hashed already or is the null block, or the table
-                or the hashes are shorter than ``num_full_blocks``. Blocks before it are cached.
+            ValueError: a block to be cached is hashed already, or the table or the hashes are
+                shorter than ``num_full_blocks``. Blocks before it are cached.
         """
-        if min(len(blocks), len(block_hashes)) < num_full_blocks:
+        last_hash = num_full_blocks * hash_stride - 1
+        if num_full_blocks > len(blocks) or last_hash >= len(block_hashes):
             raise ValueError(
                 f"num_full_blocks: {num_full_blocks}, but the table has {len(blocks)} blocks and "
-                f"{len(block_hashes)} hashes"
+                f"{len(block_hashes)} hashes, {hash_stride} per block"
             )
+        first = num_cached_blocks if num_cached_blocks > first_block else first_block
+        span = range(first, num_full_blocks)
+        if hash_stride != 1:
+            # Slices, so that the loop has one index; without a stride they would cost more.
+            blocks = blocks[first:num_full_blocks]
+            block_hashes = block_hashes[(first + 1) * hash_stride - 1 : last_hash + 1 : hash_stride]
+            span = range(len(blocks))
         cached = self._cached[group_id]
-        for index in range(num_cached_blocks, num_full_blocks):
+        null_block = self.null_block
+        for index in span:
             block, block_hash = blocks[index], block_hashes[index]
-            if block.block_hash is not None or block is self.null_block:
-                raise ValueError(f"block {block.block_id} is hashed already, or the null block")
+            if block is null_block:
+                continue
+            if block.block_hash is not None:
+                raise ValueError(f"block {block.block_id} is hashed already")
             block.block_hash = block_hash
             block.group_id = group_id
             if cached.setdefault(block_hash, block) is not block:

@@ -33,10 +33,32 @@ def test_null_block_is_passed_over_when_freed():
     assert pool.get_free_block_ids() == [1, 2]
 
 
-def test_null_block_is_never_hashed():
-    pool = BlockPool(3)
-    with pytest.raises(ValueError, match="null block"):
-        pool.cache_full_blocks([pool.null_block], [b"x"], 0, 1)
+def test_null_block_is_never_hashed_nor_counted_as_shared():
+    pool = BlockPool(4)
+    first, last = pool.get_new_blocks(2)
+    table = [first, pool.null_block, last]
+    pool.cache_full_blocks(table, [b"a", b"b", b"c"], 0, 3)
+    assert dict(pool.cached_blocks()) == {b"a": first, b"c": last}
+    assert pool.null_block.block_hash is None
+    pool.touch(table)
+    assert [block.ref_cnt for block in table] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("num_cached", [0, 1])
+def test_larger_block_takes_the_last_hash_within_it(num_cached):
+    pool = BlockPool(4)
+    table = pool.get_new_blocks(2)
+    hashes = [bytes([i]) for i in range(7)]
+    pool.cache_full_blocks(table, hashes, num_cached, 2, hash_stride=3)
+    assert [block.block_hash for block in table] == [None if num_cached else b"\x02", b"\x05"]
+
+
+def test_blocks_before_the_first_block_stay_unhashed():
+    pool = BlockPool(5)
+    table = pool.get_new_blocks(3)
+    pool.cache_full_blocks(table, [b"a", b"b", b"c"], 0, 1, first_block=2)
+    pool.cache_full_blocks(table, [b"a", b"b", b"c"], 1, 3, first_block=2)
+    assert dict(pool.cached_blocks()) == {b"c": table[2]}
 
 
 def test_unhashed_blocks_are_reused_first_and_the_last_freed_first():
@@ -162,6 +184,8 @@ def test_more_full_blocks_than_blocks_or_hashes_are_refused(num_blocks, num_hash
     pool = BlockPool(4)
     with pytest.raises(ValueError, match="num_full_blocks: 2"):
         pool.cache_full_blocks(pool.get_new_blocks(num_blocks), [b"a", b"b"][:num_hashes], 0, 2)
+    with pytest.raises(ValueError, match="2 hashes, 2 per block"):
+        pool.cache_full_blocks(pool.get_new_blocks(1), [b"a", b"b"], 0, 2, hash_stride=2)
     assert not pool.cached_blocks()
 
 
