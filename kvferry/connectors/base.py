@@ -23,7 +23,7 @@ Order of calls in one step::
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -186,6 +186,9 @@ class ConnectorContext:
     num_blocks: int
     """KV blocks per rank, the null block included."""
     world_size: int
+    layer_windows: Mapping[int, int] = field(default_factory=dict)
+    """Layer of the model → tokens that one of its tokens attends to, itself included; without the
+    layers that see all. Also where the layer's group keeps more than that."""
 
 
 class SchedulerConnector(ABC):
@@ -247,6 +250,17 @@ class SchedulerConnector(ABC):
             For a request that ends while its load is under way, ``True`` says that bytes can
             still land; its blocks stay until the id comes back in ``finished_recving``.
         """
+
+    def partial_groups(self, request: RequestView) -> frozenset[int]:  # noqa: ARG002
+        """KV cache groups of which the load that just ended well left tokens out, for good.
+
+        A group that keeps every token, fed from one that keeps a window, has blocks that are
+        allocated and never filled. They serve this request, whose layers look no further back,
+        but nobody else: the engine never makes blocks of these groups prefix hits. Asked once per
+        load, after :meth:`update_connector_output`. Tokens that a group of this engine does not
+        keep itself are no reason to name it. Default: none.
+        """
+        return frozenset()
 
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
         """What each rank's ``handshake_metadata`` returned, by rank; once, at start."""

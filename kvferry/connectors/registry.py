@@ -1,7 +1,7 @@
 """Finds a connector by what the user wrote, and prepares what its halves are built from."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -40,6 +40,7 @@ def connector_context(
     model: ModelFingerprint,
     num_blocks: int,
     world_size: int,
+    layer_windows: Mapping[int, int] | None = None,
 ) -> tuple[type[KVConnector], ConnectorContext]:
     """Loads the connector and checks its extra keys.
 
@@ -50,6 +51,7 @@ def connector_context(
         model: fingerprint of model and weights.
         num_blocks: KV blocks per rank, the null block included.
         world_size: ranks of the engine.
+        layer_windows: layer of the model → its sliding window; without the layers that see all.
 
     Returns:
         The plugin class and what its ``scheduler`` and ``worker`` factories take.
@@ -72,6 +74,7 @@ def connector_context(
         model=model,
         num_blocks=num_blocks,
         world_size=world_size,
+        layer_windows=dict(layer_windows or {}),
     )
     return connector, context
 

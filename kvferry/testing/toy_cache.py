@@ -2,11 +2,12 @@
 
 One layer, one KV head, one element. The K cell of a token is the token itself; its V cell is a
 hash of all tokens up to it, as a real V depends on the whole prefix. So whether a block table
-holds exactly the KV of a token sequence can be decided by looking.
+holds exactly the KV of a token sequence can be decided by looking; that of a table which keeps a
+window only, by chaining the hashes from its first token on.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,9 @@ ToyCache: TypeAlias = npt.NDArray[np.int64]
 
 _MODULUS = (1 << 61) - 1
 _FACTOR = 6_364_136_223_846_793_005 % _MODULUS
+
+EMPTY = 1
+"""The hash of no tokens."""
 
 UNWRITTEN = -1
 """What the cells of a block hold that somebody spoilt."""
@@ -36,13 +40,19 @@ def toy_geometry(block_size: int, world_size: int = 1) -> EngineGeometry:
     )
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+def prefix_hashes(token_ids: Sequence[int], state: int = EMPTY) -> list[int]:
     """For each token, the hash of all tokens up to it.
 
     >>> prefix_hashes([5, 7])[0] == prefix_hashes([5])[0]
     True
+    >>> prefix_hashes([7], prefix_hashes([5])[0]) == prefix_hashes([5, 7])[1:]
+    True
+
+    Args:
+        token_ids: the tokens.
+        state: the hash of all tokens before them.
     """
-    state, hashes = 1, []
+    hashes = []
     for token in token_ids:
         state = (state * _FACTOR + token + 1) % _MODULUS
         hashes.append(state)
@@ -73,29 +83,125 @@ def write_tokens(
 
     Args:
         cache: the cells.
-        block_ids: the block table, token 0 first.
+        block_ids: the block table, token 0 first; nothing is written where it has the null block.
         token_ids: the sequence, of ``end`` tokens at least.
         first: position of the first token to write.
         end: position after the last one.
     """
-    blocks, slots = _addresses(cache, block_ids, first, end)
-    cache[0, blocks, slots, 0, 0] = token_ids[first:end]
-    cache[1, blocks, slots, 0, 0] = prefix_hashes(token_ids[:end])[first:]
+    _write(cache, block_ids, token_ids[first:end], prefix_hashes(token_ids[:end])[first:], first)
+
+
+def append_tokens(
+    cache: ToyCache, block_ids: Sequence[int], token_ids: Sequence[int], first: int, state: int
+) -> int:
+    """Like :func:`write_tokens`, for a model that no longer knows the tokens before ``first``.
+
+    Args:
+        cache: the cells.
+        block_ids: the block table, token 0 first; nothing is written where it has the null block.
+        token_ids: the new tokens, not the whole sequence.
+        first: position of the first of them.
+        state: the hash of the ``first`` tokens before, :attr:`Window.state`.
+
+    Returns:
+        The hash of all tokens now.
+    """
+    hashes = prefix_hashes(token_ids, state)
+    _write(cache, block_ids, token_ids, hashes, first)
+    return hashes[-1] if hashes else state
 
 
 def spoil_tokens(cache: ToyCache, block_ids: Sequence[int], first: int, end: int) -> None:
-    """Writes nonsense into the cells of the tokens ``[first, end)``."""
-    blocks, slots = _addresses(cache, block_ids, first, end)
-    cache[:, blocks, slots] = UNWRITTEN
+    """Writes nonsense into the cells of the tokens ``[first, end)``, null blocks left out."""
+    unknown = [UNWRITTEN] * (end - first)
+    _write(cache, block_ids, unknown, unknown, first)
+
+
+class Window(NamedTuple):
+    """The last tokens of a sequence, as a cache holds them."""
+
+    token_ids: tuple[int, ...]
+    hashes: tuple[int, ...]
+    """For each, the hash of all tokens of the sequence up to it."""
+
+    @property
+    def state(self) -> int:
+        """The hash of the whole sequence."""
+        return self.hashes[-1] if self.hashes else EMPTY
+
+
+def read_window(
+    cache: ToyCache, block_ids: Sequence[int], first: int, num_tokens: int
+) -> Window | None:
+    """The tokens ``[first, num_tokens)`` of a block table.
+
+    The hash of the first of them is believed unless it is token 0; the others must follow from
+    it. So cells of another sequence, or stale ones, or those of the null block show.
+
+    Returns:
+        ``None`` if they are not the consecutive tokens of one sequence.
+    """
+    blocks, slots = _addresses(cache, block_ids, first, num_tokens)
+    if (blocks == 0).any():
+        return None
+    token_ids = cache[0, blocks, slots, 0, 0].tolist()
+    hashes = cache[1, blocks, slots, 0, 0].tolist()
+    known = 0 if first == 0 else 1
+    before = EMPTY if first == 0 or not hashes else hashes[0]
+    if hashes[known:] != prefix_hashes(token_ids[known:], before):
+        return None
+    return Window(tuple(token_ids), tuple(hashes))
+
+
+def read_groups(
+    caches: Sequence[ToyCache],
+    block_ids: Sequence[Sequence[int]],
+    firsts: Sequence[int],
+    num_tokens: int,
+) -> Window | None:
+    """What several KV cache groups hold of one sequence.
+
+    Args:
+        caches: one per group.
+        block_ids: one block table per group.
+        firsts: for each group, the first token that it must still hold.
+        num_tokens: tokens of the sequence.
+
+    Returns:
+        What the group that holds most has; ``None`` if any group's cells are wrong, or those of
+        two groups contradict each other.
+    """
+    windows = [
+        read_window(cache, ids, first, num_tokens)
+        for cache, ids, first in zip(caches, block_ids, firsts, strict=True)
+    ]
+    longest = max(windows, key=lambda window: len(window.token_ids) if window else 0)
+    for window in windows:
+        if window is None or longest is None:
+            return None
+        cut = len(longest.token_ids) - len(window.token_ids)
+        if window != Window(longest.token_ids[cut:], longest.hashes[cut:]):
+            return None
+    return longest
 
 
 def read_tokens(cache: ToyCache, block_ids: Sequence[int], num_tokens: int) -> list[int] | None:
     """The first ``num_tokens`` tokens of a block table; ``None`` if they are not one sequence."""
-    blocks, slots = _addresses(cache, block_ids, 0, num_tokens)
-    token_ids = cache[0, blocks, slots, 0, 0].tolist()
-    if cache[1, blocks, slots, 0, 0].tolist() != prefix_hashes(token_ids):
-        return None
-    return [int(token) for token in token_ids]
+    window = read_window(cache, block_ids, 0, num_tokens)
+    return None if window is None else list(window.token_ids)
+
+
+def _write(
+    cache: ToyCache,
+    block_ids: Sequence[int],
+    token_ids: Sequence[int],
+    hashes: Sequence[int],
+    first: int,
+) -> None:
+    blocks, slots = _addresses(cache, block_ids, first, first + len(token_ids))
+    kept = blocks != 0
+    cache[0, blocks[kept], slots[kept], 0, 0] = np.asarray(token_ids, dtype=np.int64)[kept]
+    cache[1, blocks[kept], slots[kept], 0, 0] = np.asarray(hashes, dtype=np.int64)[kept]
 
 
 def _addresses(
