@@ -251,7 +251,7 @@ class SchedulerConnector(ABC):
             still land; its blocks stay until the id comes back in ``finished_recving``.
         """
 
-    def partial_groups(self, request: RequestView) -> frozenset[int]:  # noqa: ARG002
+    def partial_groups(self, request: RequestView) -> frozenset[int]:
         """KV cache groups of which the load that just ended well left tokens out, for good.
 
         A group that keeps every token, fed from one that keeps a window, has blocks that are

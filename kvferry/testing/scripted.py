@@ -24,6 +24,7 @@ from kvferry.connectors.base import (
 )
 from kvferry.errors import TicketError, TransferError
 from kvferry.testing.toy_cache import ToyCache, spoil_tokens, write_tokens
+from kvferry.topology.windows import first_kept_token
 
 
 class ScriptedParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +44,7 @@ class ScriptedParams(msgspec.Struct, frozen=True, kw_only=True):
     valid: int | None = None
     """When given, the load fails, with the prompt's first ``valid`` tokens in place."""
     report_blocks: bool = True
-    """Whether a failed load is reported as ``invalid_block_ids``."""
+    """Whether a failed load is reported as ``invalid_block_ids``; never with several groups."""
     report_failed: bool = False
     """Whether a failed load is reported as ``failed_recving``."""
     lend_steps: int = 0
@@ -60,7 +61,8 @@ class ScriptedLoad(msgspec.Struct, kw_only=True):
     first: int
     end: int
     """The load fills the tokens ``[first, end)``."""
-    block_ids: list[int]
+    block_ids: tuple[list[int], ...]
+    """The whole block tables, one per KV cache group."""
     script: ScriptedParams
 
 
@@ -135,7 +137,7 @@ class ScriptedScheduler(SchedulerConnector):
                 token_ids=list(request.prompt_token_ids),
                 first=first,
                 end=first + num_external_tokens,
-                block_ids=blocks.get_block_ids()[0],
+                block_ids=blocks.get_block_ids(),
                 script=script,
             )
         )
@@ -164,7 +166,7 @@ class ScriptedScheduler(SchedulerConnector):
         if not request.finished_cleanly or not script.lend_steps:
             return False, None
         self._next.lent[request.request_id] = script
-        return True, {"lent_blocks": len(block_ids[0])}
+        return True, {"lent_blocks": sum(block != 0 for ids in block_ids for block in ids)}
 
     def close(self) -> None:
         """See :meth:`SchedulerConnector.close`."""
@@ -174,9 +176,14 @@ class ScriptedScheduler(SchedulerConnector):
 class ScriptedWorker(WorkerConnector):
     """The moving half of one rank."""
 
-    def __init__(self, rank: int = 0) -> None:
+    def __init__(self, rank: int = 0, windows: Sequence[int | None] = (None,)) -> None:
+        """Args:
+        rank: which one it is.
+        windows: for each KV cache group, the tokens that it keeps; ``None`` for all.
+        """
         self._rank = rank
-        self._cache: ToyCache | None = None
+        self._windows = tuple(windows)
+        self._caches: tuple[ToyCache, ...] = ()
         self._loads: list[tuple[int, ScriptedLoad]] = []
         self._lent: dict[str, int] = {}
         self._repeats: dict[str, tuple[int, str]] = {}
@@ -185,7 +192,7 @@ class ScriptedWorker(WorkerConnector):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """See :meth:`WorkerConnector.register_kv_caches`."""
-        (self._cache,) = kv_caches.values()
+        self._caches = tuple(kv_caches[f"layer.{group}"] for group in range(len(self._windows)))
 
     def handshake_metadata(self) -> bytes:
         """See :meth:`WorkerConnector.handshake_metadata`."""
@@ -224,7 +231,7 @@ class ScriptedWorker(WorkerConnector):
 
     def close(self) -> None:
         """See :meth:`WorkerConnector.close`."""
-        self._cache = None
+        self._caches = ()
 
     def _repeat(self, output: KVConnectorOutput) -> None:
         for request_id, (count, kind) in list(self._repeats.items()):
@@ -238,15 +245,15 @@ class ScriptedWorker(WorkerConnector):
 
     def _land(self, load: ScriptedLoad) -> None:
         """Writes the load's cells at the last moment, whatever became of the request."""
-        assert self._cache is not None
         valid = load.end if load.script.valid is None else load.script.valid
-        valid = min(max(valid, load.first), load.end)
-        write_tokens(self._cache, load.block_ids, load.token_ids, load.first, valid)
-        spoil_tokens(self._cache, load.block_ids, valid, load.end)
+        for cache, ids, window in zip(self._caches, load.block_ids, self._windows, strict=True):
+            first = max(load.first, first_kept_token(load.end, sliding_window=window))
+            middle = min(max(valid, first), load.end)
+            write_tokens(cache, ids, load.token_ids, first, middle)
+            spoil_tokens(cache, ids, middle, load.end)
 
     def _report(self, load: ScriptedLoad, output: KVConnectorOutput) -> None:
-        assert self._cache is not None
-        script, block_size = load.script, self._cache.shape[2]
+        script = load.script
         failed = script.valid is not None and script.valid < load.end
         if script.load_async:
             self._land(load)
@@ -254,11 +261,13 @@ class ScriptedWorker(WorkerConnector):
             self._repeats[load.request_id] = (script.repeat, "finished_recving")
         if failed:
             assert script.valid is not None
-            if script.report_blocks:
+            reports_blocks = script.report_blocks and len(self._caches) == 1
+            if reports_blocks:
+                block_size = self._caches[0].shape[2]
                 first_bad = max(script.valid, load.first) // block_size
                 last = (load.end - 1) // block_size
-                output.invalid_block_ids |= set(load.block_ids[first_bad : last + 1])
-            if script.report_failed or not script.report_blocks:
+                output.invalid_block_ids |= set(load.block_ids[0][first_bad : last + 1]) - {0}
+            if script.report_failed or not reports_blocks:
                 output.finished_recving.add(load.request_id)
                 output.failed_recving.add(load.request_id)
         output.transfer_records.append(self._record(load, failed))

@@ -1,12 +1,13 @@
 """A KV cache whose content can be read back: the toy model of the simulated engine.
 
-One layer, one KV head, one element. The K cell of a token is the token itself; its V cell is a
-hash of all tokens up to it, as a real V depends on the whole prefix. So whether a block table
-holds exactly the KV of a token sequence can be decided by looking; that of a table which keeps a
-window only, by chaining the hashes from its first token on.
+One layer per KV cache group, one KV head, one element. The K cell of a token is the token itself;
+its V cell is a hash of all tokens up to it, as a real V depends on the whole prefix. So whether a
+block table holds exactly the KV of a token sequence can be decided by looking; that of a table
+which keeps a window only, by chaining the hashes from its first token on.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,6 +38,22 @@ def toy_geometry(block_size: int, world_size: int = 1) -> EngineGeometry:
         block_size=block_size,
         layout="NHD",
         parallel=ParallelShape(tp=world_size),
+    )
+
+
+def toy_groups(
+    block_size: int, world_size: int = 1, windows: Sequence[int | None] = (None, 8)
+) -> tuple[EngineGeometry, ...]:
+    """The geometries of the toy model with one layer, and one KV cache group, per window.
+
+    Args:
+        block_size: tokens per block.
+        world_size: ranks; each holds the one head.
+        windows: for each layer, the tokens that it sees and keeps; ``None`` for all.
+    """
+    return tuple(
+        replace(toy_geometry(block_size, world_size), layer_indices=(layer,), sliding_window=window)
+        for layer, window in enumerate(windows)
     )
 
 

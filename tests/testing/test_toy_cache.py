@@ -14,6 +14,7 @@ from kvferry.testing.toy_cache import (
     read_window,
     spoil_tokens,
     toy_geometry,
+    toy_groups,
     write_tokens,
 )
 
@@ -98,3 +99,10 @@ def test_a_group_that_needs_nothing_any_more_does_not_count():
     caches = [written(), empty_cache()]
     read = read_groups(caches, [TABLE, [0] * 5], [0, len(TOKENS)], len(TOKENS))
     assert list(read.token_ids) == TOKENS
+
+
+def test_every_group_has_a_layer_of_its_own_and_keeps_its_window():
+    full, windowed = toy_groups(BLOCK, windows=(None, 6))
+    assert (full.tensor_names(0), windowed.tensor_names(0)) == (("layer.0",), ("layer.1",))
+    assert (full.first_kept_token(20), windowed.first_kept_token(20)) == (0, 15)
+    assert full.cache_shape(0, 9) == windowed.cache_shape(0, 9)
