@@ -6,7 +6,19 @@ from kvferry.cache.blocks import KVCacheBlock, KVCacheBlocks
 from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.cache.manager import KVCacheManager
 from kvferry.cache.request import CacheRequest, Request
-from kvferry.cache.specs import AttentionSpec, CacheLimits, FullAttentionSpec, KVCacheSpec
+from kvferry.cache.specs import (
+    AttentionSpec,
+    CacheLimits,
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+)
+from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from kvferry.cache.specs_mamba import MambaSpec
+from kvferry.cache.specs_uniform import UniformTypeKVCacheSpecs
 from kvferry.cache.stats import PrefixCacheStats
 
 __all__ = [
@@ -15,6 +27,9 @@ __all__ = [
     "BlockTable",
     "CacheLimits",
     "CacheRequest",
+    "ChunkedLocalAttentionSpec",
+    "CrossAttentionSpec",
+    "EncoderOnlyAttentionSpec",
     "FullAttentionSpec",
     "KVCacheBlock",
     "KVCacheBlocks",
@@ -23,6 +38,11 @@ __all__ = [
     "KVCacheManager",
     "KVCacheSpec",
     "KVCacheTensor",
+    "MLAAttentionSpec",
+    "MambaSpec",
     "PrefixCacheStats",
     "Request",
+    "SinkFullAttentionSpec",
+    "SlidingWindowSpec",
+    "UniformTypeKVCacheSpecs",
 ]

@@ -1,17 +1,30 @@
-"""KV cache specs: what one layer keeps per token, and how much memory that takes."""
+"""KV cache specs: what one layer keeps per token, and how much memory that takes.
+
+The formulas are those that vLLM publishes (``vllm/v1/kv_cache_interface.py``, version 0.32);
+where one differs, its docstring says so. Windows and chunks are in
+:mod:`kvferry.cache.specs_local`, recurrent state in :mod:`kvferry.cache.specs_mamba`, groups of
+unlike layers in :mod:`kvferry.cache.specs_uniform`.
+"""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self
 
 from kvferry.topology.geometry import ITEMSIZES, dtype_name
 
 
-def _check_positive(owner: object, *fields: str) -> None:
-    for field in fields:
-        value = getattr(owner, field)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(owner).__name__}.{field}: {value!r} is not a positive integer")
+def check_count(owner: object, *names: str, least: int = 1) -> None:
+    """Checks that fields of a spec are integers, ``least`` or more.
+
+    Raises:
+        ValueError: one is not.
+    """
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, int) or value < least:
+            wanted = "a positive integer" if least == 1 else f"an integer of {least} or more"
+            raise ValueError(f"{type(owner).__name__}.{name}: {value!r} is not {wanted}")
 
 
 @dataclass(frozen=True)
@@ -24,9 +37,33 @@ class CacheLimits:
 
     max_model_len: int
     """Longest sequence, prompt and answer, in tokens."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of one request that a step computes, drafts included; ``None``: a step may
+    compute ``max_model_len`` tokens."""
+    max_num_encoder_tokens: int | None = None
+    """Longest output of an encoder, in tokens; needed by cross attention only."""
+    dcp_world_size: int = 1
+    """Decode context parallel ranks over which the tokens of a block table entry are spread."""
+    pcp_world_size: int = 1
+    """Prefill context parallel ranks, likewise."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "max_model_len")
+        check_count(self, "max_model_len", "dcp_world_size", "pcp_world_size")
+        for name in ("max_num_batched_tokens", "max_num_encoder_tokens"):
+            if getattr(self, name) is not None:
+                check_count(self, name)
+
+    @property
+    def num_token_shards(self) -> int:
+        """Ranks that hold different tokens of one request."""
+        return self.dcp_world_size * self.pcp_world_size
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Most tokens of one request that a step computes."""
+        if self.max_num_batched_tokens is None:
+            return self.max_model_len
+        return min(self.max_num_batched_tokens, self.max_model_len)
 
 
 @dataclass(frozen=True)
@@ -40,8 +77,11 @@ class KVCacheSpec(ABC):
     block_size: int
     """Tokens per block."""
 
+    MERGED_FIELDS: ClassVar[frozenset[str]] = frozenset()
+    """Fields in which layers of one group may differ; :meth:`merge` says how they combine."""
+
     def __post_init__(self) -> None:
-        _check_positive(self, "block_size")
+        check_count(self, "block_size")
 
     @property
     @abstractmethod
@@ -50,7 +90,52 @@ class KVCacheSpec(ABC):
 
     @abstractmethod
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer that the longest request may hold at once."""
+        """Bytes of one layer on one rank that the longest request may hold at once.
+
+        Raises:
+            ValueError: a limit that this kind of layer needs is not set.
+        """
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """What decides which blocks a request holds: layers of equal rules and block sizes hold
+        the same, so they may share a block table even if their pages differ in size.
+        """
+        return self
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks that a group of such layers takes from the pool for good."""
+        return 0
+
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same layer in blocks of ``block_size`` tokens."""
+        return replace(self, block_size=block_size)
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec that stands for all layers of a group.
+
+        Raises:
+            ValueError: no specs, a spec of another class, or specs that differ.
+        """
+        if not specs:
+            raise ValueError(f"{cls.__name__}.merge: no specs; give one or more")
+        first = specs[0]
+        for index, spec in enumerate(specs):
+            if type(spec) is not cls:
+                raise ValueError(
+                    f"{cls.__name__}.merge: spec {index} is a {type(spec).__name__}; layers of "
+                    "one group are of one kind, put it into a group of its own"
+                )
+            for name in (entry.name for entry in fields(first)):
+                value, wanted = getattr(spec, name), getattr(first, name)
+                if name not in cls.MERGED_FIELDS and value != wanted:
+                    raise ValueError(
+                        f"{cls.__name__}.merge: {name}: spec {index} has {value!r}, spec 0 has "
+                        f"{wanted!r}; layers that share a block table must agree"
+                    )
+        return first
 
 
 @dataclass(frozen=True)
@@ -70,7 +155,7 @@ class AttentionSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "num_kv_heads", "head_size")
+        check_count(self, "num_kv_heads", "head_size")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise ValueError(
@@ -84,20 +169,39 @@ class AttentionSpec(KVCacheSpec):
         return self.head_size if self.use_mla else 2 * self.head_size
 
     @property
+    def bytes_per_token(self) -> int:
+        """Bytes kept per token, all heads and parts together."""
+        return self.num_kv_heads * self.elements_per_head * ITEMSIZES[self.dtype]
+
+    @property
     def real_page_size_bytes(self) -> int:
         """Bytes of one block of one layer without padding."""
-        per_token = self.num_kv_heads * self.elements_per_head * ITEMSIZES[self.dtype]
-        return self.block_size * per_token
+        return self.block_size * self.bytes_per_token
 
     @property
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.real_page_size_bytes
 
+    def copy_with_new_block_size(self, block_size: int) -> Self:
+        """The same layer in blocks of ``block_size`` tokens; padding grows in proportion."""
+        padded = self.page_size_padded
+        if padded is not None:
+            padded = -(-padded * block_size // self.block_size)
+        return replace(self, block_size=block_size, page_size_padded=padded)
+
+    def count_blocks(self, num_tokens: int, limits: CacheLimits) -> int:
+        """Blocks for ``num_tokens`` tokens in a row, the first of which begins a block."""
+        return -(-num_tokens // (self.block_size * limits.num_token_shards))
+
 
 @dataclass(frozen=True)
 class FullAttentionSpec(AttentionSpec):
-    """A layer whose every token attends to all before it: blocks are kept to the end.
+    """A layer whose blocks are kept to the end: its tokens may attend to all before them.
+
+    With ``sliding_window`` or ``attention_chunk_size`` it computes within a window or chunk, but
+    keeps the blocks of all tokens nevertheless, so that it can share a block table with layers
+    that attend to everything.
 
     >>> spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
     >>> spec.page_size_bytes
@@ -106,18 +210,37 @@ class FullAttentionSpec(AttentionSpec):
 
     head_size_v: int | None = None
     """Elements of a value per head; ``head_size`` if left out."""
+    sliding_window: int | None = None
+    """Tokens that the layer attends to, itself included; ``None`` for all."""
+    attention_chunk_size: int | None = None
+    """Tokens of the chunks within which the layer attends; ``None`` for no chunks."""
+
+    MERGED_FIELDS: ClassVar[frozenset[str]] = frozenset({"sliding_window", "attention_chunk_size"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.use_mla and self.head_size_v is not None:
             raise ValueError(
-                f"FullAttentionSpec.head_size_v: {self.head_size_v} has no meaning with use_mla, "
-                "which keeps one latent of head_size elements; leave it out"
+                f"{type(self).__name__}.head_size_v: {self.head_size_v} has no meaning with "
+                "use_mla, which keeps one latent of head_size elements; leave it out"
             )
         if not self.use_mla:
             # Equal layers have equal specs, whether the value's size is spelt out or not.
             object.__setattr__(self, "head_size_v", self.elements_per_head - self.head_size)
-            _check_positive(self, "head_size_v")
+            check_count(self, "head_size_v")
+        for name in self.MERGED_FIELDS:
+            if getattr(self, name) is not None:
+                check_count(self, name)
+        if self.sliding_window is not None and self.attention_chunk_size is not None:
+            raise ValueError(
+                f"{type(self).__name__}: sliding_window={self.sliding_window} and "
+                f"attention_chunk_size={self.attention_chunk_size} exclude each other; keep one"
+            )
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`KVCacheSpec.slot_rule`: every token's slot, whatever is computed."""
+        return "full"
 
     @property
     def elements_per_head(self) -> int:
@@ -127,5 +250,140 @@ class FullAttentionSpec(AttentionSpec):
         return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer that the longest request may hold at once."""
-        return -(-limits.max_model_len // self.block_size) * self.page_size_bytes
+        """Bytes of one layer on one rank for a request of ``max_model_len`` tokens."""
+        return self.count_blocks(limits.max_model_len, limits) * self.page_size_bytes
+
+    @classmethod
+    def merge(cls, specs: Sequence[Self]) -> Self:
+        """One spec that stands for all layers of a group.
+
+        A window or chunk that some layers compute within becomes the group's.
+
+        Raises:
+            ValueError: no specs, a spec of another class, specs that differ, two sizes of window
+                or chunk, or windows beside chunks.
+        """
+        return replace(
+            super().merge(specs),
+            sliding_window=cls._merge_sizes("sliding_window", specs),
+            attention_chunk_size=cls._merge_sizes("attention_chunk_size", specs),
+        )
+
+    @classmethod
+    def _merge_sizes(cls, name: str, specs: Sequence[Self]) -> int | None:
+        sizes: set[int] = {getattr(spec, name) for spec in specs} - {None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{cls.__name__}.merge: {name}: layers have {sorted(sizes)}; layers of one "
+                "merged spec have one size, use UniformTypeKVCacheSpecs for these"
+            )
+        return sizes.pop() if sizes else None
+
+
+FP8_DS_MLA_BYTES = 512 + 4 * 4 + 64 * 2
+"""Bytes per token of vLLM's ``fp8_ds_mla`` cache: 512 FP8 elements of the latent, four float32
+scales, 64 bfloat16 elements of the rotary key."""
+
+
+@dataclass(frozen=True)
+class MLAAttentionSpec(FullAttentionSpec):
+    """Multi-head latent attention: one latent per token in place of keys and values.
+
+    >>> MLAAttentionSpec(64, num_kv_heads=1, head_size=576, dtype="bfloat16").page_size_bytes
+    73728
+    """
+
+    use_mla: bool = True
+    """Always true here."""
+    cache_dtype_str: str | None = None
+    """vLLM's name of the cache's format, where the dtype does not say all: ``"fp8_ds_mla"``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.use_mla:
+            raise ValueError(
+                "MLAAttentionSpec.use_mla: False; take a FullAttentionSpec for keys and values"
+            )
+        if self.is_fp8_ds_mla and (self.num_kv_heads, self.head_size) != (1, 576):
+            raise ValueError(
+                f"MLAAttentionSpec.cache_dtype_str: fp8_ds_mla is a format for 1 head of 576 "
+                f"elements, not for {self.num_kv_heads} of {self.head_size}; leave it out"
+            )
+
+    @property
+    def is_fp8_ds_mla(self) -> bool:
+        """Whether a token is kept in vLLM's packed FP8 format."""
+        return self.cache_dtype_str == "fp8_ds_mla"
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes kept per token."""
+        return FP8_DS_MLA_BYTES if self.is_fp8_ds_mla else super().bytes_per_token
+
+
+@dataclass(frozen=True)
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """Full attention over some learnt tokens (sinks) before every request's own.
+
+    The sinks' blocks are taken once and belong to all requests, so a request's bound is that of
+    full attention.
+    """
+
+    sink_len: int = field(kw_only=True)
+    """Sinks, in tokens: a multiple of the block size."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "sink_len")
+        if self.sink_len % self.block_size:
+            raise ValueError(
+                f"SinkFullAttentionSpec.sink_len: {self.sink_len} tokens do not fill blocks of "
+                f"{self.block_size}; choose a block_size that divides it"
+            )
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`KVCacheSpec.slot_rule`: all tokens, after the sinks."""
+        return ("sink", self.sink_len)
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the sinks."""
+        return self.sink_len // self.block_size
+
+
+@dataclass(frozen=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Attention over an encoder's output: its slots are the encoder's tokens, all kept."""
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`KVCacheSpec.slot_rule`: the encoder's tokens."""
+        return "cross"
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Bytes of one layer on one rank for the longest output of the encoder.
+
+        Raises:
+            ValueError: ``limits.max_num_encoder_tokens`` is not set.
+        """
+        if limits.max_num_encoder_tokens is None:
+            raise ValueError(
+                "CacheLimits.max_num_encoder_tokens: is not set, but cross attention keeps the "
+                "encoder's output; give its greatest length (Whisper: 1500)"
+            )
+        return -(-limits.max_num_encoder_tokens // self.block_size) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class EncoderOnlyAttentionSpec(AttentionSpec):
+    """Attention within an encoder, computed in one go: nothing is kept."""
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`KVCacheSpec.slot_rule`: no slots at all."""
+        return "encoder"
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Nothing is kept between steps."""
+        return 0

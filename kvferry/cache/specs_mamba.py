@@ -1,0 +1,79 @@
+"""The spec of recurrent layers: a state per request, not a slot per token."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from kvferry.cache.specs import CacheLimits, KVCacheSpec, check_count
+from kvferry.topology.geometry import ITEMSIZES, dtype_name
+
+MAMBA_CACHE_MODES = ("none", "align")
+
+
+@dataclass(frozen=True)
+class MambaSpec(KVCacheSpec):
+    """A layer that keeps the state after the last token: a block is one state.
+
+    >>> spec = MambaSpec(64, shapes=[(3, 8192), (8192, 16)], dtypes=["bfloat16", "float32"])
+    >>> spec.page_size_bytes
+    573440
+    """
+
+    shapes: Sequence[Sequence[int]]
+    """Shape of each tensor of the state on one rank; kept as tuples."""
+    dtypes: Sequence[Any]
+    """Torch dtype of each, or its name; kept as bare names."""
+    page_size_padded: int | None = None
+    """Bytes to which a page is padded, so that pages of unlike layers agree."""
+    num_speculative_blocks: int = 0
+    """States of drafted tokens, kept until it is known which of them are accepted."""
+    mamba_cache_mode: str = "none"
+    """``"none"``: one state, updated in place. ``"align"``: the state at the last block boundary
+    is kept beside the running one, so that a prefix can be a hit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        object.__setattr__(self, "dtypes", tuple(dtype_name(dtype) for dtype in self.dtypes))
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise ValueError(
+                f"MambaSpec.shapes: {len(self.shapes)} shapes and {len(self.dtypes)} dtypes; give "
+                "one dtype per shape, and one shape at least"
+            )
+        if min(min(shape, default=0) for shape in self.shapes) < 1:
+            raise ValueError(f"MambaSpec.shapes: {self.shapes} has a size that is not 1 or more")
+        check_count(self, "num_speculative_blocks", least=0)
+        if self.mamba_cache_mode not in MAMBA_CACHE_MODES:
+            raise ValueError(
+                f"MambaSpec.mamba_cache_mode: {self.mamba_cache_mode!r} is none of "
+                f"{', '.join(MAMBA_CACHE_MODES)}"
+            )
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise ValueError(
+                f"MambaSpec.page_size_padded: {self.page_size_padded} bytes are fewer than the "
+                f"state needs; give {self.real_page_size_bytes} or more"
+            )
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`~kvferry.cache.KVCacheSpec.slot_rule`: the states kept."""
+        return ("mamba", self.num_speculative_blocks, self.mamba_cache_mode)
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one state without padding."""
+        return sum(
+            prod(shape) * ITEMSIZES[dtype]
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one state of one layer on one rank, padding included."""
+        return self.page_size_padded or self.real_page_size_bytes
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Bytes of one layer on one rank: the states kept, whatever the length."""
+        num_states = 2 if self.mamba_cache_mode == "align" else 1
+        return (num_states + self.num_speculative_blocks) * self.page_size_bytes
