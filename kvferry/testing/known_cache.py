@@ -60,7 +60,7 @@ class KnownCache:
         strides = geometry.part_strides(self.rank, num_blocks)[part]
         offset = strides.offset
         if cross:
-            offset += (layer - geometry.layers(self.rank).start) * strides.layer
+            offset += geometry.layers(self.rank).index(layer) * strides.layer
         heads = len(geometry.heads(self.rank))
         return np.ndarray(
             (num_blocks, geometry.block_size, heads, elements),

@@ -4,6 +4,7 @@ Describe, plan, bind, run::
 
     EngineGeometry      which cells each rank of an engine holds      geometry.py
     memory_of           where they lie in real tensors                memory.py
+    pair_groups         which groups of two engines share layers      groups.py
     plan_transfer       who gives what to whom; once per peer         plan.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
@@ -14,14 +15,19 @@ Describe, plan, bind, run::
 from kvferry.topology.binding import BoundCopies, check_block_ids
 from kvferry.topology.cell_digest import digest, token_digests
 from kvferry.topology.explain import PairCost, explain_transfer
-from kvferry.topology.geometry import EngineGeometry, ParallelShape, Part, RankCoordinates
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
+from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
 from kvferry.topology.memory import memory_of
-from kvferry.topology.plan import Piece, TransferPlan, geometry_mismatches, plan_transfer
+from kvferry.topology.parallel import ParallelShape, RankCoordinates
+from kvferry.topology.parts import Part
+from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
 from kvferry.topology.run import run_copies
 
 __all__ = [
     "BoundCopies",
     "EngineGeometry",
+    "GroupPair",
     "PairCost",
     "ParallelShape",
     "Part",
@@ -29,11 +35,15 @@ __all__ = [
     "RankCoordinates",
     "TransferPlan",
     "check_block_ids",
+    "default_split",
     "digest",
     "explain_transfer",
-    "geometry_mismatches",
+    "group_mismatches",
     "memory_of",
+    "pair_groups",
     "plan_transfer",
+    "ranges_text",
     "run_copies",
+    "split_of_group",
     "token_digests",
 ]

@@ -85,6 +85,9 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     use_mla: bool = False
     layer_split: tuple[int, ...] | None = None
     layer_names: tuple[str, ...] | None = None
+    layer_indices: tuple[int, ...] | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,56 +6,45 @@ divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 rank
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+from kvferry.topology.layer_ranges import (
+    check_indices,
+    check_split,
+    default_split,
+    ranges_text,
+)
 from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
+from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
+from kvferry.topology.windows import first_kept_token
 
-__all__ = ["EngineGeometry", "ParallelShape", "Part", "RankCoordinates", "dtype_name"]
+__all__ = [
+    "ITEMSIZES",
+    "EngineGeometry",
+    "ParallelShape",
+    "Part",
+    "RankCoordinates",
+    "dtype_name",
+]
 
-#: Bytes per element of every dtype a KV cache may have.
-ITEMSIZES = {
-    **dict.fromkeys(("float64", "int64", "uint64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
-    **dict.fromkeys(("int8", "uint8"), 1),
-}
+_PLAIN_FIELDS = tuple(
+    field
+    for field in GroupDescription.__struct_fields__
+    if field not in ("layout", "tp", "pp", "dcp", "pcp")
+)
+"""Fields that a geometry and its description have alike."""
+
+_MAX_WINDOW = 1 << 40
+"""Tokens of the longest window or chunk: no request is longer, and sums stay inside 64 bits."""
 
 CROSS_LAYER_NAME = "layers"
 """Name of the tensor that holds every layer of a rank."""
-
-
-def dtype_name(dtype: Any) -> str:
-    """The bare name of a torch or NumPy dtype, or of a name.
-
-    >>> dtype_name("torch.bfloat16"), dtype_name("float32")
-    ('bfloat16', 'float32')
-
-    Raises:
-        ValueError: not a dtype that a KV cache may have.
-    """
-    text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
-    name = text.removeprefix("torch.")
-    if name not in ITEMSIZES:
-        raise ValueError(f"dtype: {dtype!r} is unknown; known dtypes: {', '.join(ITEMSIZES)}")
-    return name
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One kind of content of a cell."""
-
-    name: str
-    """``k`` and ``v``, or ``latent`` for MLA."""
-    head_size: int
-    """Elements per head."""
-    dtype: str
-    itemsize: int
-    """Bytes per element."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -79,6 +68,7 @@ class EngineGeometry:
     """
 
     num_layers: int
+    """Layers of the group."""
     num_kv_heads: int
     """KV heads of the model; 1 with ``use_mla``."""
     head_size: int
@@ -95,9 +85,15 @@ class EngineGeometry:
     use_mla: bool = False
     """One latent part with one head, which every TP rank holds."""
     layer_split: tuple[int, ...] | None = None
-    """Layers per stage, first stage first."""
+    """The group's layers per stage, first stage first; zeros are fine with ``layer_indices``."""
     layer_names: tuple[str, ...] | None = None
-    """Tensor name of each layer of the model, first layer first."""
+    """Tensor name of each of the group's layers, first layer first."""
+    layer_indices: tuple[int, ...] | None = None
+    """The model's index of each of the group's layers, ascending; the first ones if left out."""
+    sliding_window: int | None = None
+    """Tokens that the group keeps of a request, as :func:`first_kept_token` counts them."""
+    attention_chunk_size: int | None = None
+    """The same for a group that keeps the chunk of the next token, in tokens per chunk."""
 
     def __init__(
         self,
@@ -113,6 +109,9 @@ class EngineGeometry:
         use_mla: bool = False,
         layer_split: Sequence[int] | None = None,
         layer_names: Sequence[str] | None = None,
+        layer_indices: Sequence[int] | None = None,
+        sliding_window: int | None = None,
+        attention_chunk_size: int | None = None,
     ) -> None:
         values = {
             "num_layers": check_count("num_layers", num_layers),
@@ -126,6 +125,9 @@ class EngineGeometry:
             "use_mla": bool(use_mla),
             "layer_split": None if layer_split is None else tuple(layer_split),
             "layer_names": None if layer_names is None else tuple(layer_names),
+            "layer_indices": None if layer_indices is None else tuple(layer_indices),
+            "sliding_window": sliding_window,
+            "attention_chunk_size": attention_chunk_size,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -145,27 +147,27 @@ class EngineGeometry:
                 f"pcp={self.parallel.pcp}) is not supported yet; write dcp=1 and pcp=1"
             )
         self._check_layers()
+        self._check_windows()
         heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
         box = Box(1, 1, self.block_size, heads, self.part_sizes)
         self.layout.shape(box)  # raises where the layout lacks a dim
 
     def _check_layers(self) -> None:
-        split, pp = self.layer_split, self.parallel.pp
-        if pp > self.num_layers:
-            raise ValueError(f"parallel: pp={pp} stages for {self.num_layers} layers; lower pp")
-        if split is not None and (
-            len(split) != pp or sum(split) != self.num_layers or min(split) < 1
-        ):
-            raise ValueError(
-                f"layer_split: {split} does not split {self.num_layers} layers over {pp} "
-                "stages; give each stage at least 1 layer, in sum all of them"
-            )
+        if self.layer_indices is not None:
+            check_indices(self.num_layers, self.layer_indices)
+        check_split(self.num_layers, self.layer_indices, self.layer_split, self.parallel.pp)
         names = self.layer_names
         if names is not None and not len(set(names)) == len(names) == self.num_layers:
             raise ValueError(
                 f"layer_names: {len(names)} names, {len(set(names))} of them different, for "
                 f"{self.num_layers} layers; give each layer its own"
             )
+
+    def _check_windows(self) -> None:
+        for field in ("sliding_window", "attention_chunk_size"):
+            if getattr(self, field) is not None:
+                check_count(field, getattr(self, field), most=_MAX_WINDOW)
+        self.first_kept_token(0)  # raises where both are given
 
     # ---- who holds what --------------------------------------------------------------------
 
@@ -206,24 +208,49 @@ class EngineGeometry:
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers per stage.
-
-        >>> EngineGeometry(num_layers=10, num_kv_heads=1, head_size=1, dtype="uint8", block_size=1,
-        ...                layout="NHD", parallel=ParallelShape(pp=4)).stage_layers
-        (2, 3, 3, 2)
-        """
+        """The group's layers per stage."""
         if self.layer_split is not None:
             return self.layer_split
-        pp = self.parallel.pp
-        base, remainder = divmod(self.num_layers, pp)
-        # The last stage also computes the logits, so it is the last to get one more.
-        return tuple(base + (pp - 1 - remainder <= stage < pp - 1) for stage in range(pp))
+        return default_split(self.num_layers, self.parallel.pp)
 
-    def layers(self, rank: int) -> range:
-        """The model's layers that a rank holds."""
+    @property
+    def model_layers(self) -> Sequence[int]:
+        """The group's layers by their indices in the model, ascending."""
+        return range(self.num_layers) if self.layer_indices is None else self.layer_indices
+
+    def layers(self, rank: int) -> Sequence[int]:
+        """The model's layers that a rank holds: a range without ``layer_indices``; may be empty."""
         stage = self.rank_coordinates(rank).pp
         first = sum(self.stage_layers[:stage])
-        return range(first, first + self.stage_layers[stage])
+        return self.model_layers[first : first + self.stage_layers[stage]]
+
+    def layer_position(self, layer: int) -> int:
+        """How many of the group's layers come before one of them.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        layers = self.model_layers
+        position = bisect_left(layers, layer)
+        if position == len(layers) or layers[position] != layer:
+            raise ValueError(f"layer: {layer} is not one of the group's {ranges_text(layers)}")
+        return position
+
+    def stage_of(self, layer: int) -> int:
+        """The pipeline stage that holds one of the group's layers.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        return bisect_right(list(accumulate(self.stage_layers)), self.layer_position(layer))
+
+    def first_kept_token(self, num_computed: int) -> int:
+        """The first token that the group still keeps once ``num_computed`` are computed."""
+        return first_kept_token(
+            num_computed,
+            sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
+        )
 
     def heads(self, rank: int) -> range:
         """The model's KV heads that a rank holds; ranks beyond the heads hold replicas."""
@@ -267,14 +294,22 @@ class EngineGeometry:
     # ---- tensors ---------------------------------------------------------------------------
 
     def layer_name(self, layer: int) -> str:
-        """The name of one layer's own tensor."""
-        return f"layer.{layer}" if self.layer_names is None else self.layer_names[layer]
+        """The name of the tensor of one layer, given by its index in the model.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        position = self.layer_position(layer)
+        return f"layer.{layer}" if self.layer_names is None else self.layer_names[position]
 
     def tensor_names(self, rank: int) -> tuple[str, ...]:
-        """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer."""
+        """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer.
+
+        Empty where the rank's stage holds none of the group's layers.
+        """
         layers = self.layers(rank)
         if self.layout.is_cross_layer:
-            return (CROSS_LAYER_NAME,)
+            return (CROSS_LAYER_NAME,) if layers else ()
         return tuple(self.layer_name(layer) for layer in layers)
 
     def box(self, rank: int, num_blocks: int) -> Box:
@@ -324,14 +359,16 @@ class EngineGeometry:
         """
         names = self.tensor_names(rank)
         parts = self.part_strides(rank, num_blocks)
-        each = self.nbytes(rank, num_blocks) // len(names)
+        each = self.nbytes(rank, num_blocks) // max(len(names), 1)
         tensors = [
             TensorMemory(name=name, region=0, offset=index * each, parts=parts)
             for index, name in enumerate(names)
         ]
         if not region_per_tensor:
             return RankMemory(
-                num_blocks=num_blocks, region_bytes=(each * len(names),), tensors=tuple(tensors)
+                num_blocks=num_blocks,
+                region_bytes=(each * len(names),) if names else (),
+                tensors=tuple(tensors),
             )
         return RankMemory(
             num_blocks=num_blocks,
@@ -347,20 +384,12 @@ class EngineGeometry:
     def description(self) -> GroupDescription:
         """This geometry as plain data; :meth:`from_description` gives it back."""
         return GroupDescription(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            head_size_v=self.head_size_v,
-            dtype=self.dtype,
-            block_size=self.block_size,
             layout=str(self.layout),
             tp=self.parallel.tp,
             pp=self.parallel.pp,
             dcp=self.parallel.dcp,
             pcp=self.parallel.pcp,
-            use_mla=self.use_mla,
-            layer_split=self.layer_split,
-            layer_names=self.layer_names,
+            **{field: getattr(self, field) for field in _PLAIN_FIELDS},
         )
 
     @classmethod
@@ -371,17 +400,9 @@ class EngineGeometry:
             ValueError: the description makes no geometry.
         """
         return cls(
-            num_layers=group.num_layers,
-            num_kv_heads=group.num_kv_heads,
-            head_size=group.head_size,
-            head_size_v=group.head_size_v,
-            dtype=group.dtype,
-            block_size=group.block_size,
             layout=Layout.parse(group.layout),
             parallel=ParallelShape(tp=group.tp, pp=group.pp, dcp=group.dcp, pcp=group.pcp),
-            use_mla=group.use_mla,
-            layer_split=group.layer_split,
-            layer_names=group.layer_names,
+            **{field: getattr(group, field) for field in _PLAIN_FIELDS},
         )
 
 

@@ -57,8 +57,8 @@ class ParallelShape:
         return RankCoordinates(pp=pp_rank, pcp=pcp_rank, tp=tp_rank)
 
 
-def check_count(name: str, value: int) -> int:
-    """A whole number from 1 up to what any engine has.
+def check_count(name: str, value: int, *, most: int = _MAX_COUNT) -> int:
+    """A whole number from 1 to ``most``; by default what no engine has more of.
 
     Raises:
         ValueError: it is not; the message names it.
@@ -68,6 +68,6 @@ def check_count(name: str, value: int) -> int:
     if value < 1:
         raise ValueError(f"{name}: {value} is less than 1")
     # A peer's description is turned into a geometry too; absurd counts must not cost time.
-    if value > _MAX_COUNT:
-        raise ValueError(f"{name}: {value} is more than {_MAX_COUNT}")
+    if value > most:
+        raise ValueError(f"{name}: {value} is more than {most}")
     return value

@@ -15,10 +15,16 @@ import numpy.typing as npt
 from kvferry.errors import BoundsError, ProtocolError
 from kvferry.layouts.tiles import TILE_DTYPE, Tiles
 from kvferry.topology.description import RankMemory, TensorMemory
-from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry, Part
+from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
+from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.parts import Part
 
 if TYPE_CHECKING:
     from kvferry.topology.binding import BoundCopies
+
+
+_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla")
+"""Fields of a geometry that say what a cell is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,24 +117,25 @@ class TransferPlan:
         }
 
 
-def geometry_mismatches(source: EngineGeometry, target: EngineGeometry) -> list[str]:
-    """Why two geometries can never exchange KV, one sentence per difference; empty if they can.
+def cell_differences(
+    source: EngineGeometry, target: EngineGeometry
+) -> Iterator[tuple[str, object, object]]:
+    """Where the cells of two geometries are not the same thing: field, source's value, target's.
 
-    Parallel shapes, block sizes and layouts may differ at will.
+    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will.
 
     >>> from kvferry.topology import ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
     ...                      block_size=2, layout="NHD", parallel=ParallelShape())
-    >>> geometry_mismatches(one, replace(one, dtype="bfloat16", block_size=3))
-    ['dtype: source has float32, target has bfloat16; they must be equal']
+    >>> list(cell_differences(one, replace(one, dtype="bfloat16", block_size=3)))
+    [('dtype', 'float32', 'bfloat16')]
     """
-    fields = ("num_layers", "num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla")
-    return [
-        f"{field}: source has {getattr(source, field)}, target has {getattr(target, field)}; "
-        "they must be equal"
-        for field in fields
-        if getattr(source, field) != getattr(target, field)
-    ]
+    for field in _CELL_FIELDS:
+        one, two = getattr(source, field), getattr(target, field)
+        if field == "head_size_v":  # left out where k and v are alike
+            one, two = one or source.head_size, two or target.head_size
+        if one != two:
+            yield field, one, two
 
 
 def plan_transfer(
@@ -137,6 +144,7 @@ def plan_transfer(
     target: EngineGeometry,
     target_rank: int = 0,
     target_engine_id: str = "",
+    layers: Iterable[int] | None = None,
 ) -> TransferPlan:
     """Plans what one target rank reads, and from whom.
 
@@ -153,11 +161,29 @@ def plan_transfer(
     and target rank, with an offset from the target's engine id: both sides compute the same, and
     all replicas share the work.
 
+    Args:
+        source: a group of the engine that is read from.
+        target: a group of the engine that reads.
+        target_rank: who reads.
+        target_engine_id: decides the choice among replicas.
+        layers: only these of the model's layers, which both groups must have; all of the
+            target's if left out. :func:`~kvferry.topology.groups.pair_groups` finds them.
+
     Raises:
         ValueError: there is no such target rank, or the geometries can never match; the message
             lists every mismatch.
     """
-    mismatches = geometry_mismatches(source, target)
+    wanted = frozenset(target.model_layers if layers is None else layers)
+    mismatches = [
+        f"{field}: source has {one}, target has {two}; they must be equal"
+        for field, one, two in cell_differences(source, target)
+    ]
+    for side, geometry in (("source", source), ("target", target)):
+        if lacking := sorted(wanted.difference(geometry.model_layers)):
+            mismatches.append(
+                f"layers: {ranges_text(lacking)} not in the {side}, which has "
+                f"{ranges_text(geometry.model_layers)}; name layers that both groups have"
+            )
     if mismatches:
         raise ValueError("these geometries cannot exchange KV: " + "; ".join(mismatches))
     start = zlib.crc32(target_engine_id.encode()) + target_rank
@@ -165,6 +191,7 @@ def plan_transfer(
     pieces = tuple(
         piece
         for layer in target.layers(target_rank)
+        if layer in wanted
         for piece in _layer_pieces(source, layer, heads, start + layer)
     )
     return TransferPlan(source, target, target_rank, pieces)
@@ -172,7 +199,7 @@ def plan_transfer(
 
 def _layer_pieces(source: EngineGeometry, layer: int, heads: range, choice: int) -> Iterator[Piece]:
     """Splits the heads of one layer at the borders between source ranks."""
-    stage = stage_of(source, layer)
+    stage = source.stage_of(layer)
     first, giver = heads.start, -1
     for head in heads:
         replicas = source.head_replicas(head)
@@ -183,15 +210,6 @@ def _layer_pieces(source: EngineGeometry, layer: int, heads: range, choice: int)
             first = head
         giver = rank
     yield Piece(giver, layer, range(first, heads.stop))
-
-
-def stage_of(geometry: EngineGeometry, layer: int) -> int:
-    """The pipeline stage that holds a layer of the model."""
-    for stage, count in enumerate(geometry.stage_layers):
-        if layer < count:
-            return stage
-        layer -= count
-    raise ValueError(f"layer: {layer} is beyond the model's {geometry.num_layers}")
 
 
 class _Side(NamedTuple):
@@ -244,7 +262,7 @@ class _Places:
         if name in self._tensors:
             return self._tensors[name], 0
         if CROSS_LAYER_NAME in self._tensors:
-            return self._tensors[CROSS_LAYER_NAME], layer - self._layers.start
+            return self._tensors[CROSS_LAYER_NAME], self._layers.index(layer)
         raise ProtocolError(
             f"memory of rank {self._rank}: has no tensor {name!r} nor {CROSS_LAYER_NAME!r}, only "
             f"{', '.join(sorted(self._tensors)) or 'none'}"

@@ -1,0 +1,222 @@
+"""Which groups of two engines hold the same layers: engines may group their layers differently.
+
+A model's layers lie in groups, one block table each. One engine may keep windows in groups of
+their own where the other keeps all tokens in one group; orders and numbers of groups are nobody
+else's business. Layers meet by their index in the model, and every pair of groups that share
+layers moves by a plan of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.plan import cell_differences
+from kvferry.topology.windows import first_kept_token
+
+_SAME_MODEL = "serve the same model on both"
+#: Field of a geometry that decides what a cell is → what to do where it differs.
+_REMEDIES = {
+    "num_kv_heads": _SAME_MODEL,
+    "head_size": _SAME_MODEL,
+    "head_size_v": _SAME_MODEL,
+    "dtype": "give both the same KV cache dtype",
+    "use_mla": "switch MLA on or off on both",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPair:
+    """The layers that one group of a target reads from one group of a source."""
+
+    source_group: int
+    """Index among the source's groups, and of its block table."""
+    target_group: int
+    """Index among the target's groups, and of its block table."""
+    layers: tuple[int, ...]
+    """The model's layers that both groups have, ascending; never empty."""
+    is_partial: bool = False
+    """The source keeps a window of what the target keeps whole: after a load the target's blocks
+    lack the tokens below it, so they must never be hit by another request."""
+    sliding_window: int | None = None
+    """Tokens of a request that both keep, where either keeps a window."""
+    attention_chunk_size: int | None = None
+    """The same where either keeps chunks."""
+
+    def first_kept_token(self, num_tokens: int) -> int:
+        """The first of a request's ``num_tokens`` that the source has and the target wants.
+
+        >>> GroupPair(0, 1, layers=(0, 2), sliding_window=4).first_kept_token(10)
+        7
+        """
+        return first_kept_token(
+            num_tokens,
+            sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+
+
+def pair_groups(
+    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+) -> tuple[GroupPair, ...]:
+    """The pairs of groups that share layers; every layer of the targets is in exactly one.
+
+    >>> from dataclasses import replace
+    >>> from kvferry.topology import ParallelShape
+    >>> whole = EngineGeometry(num_layers=4, num_kv_heads=1, head_size=4, dtype="float32",
+    ...                        block_size=2, layout="NHD", parallel=ParallelShape())
+    >>> windows = replace(whole, num_layers=2, layer_indices=(0, 2), sliding_window=4)
+    >>> rest = replace(whole, num_layers=2, layer_indices=(1, 3))
+    >>> for pair in pair_groups([whole], [windows, rest]):
+    ...     print(pair.source_group, pair.target_group, pair.layers, pair.is_partial)
+    0 0 (0, 2) False
+    0 1 (1, 3) False
+    >>> [pair.is_partial for pair in pair_groups([windows, rest], [whole])]
+    [True, False]
+
+    Args:
+        sources: the groups of the engine that is read from.
+        targets: the groups of the engine that reads.
+
+    Returns:
+        The pairs by target group, then by source group.
+
+    Raises:
+        ValueError: the groups can never match; the message lists every mismatch.
+    """
+    mismatches = group_mismatches(sources, targets)
+    if mismatches:
+        raise ValueError("these groups cannot exchange KV: " + "; ".join(mismatches))
+    return tuple(
+        _pair(sources, targets, source_group, target_group, layers)
+        for (target_group, source_group), layers in sorted(_shared(sources, targets).items())
+    )
+
+
+def group_mismatches(
+    sources: Sequence[EngineGeometry],
+    targets: Sequence[EngineGeometry],
+    *,
+    names: tuple[str, str] = ("source", "target"),
+) -> list[str]:
+    """Why two engines' groups can never exchange KV, one sentence per difference.
+
+    Number and order of groups, parallel shapes, block sizes and layouts may differ at will, and one
+    side may keep a window where the other keeps all tokens.
+
+    >>> from dataclasses import replace
+    >>> from kvferry.topology import ParallelShape
+    >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
+    ...                      block_size=2, layout="NHD", parallel=ParallelShape())
+    >>> group_mismatches([one], [replace(one, head_size_v=2, block_size=3)])
+    ['head_size_v of layers 0-1: source has 4, target has 2; serve the same model on both']
+
+    Args:
+        sources: the groups of one engine.
+        targets: the groups of the other; the answer is the same either way round.
+        names: how the messages call the two engines.
+
+    Returns:
+        The sentences; empty if the engines fit.
+    """
+    return [
+        *_repeats(sources, names[0]),
+        *_repeats(targets, names[1]),
+        *_differing_layers(sources, targets, names),
+        *(
+            mismatch
+            for (target_group, source_group), layers in sorted(_shared(sources, targets).items())
+            for mismatch in _pair_mismatches(
+                sources[source_group], targets[target_group], ranges_text(layers), names
+            )
+        ),
+    ]
+
+
+def repeated_layers(groups: Sequence[EngineGeometry]) -> tuple[int, ...]:
+    """The model's layers that more than one of an engine's groups claims, ascending."""
+    seen: set[int] = set()
+    repeated: set[int] = set()
+    for group in groups:
+        repeated |= seen.intersection(group.model_layers)
+        seen.update(group.model_layers)
+    return tuple(sorted(repeated))
+
+
+def _pair(
+    sources: Sequence[EngineGeometry],
+    targets: Sequence[EngineGeometry],
+    source_group: int,
+    target_group: int,
+    layers: Sequence[int],
+) -> GroupPair:
+    source, target = sources[source_group], targets[target_group]
+    narrower = target if _keeps_less(target) else source
+    return GroupPair(
+        source_group,
+        target_group,
+        tuple(layers),
+        is_partial=_keeps_less(source) and not _keeps_less(target),
+        sliding_window=narrower.sliding_window,
+        attention_chunk_size=narrower.attention_chunk_size,
+    )
+
+
+def _keeps_less(group: EngineGeometry) -> bool:
+    return group.sliding_window is not None or group.attention_chunk_size is not None
+
+
+def _shared(
+    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+) -> dict[tuple[int, int], list[int]]:
+    """(target group, source group) → the layers that both have, ascending."""
+    group_of = {layer: index for index, group in enumerate(sources) for layer in group.model_layers}
+    shared = defaultdict(list)
+    for index, group in enumerate(targets):
+        for layer in group.model_layers:
+            if layer in group_of:
+                shared[index, group_of[layer]].append(layer)
+    return shared
+
+
+def _repeats(groups: Sequence[EngineGeometry], name: str) -> Iterator[str]:
+    if repeated := repeated_layers(groups):
+        yield (
+            f"layers: {name} has {ranges_text(repeated)} in several groups; put each layer into one"
+        )
+
+
+def _differing_layers(
+    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry], names: tuple[str, str]
+) -> Iterator[str]:
+    ours, theirs = (
+        {layer for group in groups for layer in group.model_layers} for groups in (sources, targets)
+    )
+    if ours != theirs:
+        yield (
+            f"layers: {names[0]} has {ranges_text(sorted(ours))}, {names[1]} has "
+            f"{ranges_text(sorted(theirs))}; let the groups of both cover the same layers"
+        )
+
+
+def _pair_mismatches(
+    source: EngineGeometry, target: EngineGeometry, layers: str, names: tuple[str, str]
+) -> Iterator[str]:
+    for field, one, two in cell_differences(source, target):
+        yield (
+            f"{field} of layers {layers}: {names[0]} has {one}, {names[1]} has {two}; "
+            f"{_REMEDIES[field]}"
+        )
+    kept = _kept(source), _kept(target)
+    if _keeps_less(source) and _keeps_less(target) and kept[0] != kept[1]:
+        yield (
+            f"kept tokens of layers {layers}: {names[0]} has {kept[0]}, {names[1]} has {kept[1]}; "
+            f"{_SAME_MODEL}"
+        )
+
+
+def _kept(group: EngineGeometry) -> str:
+    if group.sliding_window is not None:
+        return f"sliding_window {group.sliding_window}"
+    return f"attention_chunk_size {group.attention_chunk_size}"
