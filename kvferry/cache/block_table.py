@@ -103,11 +103,7 @@ class BlockTable:
             np.asarray(rows, np.int64), np.asarray(positions, np.int64)
         )
         index, offset = np.divmod(position, self.block_size)
-        unknown = (row < 0) | (row >= len(self.num_blocks))
-        if np.any(unknown):
-            raise BlockTableError(
-                f"row {row[unknown][0]} of a table with {len(self.num_blocks)} rows"
-            )
+        self._check_rows(row)
         outside = (index < 0) | (index >= self.num_blocks[row])
         if np.any(outside):
             bad_row, bad_position = row[outside][0], position[outside][0]
@@ -117,7 +113,74 @@ class BlockTable:
             )
         return self.block_ids[row, index], offset
 
+    def between(
+        self, rows: npt.ArrayLike, first_blocks: npt.ArrayLike, num_blocks: npt.ArrayLike
+    ) -> IntArray:
+        """A run of blocks of each of some rows.
+
+        >>> table = BlockTable.from_lists(4, [[7, 3, 8], [5]])
+        >>> table.between([0, 1], [1, 0], [2, 1]).tolist()
+        [[3, 8], [5, 0]]
+
+        Args:
+            rows: shape ``[n]``.
+            first_blocks: shape ``[n]``; index in its row of each run's first block.
+            num_blocks: shape ``[n]``; length of each run.
+
+        Returns:
+            Block ids ``[n, longest run]``, int64; shorter runs end in 0, the null block.
+
+        Raises:
+            BlockTableError: a row does not exist, or a run leaves its row's blocks.
+        """
+        row, first, count = (
+            np.asarray(given, np.int64) for given in (rows, first_blocks, num_blocks)
+        )
+        self._check_rows(row)
+        outside = (first < 0) | (count < 0) | (first + count > self.num_blocks[row])
+        if np.any(outside):
+            bad = int(np.flatnonzero(outside)[0])
+            raise BlockTableError(
+                f"blocks {first[bad]} to {first[bad] + count[bad]} of row {row[bad]}, which has "
+                f"{self.num_blocks[row[bad]]} blocks"
+            )
+        index = np.arange(count.max(initial=0))
+        inside = index < count[:, None]
+        found = np.zeros(inside.shape, np.int64)
+        found[inside] = self.block_ids[row[:, None], first[:, None] + index * inside][inside]
+        return found
+
+    def split(self, block_size: int) -> "BlockTable":
+        """The same table for a kernel whose blocks are smaller.
+
+        Block ``b`` of ``k`` times the size is the kernel's blocks ``b * k`` to ``b * k + k - 1``.
+        All parts of the null block stay 0.
+
+        >>> BlockTable.from_lists(4, [[7, 3], [5]]).split(2).block_ids.tolist()
+        [[14, 15, 6, 7], [10, 11, 0, 0]]
+
+        Raises:
+            ValueError: ``block_size`` does not divide the table's.
+        """
+        if block_size < 1 or self.block_size % block_size:
+            raise ValueError(
+                f"block_size: {block_size} does not divide the table's {self.block_size}; give a "
+                "divisor of it"
+            )
+        parts = self.block_size // block_size
+        ids = self.block_ids[:, :, None] * parts + np.arange(parts)
+        ids[self.block_ids == 0] = 0
+        rows = len(self.block_ids)
+        return BlockTable(block_size, ids.reshape(rows, -1), self.num_blocks * parts)
+
     def slot_mapping(self, rows: npt.ArrayLike, positions: npt.ArrayLike) -> IntArray:
         """Slots of tokens: ``block id * block_size + offset``. See :meth:`locate`."""
         block_ids, offsets = self.locate(rows, positions)
         return block_ids * self.block_size + offsets
+
+    def _check_rows(self, row: IntArray) -> None:
+        unknown = (row < 0) | (row >= len(self.num_blocks))
+        if np.any(unknown):
+            raise BlockTableError(
+                f"row {row[unknown][0]} of a table with {len(self.num_blocks)} rows"
+            )

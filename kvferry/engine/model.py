@@ -11,6 +11,7 @@ Legend of the dims::
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from safetensors import SafetensorError, safe_open
 
-from kvferry.engine.attention import PagedKVCache, StepBatch, attend, write_kv
+from kvferry.engine.attention import attend, write_kv
+from kvferry.engine.attention_batch import LayerBatch, StepBatch
+from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.model_config import LlamaConfig, RopeParameters
 from kvferry.engine.weights_folder import WEIGHTS_FILE
@@ -49,9 +52,9 @@ class NoHook:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """Which part of the model one rank holds; ranges of the model's own indices."""
+    """Which part of the model one rank holds, in the model's own indices."""
 
-    layers: range
+    layers: Sequence[int]
     kv_heads: range
     query_heads: range
     """May be empty: such a rank writes its replica of a KV head and computes no attention."""
@@ -248,7 +251,9 @@ class LlamaModel:
         rope = rotation(batch.positions, self._inverse_frequencies, self.dtype)
         for layer, weights in self._layers.items():
             hook.before_attention(layer)
-            attended_TM = self._attention(weights, hidden_TM, rope, cache.layer(layer), batch)
+            attended_TM = self._attention(
+                weights, hidden_TM, rope, cache.layer(layer), batch.layers[layer]
+            )
             hook.after_attention(layer)
             self._communicator.all_reduce(attended_TM)
             hidden_TM = hidden_TM + attended_TM
@@ -265,8 +270,8 @@ class LlamaModel:
         weights: LayerWeights,
         hidden_TM: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
-        cache: tuple[torch.Tensor, torch.Tensor],
-        batch: StepBatch,
+        cache: tuple[torch.Tensor, ...],
+        batch: LayerBatch,
     ) -> torch.Tensor:
         """This rank's summand of a layer's attention, ``[T, M]``."""
         count, size = len(hidden_TM), self.config.head_dim
@@ -276,7 +281,8 @@ class LlamaModel:
         if not self.shard.query_heads:
             return torch.zeros_like(hidden_TM)
         q_THD = rotate(F.linear(normed_TM, weights.q).view(count, -1, size), *rope)
-        return F.linear(attend(q_THD, cache, batch).view(count, -1), weights.o)
+        k_BNHD, v_BNHD = cache
+        return F.linear(attend(q_THD, (k_BNHD, v_BNHD), batch).view(count, -1), weights.o)
 
     def _mlp(self, weights: LayerWeights, hidden_TM: torch.Tensor) -> torch.Tensor:
         """This rank's summand of a layer's MLP, ``[T, M]``."""

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.engine.attention import PagedKVCache, build_batch
+from kvferry.engine.attention_batch import build_batch
+from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.messages import RankOutput, ScheduledRequest
 from kvferry.engine.model import LayerHook, LlamaModel
@@ -21,7 +22,7 @@ class ModelRunner:
     Args:
         spec: of the engine's workers.
         communicator: the rank's end.
-        memory: for the KV cache, at least ``spec.geometry.nbytes(rank, spec.num_blocks)`` bytes.
+        memory: for the KV cache, at least :meth:`PagedKVCache.nbytes` bytes.
 
     Raises:
         ModelError: the model folder cannot be used, or is of another shape than the geometry.
@@ -31,8 +32,8 @@ class ModelRunner:
         self, spec: WorkerSpec, communicator: Communicator, memory: npt.NDArray[np.uint8]
     ) -> None:
         geometry = spec.geometry
-        self.cache = PagedKVCache(geometry, communicator.rank, spec.num_blocks, memory)
-        self._block_size = geometry.block_size
+        self._groups = (geometry,)
+        self.cache = PagedKVCache(self._groups, communicator.rank, spec.num_blocks, memory)
         folder = spec.folder
         self.model = LlamaModel(
             folder,
@@ -57,7 +58,7 @@ class ModelRunner:
         if not requests:
             return output
         with torch.inference_mode():
-            batch = build_batch(requests, self._block_size, self.model.dtype)
+            batch = build_batch(requests, self._groups, self.model.dtype)
             logits_SV = self.model.forward(batch, self.cache, hook)
             if logits_SV is None:
                 return output

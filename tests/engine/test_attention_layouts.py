@@ -6,7 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.attention import PagedKVCache, attend, build_batch, write_kv
+from kvferry.engine.attention import attend, write_kv
+from kvferry.engine.attention_batch import build_batch
+from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
 from kvferry.errors import BlockTableError
 from kvferry.layouts.layout import Layout
@@ -38,6 +40,11 @@ def batches(draw):
     )
     blocks = draw(st.permutations(range(1, 1 + sum(-(-sum(it) // block_size) for it in lengths))))
     return block_size, lengths, list(blocks)
+
+
+def one_layer(**values):
+    defaults = {"num_layers": 1, "num_kv_heads": 1, "head_size": HEAD, "dtype": "float32"}
+    return EngineGeometry(**defaults, **values, layout="NHD", parallel=ParallelShape())
 
 
 def plain_attention(q_HD, k_LHD, v_LHD):
@@ -72,7 +79,7 @@ def test_every_token_attends_to_its_own_sequence_only(layout, batch, kv_heads, g
     )
     # All ones is a NaN: whatever is read without having been written shows.
     memory = np.full(geometry.nbytes(0, num_blocks), 0xFF, dtype=np.uint8)
-    cache = PagedKVCache(geometry, 0, num_blocks, memory)
+    cache = PagedKVCache((geometry,), 0, num_blocks, memory)
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -103,12 +110,12 @@ def test_every_token_attends_to_its_own_sequence_only(layout, batch, kv_heads, g
             k[block, position % block_size] = keys[position]
             v[block, position % block_size] = values[position]
 
-    step = build_batch(requests, block_size, torch.float64)
+    step = build_batch(requests, (geometry,), torch.float64)
     new_keys = [keys[-now:] for (keys, _), (_, now) in zip(sequences, lengths, strict=True)]
     new_values = [values[-now:] for (_, values), (_, now) in zip(sequences, lengths, strict=True)]
     q_THD = draw(len(step.tokens), kv_heads * group, HEAD)
-    write_kv((k, v), step, torch.cat(new_keys), torch.cat(new_values))
-    found = attend(q_THD, (k, v), step)
+    write_kv((k, v), step.layers[1], torch.cat(new_keys), torch.cat(new_values))
+    found = attend(q_THD, (k, v), step.layers[1])
 
     row = 0
     for (keys, values), (before, now) in zip(sequences, lengths, strict=True):
@@ -132,7 +139,7 @@ def test_views_and_registered_tensors_are_one_memory():
         parallel=ParallelShape(pp=2),
     )
     memory = np.zeros(geometry.nbytes(0, NUM_BLOCKS) + 100, dtype=np.uint8)
-    cache = PagedKVCache(geometry, 0, NUM_BLOCKS, memory)
+    cache = PagedKVCache((geometry,), 0, NUM_BLOCKS, memory)
     assert tuple(cache.tensors) == geometry.tensor_names(0)
     k, v = cache.layer(1)
     k[7, 2, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -156,13 +163,14 @@ def test_decodes_of_similar_length_share_a_call_and_a_long_one_stands_alone():
 
     step = build_batch(
         [request("a", 30), request("b", 1000), request("c", 40), request("d", 3)],
-        1,
+        (one_layer(block_size=1),),
         torch.float32,
     )
-    members = sorted(tuple(group.rows.tolist()) for group in step.groups)
+    calls = step.layers[0].calls
+    members = sorted(tuple(call.rows.tolist()) for call in calls)
     assert members == [(1,), (2, 0), (3,)]
-    padded = next(group for group in step.groups if group.num_requests == 2)
-    assert (padded.length, len(padded.padding)) == (40, 10)
+    padded = next(call for call in calls if call.num_requests == 2)
+    assert (padded.tokens, len(padded.padding)) == (slice(0, 40), 10)
 
 
 def test_a_short_block_table_is_named():
@@ -170,4 +178,4 @@ def test_a_short_block_table_is_named():
         request_id="r9", token_ids=[1, 2, 3], first_position=6, block_ids=([4, 5],)
     )
     with pytest.raises(BlockTableError, match="'r9': 9 tokens need 3 blocks of 4, its"):
-        build_batch([request], 4, torch.float32)
+        build_batch([request], (one_layer(block_size=4),), torch.float32)

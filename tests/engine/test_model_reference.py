@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvferry.engine.attention import build_batch
+from kvferry.engine.attention_batch import build_batch
 from kvferry.engine.communicator import SingleCommunicator
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
@@ -62,7 +62,7 @@ def our_logits(worker_spec):
                     block_ids=(blocks,),
                     sample=SamplingParams(),
                 )
-                batch = build_batch([request], geometry.block_size, torch.float64)
+                batch = build_batch([request], (geometry,), torch.float64)
                 rows.append(runner.model.forward(batch, runner.cache, NoHook())[0])
         return torch.stack(rows)
 
