@@ -6,11 +6,18 @@ loaded. For tests of schedulers and of connectors, whose worker halves it drives
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-from kvferry.cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from kvferry.cache import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
@@ -19,14 +26,15 @@ from kvferry.errors import WorkerDiedError
 from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
 from kvferry.testing.toy_cache import (
     ToyCache,
-    next_token,
-    read_tokens,
+    append_tokens,
+    read_groups,
     spoil_tokens,
-    toy_geometry,
-    write_tokens,
+    toy_groups,
 )
 
-_LAYER = "layer.0"
+Windows: TypeAlias = Sequence[int | None]
+"""For each layer of the toy model, and its KV cache group, the tokens that it sees and keeps;
+``None`` for all."""
 
 
 class SimulatedExecutor:
@@ -38,6 +46,7 @@ class SimulatedExecutor:
         block_size: int,
         *,
         vocab_size: int = 64,
+        windows: Windows = (None,),
         workers: Sequence[WorkerConnector] = (),
         metadata: type[KVConnectorMetadata] = KVConnectorMetadata,
     ) -> None:
@@ -47,6 +56,7 @@ class SimulatedExecutor:
             num_blocks: KV blocks per rank, the null block included.
             block_size: tokens per block.
             vocab_size: tokens are drawn from ``[0, vocab_size)``.
+            windows: the layers, each a KV cache group of its own.
             workers: one connector half per rank; without any, there is one rank.
             metadata: the connector's ``Metadata``.
         """
@@ -58,17 +68,19 @@ class SimulatedExecutor:
         self.failures: dict[int, WorkerDiedError] = {}
         """Why each dead rank is dead; see :meth:`kill`."""
         self._decoder = msgspec.msgpack.Decoder(metadata)
-        self.geometry = toy_geometry(block_size, self.world_size)
+        self.groups = toy_groups(block_size, self.world_size, windows)
         self.caches = [self._allocate(rank, num_blocks) for rank in range(self.world_size)]
-        """The cells of each rank."""
+        """The cells of each rank. All groups lie in the same memory, as those of a real engine do:
+        a block that two groups used at once would show."""
 
     def _allocate(self, rank: int, num_blocks: int) -> ToyCache:
-        shape = self.geometry.cache_shape(rank, num_blocks)
-        nbytes = self.geometry.nbytes(rank, num_blocks)
+        shape = self.groups[0].cache_shape(rank, num_blocks)
+        nbytes = self.groups[0].nbytes(rank, num_blocks)
         if not self.workers:
             return np.zeros(shape, dtype=np.int64)
         cache = self.workers[rank].allocate(nbytes).view(np.int64).reshape(shape)
-        self.workers[rank].register_kv_caches({_LAYER: cache})
+        names = [name for group in self.groups for name in group.tensor_names(rank)]
+        self.workers[rank].register_kv_caches(dict.fromkeys(names, cache))
         return cache
 
     def kill(self, rank: int) -> None:
@@ -96,54 +108,62 @@ class SimulatedExecutor:
         self.steps.append(output)
         live = [rank for rank in range(self.world_size) if rank not in self.failures]
         outputs: list[RankOutput | None] = [None] * self.world_size
-        sequences: dict[str, list[list[int] | None]] = {}
+        states: dict[str, list[int | None]] = {}
         for rank in live:
-            outputs[rank] = self._run_rank(rank, output, sequences)
+            outputs[rank] = self._run_rank(rank, output, states)
         first = outputs[0]
         for part in output.requests:
             if part.sample is not None and first is not None:
-                first.sampled[part.request_id] = self._draw(sequences[part.request_id])
+                first.sampled[part.request_id] = self._draw(states[part.request_id])
                 first.gaps[part.request_id] = 1.0
         return outputs
 
     def _run_rank(
-        self, rank: int, output: SchedulerOutput, sequences: dict[str, list[list[int] | None]]
+        self, rank: int, output: SchedulerOutput, states: dict[str, list[int | None]]
     ) -> RankOutput:
         worker = self.workers[rank] if self.workers else None
+        names = [name for group in self.groups for name in group.tensor_names(rank)]
         if worker is not None:
             assert output.connector_metadata is not None
             worker.start_load_kv(self._decoder.decode(output.connector_metadata))
-            worker.wait_for_layer_load(_LAYER)
+            for name in names:
+                worker.wait_for_layer_load(name)
         # All tokens of a step are written before any is read, part by part in the step's order:
         # a later request may share a block that an earlier one fills in this very step.
         for part in output.requests:
-            sequence = self._write(self.caches[rank], part)
-            sequences.setdefault(part.request_id, []).append(sequence)
+            state = self._write(self.caches[rank], part)
+            states.setdefault(part.request_id, []).append(state)
         result = RankOutput()
         if worker is not None:
-            worker.save_kv_layer(_LAYER)
+            for name in names:
+                worker.save_kv_layer(name)
             worker.wait_for_save()
             result.kv_connector_output = worker.get_transfer_results(output.finished_req_ids)
         return result
 
-    def _write(self, cache: ToyCache, part: ScheduledRequest) -> list[int] | None:
-        """Computes a part's cells; returns the sequence so far, ``None`` if the cache is wrong."""
-        (block_ids,) = part.block_ids
-        end = part.first_position + len(part.token_ids)
-        before = read_tokens(cache, block_ids, part.first_position)
-        if before is None:
-            spoil_tokens(cache, block_ids, part.first_position, end)
-            return None
-        sequence = before + part.token_ids
-        write_tokens(cache, block_ids, sequence, part.first_position, end)
-        return sequence
+    def _write(self, cache: ToyCache, part: ScheduledRequest) -> int | None:
+        """Computes a part's cells.
 
-    def _draw(self, sequences: list[list[int] | None]) -> int:
+        Returns:
+            The hash of the sequence so far; ``None`` if a group's cells are wrong.
+        """
+        first = part.first_position
+        kept = [group.first_kept_token(first) for group in self.groups]
+        before = read_groups([cache] * len(self.groups), part.block_ids, kept, first)
+        state = None
+        for block_ids in part.block_ids:
+            if before is None:
+                spoil_tokens(cache, block_ids, first, first + len(part.token_ids))
+            else:
+                state = append_tokens(cache, block_ids, part.token_ids, first, before.state)
+        return state
+
+    def _draw(self, states: list[int | None]) -> int:
         """Draws a token from what all ranks read."""
-        first = sequences[0]
-        if first is None or any(other != first for other in sequences):
+        first = states[0]
+        if first is None or any(other != first for other in states):
             return self.vocab_size  # outside the vocabulary: no reference agrees by chance
-        return next_token(first, self.vocab_size)
+        return first % self.vocab_size
 
     def close(self) -> None:
         """Ends the connectors."""
@@ -151,10 +171,20 @@ class SimulatedExecutor:
             worker.close()
 
 
-def toy_cache_config(num_blocks: int, block_size: int) -> KVCacheConfig:
+def toy_cache_config(num_blocks: int, block_size: int, windows: Windows = (None,)) -> KVCacheConfig:
     """The KV cache of the toy model; the null block is one of ``num_blocks``."""
-    spec = FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="int64")
-    return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec((_LAYER,), spec),))
+    groups = [
+        KVCacheGroupSpec((f"layer.{layer}",), _toy_spec(block_size, window))
+        for layer, window in enumerate(windows)
+    ]
+    return KVCacheConfig(num_blocks, (), groups)
+
+
+def _toy_spec(block_size: int, window: int | None) -> KVCacheSpec:
+    shape = {"num_kv_heads": 1, "head_size": 1}
+    if window is None:
+        return FullAttentionSpec(block_size, **shape, dtype="int64")
+    return SlidingWindowSpec(block_size, **shape, dtype="int64", sliding_window=window)
 
 
 def open_simulated(
@@ -163,14 +193,17 @@ def open_simulated(
     num_blocks: int = 64,
     block_size: int = 4,
     world_size: int = 1,
+    windows: Windows = (None,),
     scripted: bool = False,
 ) -> tuple[Engine, SimulatedExecutor, ScriptedScheduler | None]:
     """An engine over the toy model, its executor, and its connector if it is ``scripted``.
 
     See :class:`~kvferry.testing.scripted.ScriptedParams` for what the connector can be told.
     """
-    workers = [ScriptedWorker(rank) for rank in range(world_size)] if scripted else []
-    executor = SimulatedExecutor(num_blocks, block_size, workers=workers, metadata=ScriptedMetadata)
+    workers = [ScriptedWorker(rank, windows) for rank in range(world_size)] if scripted else []
+    executor = SimulatedExecutor(
+        num_blocks, block_size, windows=windows, workers=workers, metadata=ScriptedMetadata
+    )
     connector = ScriptedScheduler() if scripted else None
-    config = toy_cache_config(num_blocks, block_size)
+    config = toy_cache_config(num_blocks, block_size, windows)
     return Engine.open(options, config, executor, connector), executor, connector
