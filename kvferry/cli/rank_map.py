@@ -7,10 +7,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.units import bytes_text, ranges_text
+from kvferry.cli.units import bytes_text
 from kvferry.config import ClusterConfig
 from kvferry.engine.model_config import LlamaConfig, engine_geometry
-from kvferry.topology.explain import PairCost, explain_transfer
+from kvferry.topology import PairCost, explain_transfer, ranges_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ def show_pair(pair: EnginePair, tokens: int, console: Console) -> None:
         table.add_row(
             f"{pair.decode} {cost.target_rank}" if previous != cost.target_rank else "",
             f"{pair.prefill} {cost.source_rank}",
-            ranges_text(cost.layers),
-            ranges_text(cost.heads),
+            ranges_text(cost.layers, most=len(cost.layers)),
+            ranges_text(cost.heads, most=len(cost.heads)),
             bytes_text(cost.nbytes),
             f"{cost.rows:,}",
             f"{cost.segments_ordered:,}",

@@ -29,18 +29,3 @@ def seconds_text(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60} s"
     return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
-
-
-def ranges_text(numbers: "list[int] | tuple[int, ...] | range") -> str:
-    """Ascending numbers, neighbours joined.
-
-    >>> ranges_text([0, 1, 2, 5, 7, 8])
-    '0-2, 5, 7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs)

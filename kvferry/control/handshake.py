@@ -17,13 +17,15 @@ from kvferry.topology.description import (
     TensorMemory,
 )
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.groups import group_mismatches, repeated_layers
+from kvferry.topology.layer_ranges import ranges_text
 
 MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
 MAX_GROUPS = 64
 """KV cache groups of the largest engine that is accepted."""
 MAX_LAYERS = 4096
-"""Layers of the deepest model that is accepted."""
+"""Layers of the deepest model that is accepted, in whatever groups."""
 MAX_NAME_CHARS = 256
 """Characters of the longest engine id or incarnation."""
 MAX_ERROR_CHARS = 1000
@@ -66,7 +68,8 @@ def validate(description: EngineDescription) -> None:
 def compare(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
     """Every reason why two engines, both valid, can never exchange KV; empty if there is none.
 
-    Layout, block size, TP, PP and DCP may differ; blocks are converted on the way.
+    Layout, block size, TP, PP, DCP and the grouping of layers may differ; blocks are converted on
+    the way.
     """
     return [
         *_compare_engines(ours, theirs),
@@ -106,15 +109,40 @@ def _geometries(description: EngineDescription) -> list[EngineGeometry]:
                 f"group {number}: tp * pp * pcp = {group.tp} * {group.pp} * {group.pcp} makes "
                 f"{world_size} ranks, {ranks} are described"
             )
-        if group.num_layers > MAX_LAYERS:  # each gets a name, which takes time
-            raise ValueError(
-                f"group {number}: num_layers: {group.num_layers}, allowed are {MAX_LAYERS}"
-            )
+        _check_layers(group, number)
         try:
             geometries.append(EngineGeometry.from_description(group))
         except ValueError as error:
             raise ValueError(f"group {number}: {error}") from error
+    _check_together(geometries)
     return geometries
+
+
+def _check_layers(group: GroupDescription, number: int) -> None:
+    """Bounds the layers before the geometry, which takes time for each of them."""
+    if group.num_layers > MAX_LAYERS:
+        raise ValueError(
+            f"group {number}: num_layers: {group.num_layers}, allowed are {MAX_LAYERS}"
+        )
+    last = max(group.layer_indices or (0,))
+    if last >= MAX_LAYERS:
+        raise ValueError(
+            f"group {number}: layer_indices: {last}, the last one allowed is {MAX_LAYERS - 1}"
+        )
+
+
+def _check_together(geometries: list[EngineGeometry]) -> None:
+    """Checks that groups fit each other; their memories may lie on top of each other."""
+    for number, geometry in enumerate(geometries):
+        if geometry.parallel != geometries[0].parallel:
+            raise ValueError(
+                f"group {number}: {geometry.parallel}, but group 0 has {geometries[0].parallel}; "
+                "all groups lie on the same ranks"
+            )
+    if repeated := repeated_layers(geometries):
+        raise ValueError(
+            f"groups: layers {ranges_text(repeated)} are in several; a layer is in one"
+        )
 
 
 def _check_rank(rank: RankDescription, number: int, geometries: list[EngineGeometry]) -> None:
@@ -241,32 +269,11 @@ def _compare_models(ours: EngineDescription, theirs: EngineDescription) -> Itera
             yield _differs(f"model.{field}", ours, theirs, values, remedy)
 
 
-#: Field of a KV cache group that decides what a cell is → what to do where it differs.
-_GROUP_REMEDIES = {
-    "num_layers": "let the groups of both cover the same layers",
-    "num_kv_heads": "serve the same model on both",
-    "head_size": "serve the same model on both",
-    "head_size_v": "serve the same model on both",
-    "dtype": "give both the same KV cache dtype",
-    "use_mla": "switch MLA on or off on both",
-}
-
-
-def _compare_groups(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
-    if len(ours.groups) != len(theirs.groups):
-        counts = (f"{len(ours.groups)} KV cache groups", f"{len(theirs.groups)}")
-        yield _differs("groups", ours, theirs, counts, "give both the same KV cache groups")
-        return
-    for number, pair in enumerate(zip(ours.groups, theirs.groups, strict=True)):
-        for field, remedy in _GROUP_REMEDIES.items():
-            values = (_group_value(pair[0], field), _group_value(pair[1], field))
-            if values[0] != values[1]:
-                yield _differs(f"groups[{number}].{field}", ours, theirs, values, remedy)
-
-
-def _group_value(group: GroupDescription, field: str) -> object:
-    value = getattr(group, field)
-    return group.head_size if field == "head_size_v" and value is None else value
+def _compare_groups(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
+    return group_mismatches(
+        *([EngineGeometry.from_description(group) for group in d.groups] for d in (ours, theirs)),
+        names=(f"engine {ours.engine_id!r}", f"engine {theirs.engine_id!r}"),
+    )
 
 
 def _compare_transports(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:

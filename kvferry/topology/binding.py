@@ -119,12 +119,10 @@ def check_block_ids(
     Raises:
         BlockIdError: a block id is not below the number of blocks; the message names both.
     """
+    if not len(copies.runs) or not copies.plan.pieces:
+        return  # nothing moves; a rank without layers of the group has no blocks of it either
     if isinstance(source_num_blocks, Mapping):
-        source_num_blocks = min(
-            (source_num_blocks[rank] for rank in copies.plan.source_ranks), default=0
-        )
-    if not len(copies.runs):
-        return
+        source_num_blocks = min(source_num_blocks[rank] for rank in copies.plan.source_ranks)
     for side, limit in (("source", source_num_blocks), ("target", target_num_blocks)):
         largest = int(copies.runs[f"{side}_block"].max())
         if largest >= limit:

@@ -1,7 +1,7 @@
 """The digest of a request's cells on one rank; sums over ranks compare two engines."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ def digest(
     block_ids: BlockIds,
     num_tokens: int,
     first_token: int = 0,
+    layers: Iterable[int] | None = None,
 ) -> int:
     """Sums, modulo 2**64, a hash of each row of cells that a rank holds of a request.
 
@@ -49,13 +50,16 @@ def digest(
         block_ids: the request's whole block table for this group.
         num_tokens: end of the span of tokens.
         first_token: start of the span.
+        layers: only these of the model's layers, where the rank holds them; all if left out.
 
     Raises:
         BlockError: the table is too short, or names a null, negative or repeated block.
         BoundsError: a block lies outside the memory.
         ProtocolError: the memory lacks a tensor or a part.
     """
-    sums = token_digests(geometry, rank, memory, addresses, block_ids, num_tokens, first_token)
+    sums = token_digests(
+        geometry, rank, memory, addresses, block_ids, num_tokens, first_token, layers
+    )
     return int(sums.sum())
 
 
@@ -67,6 +71,7 @@ def token_digests(
     block_ids: BlockIds,
     num_tokens: int,
     first_token: int = 0,
+    layers: Iterable[int] | None = None,
 ) -> npt.NDArray[np.uint64]:
     """Like :func:`digest`, but one sum per token: any span can be compared, a defect located.
 
@@ -78,7 +83,9 @@ def token_digests(
     """
     from kvferry.layouts.digest import digest_rows
 
-    tiles, keys = _counted(geometry, rank, memory)
+    held = geometry.layers(rank)
+    wanted = held if layers is None else sorted(set(layers).intersection(held))
+    tiles, keys = _counted(geometry, rank, memory, wanted)
     whole = TransferPlan(geometry, geometry, rank, ())
     runs = bind(whole, block_ids, block_ids, num_tokens, first_token).runs
     if int(runs["tokens"].sum()) != num_tokens - first_token:
@@ -92,19 +99,19 @@ def token_digests(
 
 
 def _counted(
-    geometry: EngineGeometry, rank: int, memory: RankMemory
+    geometry: EngineGeometry, rank: int, memory: RankMemory, layers: Sequence[int]
 ) -> tuple[Tiles, npt.NDArray[np.int64]]:
     """One tile per layer and part for the heads that this rank counts, and their keys."""
     heads = geometry.heads(rank)
     tp_rank = geometry.rank_coordinates(rank).tp
-    if geometry.head_replicas(heads.start).start != tp_rank:
+    if not layers or geometry.head_replicas(heads.start).start != tp_rank:
         return np.empty(0, dtype=TILE_DTYPE), np.empty((0, 3), dtype=np.int64)
     tiles, keys = [], []
     for part in geometry.parts:
         # One part at a time, so that packed parts stay apart.
-        pieces = tuple(Piece(rank, layer, heads) for layer in geometry.layers(rank))
+        pieces = tuple(Piece(rank, layer, heads) for layer in layers)
         plan = TransferPlan(geometry, geometry, rank, pieces)
         tiles.append(plan.lower({rank: memory}, memory, parts=(part,))[rank])
         number = zlib.crc32(part.name.encode())
-        keys.append([(layer, number, heads.start) for layer in geometry.layers(rank)])
+        keys.append([(layer, number, heads.start) for layer in layers])
     return np.concatenate(tiles), np.concatenate([np.array(rows, dtype=np.int64) for rows in keys])

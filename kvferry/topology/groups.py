@@ -16,13 +16,14 @@ from kvferry.topology.plan import cell_differences
 from kvferry.topology.windows import first_kept_token
 
 _SAME_MODEL = "serve the same model on both"
-#: Field of a geometry that decides what a cell is → what to do where it differs.
+#: What must be the same for a layer on both sides → what to do where it differs.
 _REMEDIES = {
     "num_kv_heads": _SAME_MODEL,
     "head_size": _SAME_MODEL,
     "head_size_v": _SAME_MODEL,
     "dtype": "give both the same KV cache dtype",
     "use_mla": "switch MLA on or off on both",
+    "kept tokens": _SAME_MODEL,
 }
 
 
@@ -125,11 +126,9 @@ def group_mismatches(
         *_repeats(targets, names[1]),
         *_differing_layers(sources, targets, names),
         *(
-            mismatch
-            for (target_group, source_group), layers in sorted(_shared(sources, targets).items())
-            for mismatch in _pair_mismatches(
-                sources[source_group], targets[target_group], ranges_text(layers), names
-            )
+            f"{what} of layers {ranges_text(sorted(layers))}: {names[0]} has {one}, {names[1]} "
+            f"has {two}; {_REMEDIES[what]}"
+            for (what, one, two), layers in _differing_values(sources, targets).items()
         ),
     ]
 
@@ -152,19 +151,16 @@ def _pair(
     layers: Sequence[int],
 ) -> GroupPair:
     source, target = sources[source_group], targets[target_group]
-    narrower = target if _keeps_less(target) else source
+    whole = _kept(target) is None
+    narrower = source if whole else target
     return GroupPair(
         source_group,
         target_group,
         tuple(layers),
-        is_partial=_keeps_less(source) and not _keeps_less(target),
+        is_partial=whole and _kept(source) is not None,
         sliding_window=narrower.sliding_window,
         attention_chunk_size=narrower.attention_chunk_size,
     )
-
-
-def _keeps_less(group: EngineGeometry) -> bool:
-    return group.sliding_window is not None or group.attention_chunk_size is not None
 
 
 def _shared(
@@ -172,7 +168,7 @@ def _shared(
 ) -> dict[tuple[int, int], list[int]]:
     """(target group, source group) → the layers that both have, ascending."""
     group_of = {layer: index for index, group in enumerate(sources) for layer in group.model_layers}
-    shared = defaultdict(list)
+    shared: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, group in enumerate(targets):
         for layer in group.model_layers:
             if layer in group_of:
@@ -200,23 +196,25 @@ def _differing_layers(
         )
 
 
-def _pair_mismatches(
-    source: EngineGeometry, target: EngineGeometry, layers: str, names: tuple[str, str]
-) -> Iterator[str]:
-    for field, one, two in cell_differences(source, target):
-        yield (
-            f"{field} of layers {layers}: {names[0]} has {one}, {names[1]} has {two}; "
-            f"{_REMEDIES[field]}"
-        )
-    kept = _kept(source), _kept(target)
-    if _keeps_less(source) and _keeps_less(target) and kept[0] != kept[1]:
-        yield (
-            f"kept tokens of layers {layers}: {names[0]} has {kept[0]}, {names[1]} has {kept[1]}; "
-            f"{_SAME_MODEL}"
-        )
+def _differing_values(
+    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+) -> dict[tuple[str, object, object], list[int]]:
+    """What differs, with both values → the layers for which it does, from all pairs of groups."""
+    found: dict[tuple[str, object, object], list[int]] = defaultdict(list)
+    for (target_group, source_group), layers in sorted(_shared(sources, targets).items()):
+        source, target = sources[source_group], targets[target_group]
+        for difference in cell_differences(source, target):
+            found[difference] += layers
+        kept = _kept(source), _kept(target)
+        if None not in kept and kept[0] != kept[1]:
+            found["kept tokens", *kept] += layers
+    return found
 
 
-def _kept(group: EngineGeometry) -> str:
+def _kept(group: EngineGeometry) -> str | None:
+    """By what a group keeps less than all tokens; ``None`` where it keeps all."""
     if group.sliding_window is not None:
         return f"sliding_window {group.sliding_window}"
-    return f"attention_chunk_size {group.attention_chunk_size}"
+    if group.attention_chunk_size is not None:
+        return f"attention_chunk_size {group.attention_chunk_size}"
+    return None

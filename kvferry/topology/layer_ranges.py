@@ -83,11 +83,17 @@ def check_split(
         )
 
 
-def ranges_text(numbers: Iterable[int]) -> str:
+def ranges_text(numbers: Iterable[int], most: int = 16) -> str:
     """Ascending numbers, neighbours joined.
 
     >>> ranges_text([0, 1, 2, 5, 7, 8])
     '0-2, 5, 7-8'
+    >>> ranges_text([0, 1, 2, 5, 7, 8], most=1)
+    '0-2 and 2 more ranges'
+
+    Args:
+        numbers: the numbers.
+        most: ranges that are named; how many there are may be a peer's choice.
     """
     runs: list[list[int]] = []
     for number in numbers:
@@ -95,4 +101,5 @@ def ranges_text(numbers: Iterable[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs)
+    text = ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs[:most])
+    return f"{text} and {len(runs) - most} more ranges" if len(runs) > most else text

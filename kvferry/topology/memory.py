@@ -35,6 +35,7 @@ def memory_of(
 
     Tensors that lie in one allocation share a region; where allocations are not known, a tensor
     is a region of its own. The caller keeps the tensors alive as long as the regions are used.
+    A rank without layers of the group has no tensors, no regions and 1 block.
 
     Args:
         geometry: what the rank holds.
@@ -56,6 +57,8 @@ def memory_of(
     expected = per_layer if by_layer else geometry.tensor_names(rank)
     _check_names(rank, expected, tensors, partial)
     views = {name: view_of(tensors[name]) for name in expected if name in tensors}
+    if not expected:  # the rank's stage has none of the group's layers, hence only a null block
+        return RankMemory(num_blocks=1, region_bytes=(), tensors=()), ()
     if not views:
         raise ValueError(f"rank {rank}: no tensors given; expected {', '.join(expected)}")
     if by_layer:

@@ -2,9 +2,11 @@
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import pytest
 
 from kvferry.control.client import ControlClient
@@ -88,6 +90,34 @@ def _description(
     )
 
 
+def _hybrid(
+    engine_id: str, groups: Sequence[dict[str, Any]], *, tp: int = 1, pp: int = 1
+) -> EngineDescription:
+    """An engine whose groups lie on top of each other, from what each says beside the model."""
+    model = {"num_kv_heads": 3, "head_size": 8, "dtype": "float32", "block_size": 16}
+    geometries = [
+        EngineGeometry(
+            **model
+            | {"num_layers": len(group.get("layer_indices", range(6))), "layout": "NHD"}
+            | group,
+            parallel=ParallelShape(tp=tp, pp=pp),
+        )
+        for group in groups
+    ]
+    base = _description(engine_id, tp=tp, pp=pp)
+    ranks = []
+    for rank in base.ranks:
+        memory = [geometry.memory(rank.rank, 10) for geometry in geometries]
+        nbytes = max(sum(one.region_bytes) for one in memory)
+        shared = tuple(msgspec.structs.replace(one, region_bytes=(nbytes,)) for one in memory)
+        ranks.append(msgspec.structs.replace(rank, memory=shared))
+    return msgspec.structs.replace(
+        base,
+        groups=tuple(geometry.description() for geometry in geometries),
+        ranks=tuple(ranks),
+    )
+
+
 @dataclass
 class Served:
     """A source engine that answers, and clients of target engines."""
@@ -122,6 +152,12 @@ def fingerprint() -> Callable[..., ModelFingerprint]:
 def describe() -> Callable[..., EngineDescription]:
     """Makes valid engine descriptions that fit each other unless told otherwise."""
     return _description
+
+
+@pytest.fixture(scope="session")
+def hybrid() -> Callable[..., EngineDescription]:
+    """Makes descriptions of engines with several groups of the six layers of one model."""
+    return _hybrid
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Validation of one description, comparison of two."""
 
+import dataclasses
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,10 +11,33 @@ from kvferry.control.handshake import MAX_RANKS, compare, validate
 from kvferry.errors import ProtocolError
 from kvferry.topology.description import EngineDescription
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.groups import pair_groups
 from kvferry.topology.parallel import ParallelShape
-from kvferry.topology.plan import geometry_mismatches
 
 replace = msgspec.structs.replace
+
+
+@st.composite
+def grouped_engines(draw):
+    """The groups of an engine with three or four layers, by chance unlike those of another."""
+    base = EngineGeometry(
+        num_layers=draw(st.sampled_from([3, 3, 3, 4])),
+        num_kv_heads=1,
+        head_size=4,
+        head_size_v=draw(st.sampled_from([None, None, 4, 8])),
+        dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+        block_size=draw(st.integers(1, 3)),
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        parallel=ParallelShape(tp=draw(st.integers(1, 3))),
+    )
+    number = draw(st.integers(1, 3))
+    of_layer = [draw(st.integers(0, number - 1)) for _ in range(base.num_layers)]
+    kept = st.sampled_from([{}, {}, {"sliding_window": 4}, {"attention_chunk_size": 4}])
+    return [
+        dataclasses.replace(base, num_layers=len(layers), layer_indices=layers, **draw(kept))
+        for group in range(number)
+        if (layers := [layer for layer, at in enumerate(of_layer) if at == group])
+    ]
 
 
 def change(value, path, new):
@@ -165,6 +190,99 @@ def test_whatever_numbers_a_peer_sends_it_is_valid_or_a_protocol_error(describe,
     assert max(corners) + 4 <= memory.region_bytes[tensor.region]
 
 
+# ---- one description of several groups -----------------------------------------------------
+
+GROUPS = [
+    {"layer_indices": (0, 2, 4), "sliding_window": 20, "layer_split": (3, 0)},
+    {
+        "layer_indices": (1, 3),
+        "attention_chunk_size": 32,
+        "layer_split": (1, 1),
+        "layout": "BLKNHD",
+    },
+    {"layer_indices": (5,), "layer_split": (0, 1), "layout": "BLKNHD"},
+]
+
+
+def test_groups_may_lie_on_top_of_each_other_and_be_absent_from_a_stage(hybrid):
+    description = hybrid("e", GROUPS, pp=2)
+    validate(description)
+    memory = description.ranks[1].memory
+    assert [len(group.tensors) for group in memory] == [0, 1, 1]
+    assert [group.region_bytes for group in memory[1:]] == [memory[1].region_bytes] * 2
+
+
+WRONG_GROUPS = {
+    "a layer in two groups": (["groups", 2, "layer_indices"], (4,), "layers 4 are in several"),
+    "indices out of order": (["groups", 0, "layer_indices"], (2, 0, 4), "group 0: .*0 follows 2"),
+    "an index twice": (["groups", 0, "layer_indices"], (0, 2, 2), "2 follows 2"),
+    "an index below 0": (["groups", 0, "layer_indices"], (-1, 2, 4), "-1 is less than"),
+    "too few indices": (["groups", 0, "layer_indices"], (0, 2), "2 indices for num_layers=3"),
+    "too many indices": (
+        ["groups", 0, "layer_indices"],
+        tuple(range(4097)),
+        "4096, the last one allowed",
+    ),
+    "no indices": (["groups", 0, "layer_indices"], (), "0 indices for num_layers=3"),
+    "an index beyond any model": (["groups", 2, "layer_indices"], (4096,), "allowed is 4095"),
+    "a window of nothing": (["groups", 0, "sliding_window"], 0, "sliding_window: 0 is less"),
+    "a window below 0": (["groups", 0, "sliding_window"], -4, "sliding_window: -4 is less"),
+    "an endless window": (["groups", 0, "sliding_window"], 1 << 63, "sliding_window: .* is more"),
+    "a chunk of nothing": (["groups", 1, "attention_chunk_size"], 0, "attention_chunk_size: 0 is"),
+    "an endless chunk": (["groups", 1, "attention_chunk_size"], 1 << 62, "is more than"),
+    "a window and a chunk": (["groups", 1, "sliding_window"], 4, "group 1: sliding_window=4 and"),
+    "no split over the stages": (["groups", 0, "layer_split"], None, "layer_split: missing"),
+    "a split below 0": (["groups", 0, "layer_split"], (4, -1), "layer_split: .* at least 0"),
+    "a split over other stages": (["groups", 0, "layer_split"], (3, 0, 0), "over 2 stages"),
+    "a zero in a split of all layers": (["groups", 0, "layer_indices"], None, "at least 1 layer"),
+    "no layers in all": (["groups", 2, "num_layers"], 0, "num_layers: 0 is less than 1"),
+    "another shape": (["groups", 1, "tp"], 2, "makes 4 ranks, 2 are described"),
+    "names for other layers": (["groups", 0, "layer_names"], ("a", "b"), "layer_names: 2 names"),
+    "tensors of layers not there": (["groups", 0, "layer_split"], (2, 1), "rank 0: group 0: tens"),
+    "memory of a group missing": (["ranks", 1, "memory"], (), "0 entries for 3 groups"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_GROUPS)
+def test_validation_of_groups_names(case, hybrid):
+    path, value, message = WRONG_GROUPS[case]
+    with pytest.raises(ProtocolError, match=message):
+        validate(change(hybrid("e", GROUPS, pp=2), path, value))
+
+
+def test_groups_on_different_ranks_are_refused(hybrid):
+    description = hybrid("e", [{"layer_indices": (0, 1)}, {"layer_indices": (2, 3)}], tp=2)
+    turned = replace(description.groups[1], tp=1, pp=2, layer_split=(1, 1))
+    with pytest.raises(ProtocolError, match=r"group 1: .*pp=2.* group 0 has .*tp=2.*same ranks"):
+        validate(change(description, ["groups", 1], turned))
+
+
+@given(data=st.data())
+def test_whatever_groups_a_peer_sends_they_are_valid_or_a_protocol_error(hybrid, data):
+    """And if valid, they pair with themselves."""
+    description = hybrid("e", GROUPS, pp=2)
+    numbers = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.integers(-1, 6))
+    values = {
+        "layer_indices": st.none() | st.lists(numbers, max_size=5).map(tuple),
+        "layer_split": st.none() | st.lists(numbers, max_size=3).map(tuple),
+        "sliding_window": st.none() | numbers,
+        "attention_chunk_size": st.none() | numbers,
+        "num_layers": numbers,
+        "layer_names": st.none() | st.lists(st.text(), max_size=4).map(tuple),
+    }
+    for _ in range(data.draw(st.integers(1, 3))):
+        field = data.draw(st.sampled_from(sorted(values)))
+        path = ["groups", data.draw(st.integers(0, 2)), field]
+        description = change(description, path, data.draw(values[field]))
+    payload = msgspec.msgpack.encode(description)
+    description = msgspec.msgpack.decode(payload, type=EngineDescription)
+    try:
+        validate(description)
+    except ProtocolError:
+        return
+    assert compare(description, replace(description, engine_id="other")) == []
+
+
 # ---- a pair --------------------------------------------------------------------------------
 
 
@@ -225,9 +343,9 @@ def test_every_mismatch_is_listed_not_only_the_first(describe, fingerprint):
         "protocol",
         "model.rope",
         "model.weights_digest",
-        "groups[0].head_size",
-        "groups[0].head_size_v",
-        "groups[0].dtype",
+        "head_size of layers 0-5",
+        "head_size_v of layers 0-5",
+        "dtype of layers 0-5",
         "transports",
     ]
 
@@ -263,33 +381,59 @@ def test_one_shared_transport_is_enough_but_every_rank_must_serve_it(describe):
 def test_layers_that_the_groups_do_not_cover_are_a_mismatch(describe):
     (mismatch,) = compare(describe("p", num_layers=6), describe("d", num_layers=8))
     assert mismatch == (
-        "groups[0].num_layers: engine 'p' has 6, engine 'd' has 8; let the groups of both cover "
-        "the same layers"
+        "layers: engine 'p' has 0-5, engine 'd' has 0-7; let the groups of both cover the same "
+        "layers"
     )
-    two = describe("d")
-    two = replace(two, groups=two.groups * 2)
-    (mismatch,) = compare(describe("p"), two)
-    assert "1 KV cache groups" in mismatch
 
 
-geometries = st.builds(
-    EngineGeometry,
-    num_layers=st.integers(2, 3),
-    num_kv_heads=st.just(1),
-    head_size=st.sampled_from([4, 8]),
-    head_size_v=st.sampled_from([None, 4]),
-    dtype=st.sampled_from(["float32", "bfloat16"]),
-    block_size=st.integers(1, 3),
-    layout=st.sampled_from(["NHD", "HND"]),
-    parallel=st.builds(ParallelShape, tp=st.integers(1, 3), pp=st.integers(1, 2)),
-)
-
-
-@given(ours=geometries, theirs=geometries)
+@given(ours=grouped_engines(), theirs=grouped_engines())
 def test_groups_mismatch_exactly_where_the_planner_would_refuse(describe, ours, theirs):
-    one = replace(describe("p"), groups=(ours.description(),))
-    two = replace(describe("d"), groups=(theirs.description(),))
-    assert bool(compare(one, two)) == bool(geometry_mismatches(ours, theirs))
+    one, two = (
+        replace(describe(name), groups=tuple(group.description() for group in groups))
+        for name, groups in (("p", ours), ("d", theirs))
+    )
+    mismatches = compare(one, two)
+    assert len(mismatches) == len(compare(two, one))
+    try:
+        pair_groups(ours, theirs)
+    except ValueError:
+        assert mismatches
+    else:
+        assert not mismatches
+
+
+def test_engines_may_group_their_layers_differently_and_keep_more_or_less(hybrid):
+    whole = hybrid("p", [{}])
+    windows = {"layer_indices": (0, 2, 4), "sliding_window": 20}
+    rest = {"layer_indices": (1, 3, 5)}
+    for theirs in (
+        hybrid("d", [windows, rest]),
+        hybrid("d", [rest, windows | {"block_size": 24}], tp=2),
+        hybrid("d", [{"layer_indices": (layer,)} for layer in range(6)]),
+    ):
+        assert compare(whole, theirs) == compare(theirs, whole) == []
+
+
+def test_what_both_keep_by_different_windows_is_a_mismatch_that_names_the_layers(hybrid):
+    windows = {"layer_indices": (0, 1, 4), "sliding_window": 20}
+    rest = {"layer_indices": (2, 3, 5)}
+    (mismatch,) = compare(
+        hybrid("p", [windows, rest]), hybrid("d", [windows | {"sliding_window": 21}, rest])
+    )
+    assert mismatch == (
+        "kept tokens of layers 0-1, 4: engine 'p' has sliding_window 20, engine 'd' has "
+        "sliding_window 21; serve the same model on both"
+    )
+    chunks = {"layer_indices": (0, 1, 4), "attention_chunk_size": 20}
+    (mismatch,) = compare(hybrid("p", [windows, rest]), hybrid("d", [rest, chunks]))
+    assert "has sliding_window 20, engine 'd' has attention_chunk_size 20" in mismatch
+
+
+def test_a_difference_is_said_once_however_many_groups_have_it(hybrid):
+    each = [{"layer_indices": (layer,)} for layer in range(6)]
+    theirs = hybrid("d", [group | {"dtype": "bfloat16"} for group in each])
+    (mismatch,) = compare(hybrid("p", each), theirs)
+    assert mismatch.startswith("dtype of layers 0-5: engine 'p' has float32, engine 'd' has bfl")
 
 
 def test_what_a_peer_writes_at_length_is_cut_short_in_messages(describe, fingerprint):
