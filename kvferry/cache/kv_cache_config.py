@@ -3,21 +3,31 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.cache.specs import KVCacheSpec
+from kvferry.cache.specs import AttentionSpec, KVCacheSpec
+from kvferry.cache.specs_uniform import UniformTypeKVCacheSpecs
 
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One allocation, and the layers whose blocks lie in it.
+    """Memory of one page per block, and the layers whose pages lie in it.
+
+    A block belongs to one group at a time, so layers of different groups may share the bytes.
+    Block ``b`` of each layer begins ``offset + b * block_stride`` bytes into an allocation of
+    ``size`` bytes. Tensors that give a ``block_stride`` lie in one allocation, side by side in
+    every block; any other is an allocation of its own.
 
     Raises:
-        ValueError: an empty size or no layers.
+        ValueError: an empty size, no layers, or an offset or stride out of range.
     """
 
     size: int
-    """Bytes."""
+    """Bytes of the allocation."""
     shared_by: Sequence[str]
-    """Names of the layers; kept as a tuple."""
+    """Names of the layers, at most one of each group; kept as a tuple."""
+    offset: int = 0
+    """Bytes from the start of the allocation to block 0."""
+    block_stride: int | None = None
+    """Bytes from a block to the next; ``None``: the page, blocks are dense."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shared_by", tuple(self.shared_by))
@@ -25,6 +35,15 @@ class KVCacheTensor:
             raise ValueError(f"KVCacheTensor.size: {self.size} bytes hold nothing")
         if not self.shared_by:
             raise ValueError("KVCacheTensor.shared_by: is empty; name the layers that use it")
+        if not 0 <= self.offset < self.size:
+            raise ValueError(
+                f"KVCacheTensor.offset: {self.offset} lies outside the {self.size} bytes"
+            )
+        if self.block_stride is not None and self.block_stride < 1:
+            raise ValueError(
+                f"KVCacheTensor.block_stride: {self.block_stride} is less than 1; leave it out "
+                "for dense blocks"
+            )
 
 
 @dataclass(frozen=True)
@@ -32,18 +51,66 @@ class KVCacheGroupSpec:
     """Layers that share one block table per request.
 
     Raises:
-        ValueError: a layer is named twice.
+        ValueError: a layer is named twice, layers of a uniform spec are not the ones named, or
+            blocks cannot be split for the kernels.
     """
 
     layer_names: Sequence[str]
     """Kept as a tuple."""
     kv_cache_spec: KVCacheSpec
     """What each of the layers keeps."""
+    kernel_block_size: int | None = None
+    """Tokens per block as the attention kernels see it, which divides the spec's block size; see
+    :meth:`kvferry.cache.BlockTable.split`. ``None``: the spec's block size."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layer_names", tuple(self.layer_names))
         if len(set(self.layer_names)) != len(self.layer_names):
             raise ValueError(f"KVCacheGroupSpec.layer_names: {self.layer_names} repeats a name")
+        spec = self.kv_cache_spec
+        if isinstance(spec, UniformTypeKVCacheSpecs) and set(spec.kv_cache_specs) != set(
+            self.layer_names
+        ):
+            raise ValueError(
+                f"KVCacheGroupSpec.layer_names: {self.layer_names} are not the layers of the "
+                f"spec, {tuple(spec.kv_cache_specs)}"
+            )
+        if self.kernel_block_size is not None:
+            self._check_kernel_block_size(self.kernel_block_size)
+
+    def _check_kernel_block_size(self, kernel_block_size: int) -> None:
+        block_size = self.kv_cache_spec.block_size
+        if kernel_block_size < 1 or block_size % kernel_block_size:
+            raise ValueError(
+                f"KVCacheGroupSpec.kernel_block_size: {kernel_block_size} does not divide the "
+                f"block_size, {block_size}; change one of them"
+            )
+        for name in self.layer_names if kernel_block_size != block_size else ():
+            spec = self.layer_spec(name)
+            # A kernel block is found by its number alone, so pages must hold nothing but tokens.
+            if (
+                not isinstance(spec, AttentionSpec)
+                or spec.page_size_bytes != spec.real_page_size_bytes
+            ):
+                raise ValueError(
+                    f"KVCacheGroupSpec.kernel_block_size: pages of {name!r} are padded or hold "
+                    f"a state and cannot be split into blocks of {kernel_block_size} tokens; "
+                    "leave it out"
+                )
+
+    def layer_spec(self, layer_name: str) -> KVCacheSpec:
+        """What one of the layers keeps.
+
+        Raises:
+            ValueError: the layer is not in the group.
+        """
+        if layer_name not in self.layer_names:
+            raise ValueError(
+                f"layer_name: {layer_name!r} is not in the group of {', '.join(self.layer_names)}"
+            )
+        if isinstance(self.kv_cache_spec, UniformTypeKVCacheSpecs):
+            return self.kv_cache_spec.kv_cache_specs[layer_name]
+        return self.kv_cache_spec
 
 
 @dataclass(frozen=True)
@@ -52,7 +119,8 @@ class KVCacheConfig:
 
     Raises:
         ValueError: fewer than two blocks, no group, a layer in two groups, or a tensor that is
-            too small for the blocks or names an unknown layer.
+            too small for the blocks, whose blocks overlap, that names an unknown layer, or that
+            two layers of one group share.
     """
 
     num_blocks: int
@@ -72,23 +140,37 @@ class KVCacheConfig:
             )
         if not self.kv_cache_groups:
             raise ValueError("KVCacheConfig.kv_cache_groups: is empty; give one group or more")
-        specs: dict[str, KVCacheSpec] = {}
+        groups: dict[str, KVCacheGroupSpec] = {}
         for group in self.kv_cache_groups:
             for name in group.layer_names:
-                if name in specs:
+                if name in groups:
                     raise ValueError(f"KVCacheConfig.kv_cache_groups: {name!r} is in two groups")
-                specs[name] = group.kv_cache_spec
+                groups[name] = group
         for tensor in self.kv_cache_tensors:
-            self._check_tensor(tensor, specs)
+            self._check_tensor(tensor, groups)
 
-    def _check_tensor(self, tensor: KVCacheTensor, specs: dict[str, KVCacheSpec]) -> None:
+    def _check_tensor(self, tensor: KVCacheTensor, groups: dict[str, KVCacheGroupSpec]) -> None:
+        owners: dict[int, str] = {}
         for name in tensor.shared_by:
-            if name not in specs:
+            if name not in groups:
                 raise ValueError(
                     f"KVCacheConfig.kv_cache_tensors: {name!r} is in no group; groups hold "
-                    f"{', '.join(specs) or 'no layers'}"
+                    f"{', '.join(groups) or 'no layers'}"
                 )
-            needed = self.num_blocks * specs[name].page_size_bytes
+            other = owners.setdefault(id(groups[name]), name)
+            if other != name:
+                raise ValueError(
+                    f"KVCacheConfig.kv_cache_tensors: {other!r} and {name!r} share a tensor and a "
+                    "group, so they would write the same blocks; give each its own tensor"
+                )
+            page = groups[name].layer_spec(name).page_size_bytes
+            stride = tensor.block_stride or page
+            if stride < page:
+                raise ValueError(
+                    f"KVCacheConfig.kv_cache_tensors: block_stride {stride} is less than the "
+                    f"{page} bytes of a page of {name!r}, so blocks overlap"
+                )
+            needed = tensor.offset + (self.num_blocks - 1) * stride + page
             if tensor.size < needed:
                 raise ValueError(
                     f"KVCacheConfig.kv_cache_tensors: {tensor.size} bytes for {name!r}, whose "

@@ -152,11 +152,22 @@ class AttentionSpec(KVCacheSpec):
     """Whether one latent is kept in place of keys and values."""
     page_size_padded: int | None = None
     """Bytes to which a page is padded, so that pages of unlike layers agree."""
+    head_size_v: int | None = None
+    """Elements of a value per head; ``head_size`` if left out."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self, "num_kv_heads", "head_size")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if not self.use_mla:
+            # Equal layers have equal specs, whether the value's size is spelt out or not.
+            object.__setattr__(self, "head_size_v", self.elements_per_head - self.head_size)
+            check_count(self, "head_size_v")
+        elif self.head_size_v is not None:
+            raise ValueError(
+                f"{type(self).__name__}.head_size_v: {self.head_size_v} has no meaning with "
+                "use_mla, which keeps one latent of head_size elements; leave it out"
+            )
         if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
             raise ValueError(
                 f"{type(self).__name__}.page_size_padded: {self.page_size_padded} bytes are fewer "
@@ -166,7 +177,9 @@ class AttentionSpec(KVCacheSpec):
     @property
     def elements_per_head(self) -> int:
         """Elements kept per token and KV head, all parts together."""
-        return self.head_size if self.use_mla else 2 * self.head_size
+        if self.use_mla:
+            return self.head_size
+        return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     @property
     def bytes_per_token(self) -> int:
@@ -208,8 +221,6 @@ class FullAttentionSpec(AttentionSpec):
     65536
     """
 
-    head_size_v: int | None = None
-    """Elements of a value per head; ``head_size`` if left out."""
     sliding_window: int | None = None
     """Tokens that the layer attends to, itself included; ``None`` for all."""
     attention_chunk_size: int | None = None
@@ -219,15 +230,6 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.use_mla and self.head_size_v is not None:
-            raise ValueError(
-                f"{type(self).__name__}.head_size_v: {self.head_size_v} has no meaning with "
-                "use_mla, which keeps one latent of head_size elements; leave it out"
-            )
-        if not self.use_mla:
-            # Equal layers have equal specs, whether the value's size is spelt out or not.
-            object.__setattr__(self, "head_size_v", self.elements_per_head - self.head_size)
-            check_count(self, "head_size_v")
         for name in self.MERGED_FIELDS:
             if getattr(self, name) is not None:
                 check_count(self, name)
@@ -241,13 +243,6 @@ class FullAttentionSpec(AttentionSpec):
     def slot_rule(self) -> Hashable:
         """See :attr:`KVCacheSpec.slot_rule`: every token's slot, whatever is computed."""
         return "full"
-
-    @property
-    def elements_per_head(self) -> int:
-        """Elements kept per token and KV head, all parts together."""
-        if self.use_mla:
-            return self.head_size
-        return self.head_size + (self.head_size if self.head_size_v is None else self.head_size_v)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Bytes of one layer on one rank for a request of ``max_model_len`` tokens."""
