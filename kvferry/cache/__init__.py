@@ -3,6 +3,9 @@
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.block_table import BlockTable
 from kvferry.cache.blocks import KVCacheBlock, KVCacheBlocks
+from kvferry.cache.config_builder import build_kv_cache_config, largest_model_len
+from kvferry.cache.grouping import group_layers
+from kvferry.cache.hashing import MultiModalInput
 from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.cache.manager import KVCacheManager
 from kvferry.cache.request import CacheRequest, Request
@@ -40,9 +43,13 @@ __all__ = [
     "KVCacheTensor",
     "MLAAttentionSpec",
     "MambaSpec",
+    "MultiModalInput",
     "PrefixCacheStats",
     "Request",
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "UniformTypeKVCacheSpecs",
+    "build_kv_cache_config",
+    "group_layers",
+    "largest_model_len",
 ]

@@ -14,6 +14,7 @@ nothing, so they never stand between two hashed ones, and a list serves.
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.events import EventLog, KVCacheEvent
 from kvferry.cache.request import CacheRequest
 
 
@@ -23,12 +24,16 @@ class BlockPool:
     Args:
         num_blocks: blocks in all, the null block included.
         num_groups: KV cache groups; groups share blocks, never hits.
+        enable_events: whether to note what :meth:`take_events` returns; then it must be called
+            now and again.
 
     Raises:
         ValueError: fewer than two blocks.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, num_groups: int = 1, *, enable_events: bool = False
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"num_blocks: {num_blocks} leaves nothing beside the null block; take 2 or more"
@@ -49,6 +54,7 @@ class BlockPool:
         self._duplicates: tuple[dict[bytes, list[KVCacheBlock]], ...] = tuple(
             {} for _ in range(num_groups)
         )
+        self._log = EventLog() if enable_events else None
 
     @property
     def usage(self) -> float:
@@ -82,15 +88,23 @@ class BlockPool:
         Raises:
             ValueError: more than are free, or fewer than none.
         """
-        if not 0 <= num_blocks <= self.get_num_free_blocks():
+        stack = self._unhashed
+        num_stacked = len(stack)
+        if not 0 <= num_blocks <= num_stacked + self._num_in_ring:
             raise ValueError(
                 f"num_blocks: {num_blocks} wanted, {self.get_num_free_blocks()} are free"
             )
-        stack = self._unhashed
-        taken = stack[: -num_blocks - 1 : -1]
-        del stack[len(stack) - len(taken) :]
-        if len(taken) < num_blocks:
-            taken += self._evict(num_blocks - len(taken))
+        if num_blocks == 1 and num_stacked:  # a request that decodes grows so
+            block = stack.pop()
+            block.ref_cnt = 1
+            return [block]
+        if num_blocks <= num_stacked:
+            taken = stack[: -num_blocks - 1 : -1]
+            del stack[num_stacked - num_blocks :]
+        else:
+            taken = stack[::-1]
+            stack.clear()
+            taken += self._evict(num_blocks - num_stacked)
         for block in taken:
             block.ref_cnt = 1
         return taken
@@ -104,16 +118,22 @@ class BlockPool:
             ValueError: a block is free and not hashed: there is nothing in it to share. Blocks
                 before it are touched.
         """
+        num_taken = 0
+        error = None
         for block in blocks:
             if block.ref_cnt == 0:
                 if block.block_hash is None:
-                    raise ValueError(f"block {block.block_id} is free and holds nothing to share")
+                    error = f"block {block.block_id} is free and holds nothing to share"
+                    break
                 before, after = block.prev, block.next
                 before.next = after
                 after.prev = before
-                self._num_in_ring -= 1
+                num_taken += 1
             block.ref_cnt += 1
+        self._num_in_ring -= num_taken
         self.null_block.ref_cnt = 1  # a table may hold it, and nothing counts that
+        if error:
+            raise ValueError(error)
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drops one reference from each block; the null block is passed over.
@@ -175,12 +195,13 @@ class BlockPool:
             num_full_blocks: leading blocks that are cached afterwards.
             group_id: KV cache group of the table.
             hash_stride: hashes per block, for a group with larger blocks than the hashes have.
-            request: whose table it is; only events need it.
+            request: whose table it is, hashed already; needed with events only.
             first_block: blocks before this one stay unhashed, for they are filled in part only.
 
         Raises:
-            ValueError: a block to be cached is hashed already, or the table or the hashes are
-                shorter than ``num_full_blocks``. Blocks before it are cached.
+            ValueError: a block to be cached is hashed already, the table or the hashes are
+                shorter than ``num_full_blocks``, or there is no request and events are wanted.
+                Blocks before a hashed one are cached.
         """
         last_hash = num_full_blocks * hash_stride - 1
         if num_full_blocks > len(blocks) or last_hash >= len(block_hashes):
@@ -190,6 +211,8 @@ class BlockPool:
             )
         first = num_cached_blocks if num_cached_blocks > first_block else first_block
         span = range(first, num_full_blocks)
+        if self._log is not None:
+            self._log_stored(self._log, blocks, block_hashes, span, group_id, hash_stride, request)
         if hash_stride != 1:
             # Slices, so that the loop has one index; without a stride they would cost more.
             blocks = blocks[first:num_full_blocks]
@@ -208,6 +231,33 @@ class BlockPool:
             if cached.setdefault(block_hash, block) is not block:
                 self._duplicates[group_id].setdefault(block_hash, []).append(block)
 
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Makes blocks no hits any more, held or free; unhashed ones are passed over.
+
+        Raises:
+            ValueError: an id is not one of the pool's. Nothing has happened then.
+        """
+        block_ids = list(block_ids)
+        for block_id in block_ids:
+            if not 0 <= block_id < len(self.blocks):
+                raise ValueError(f"block_ids: {block_id} is not one of {len(self.blocks)} blocks")
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.block_hash is None:
+                continue
+            self._forget(block)
+            if block.ref_cnt == 0:
+                block.prev.next, block.next.prev = block.next, block.prev
+                self._num_in_ring -= 1
+                self._unhashed.append(block)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What has become a hit and what is none any more since the last call, in order.
+
+        Always empty unless the pool was made with ``enable_events``.
+        """
+        return [] if self._log is None else self._log.take()
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all content, if no block but the null block is in use; says whether it did."""
         if self.get_num_free_blocks() != len(self.blocks) - 1:
@@ -223,14 +273,23 @@ class BlockPool:
             cached.clear()
         for duplicates in self._duplicates:
             duplicates.clear()
+        if self._log is not None:
+            self._log.cleared()
         return True
 
     def _evict(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes the hashed blocks that were unused for longest out of ring and cache."""
         evicted = []
+        cached, duplicates = self._cached, self._duplicates
+        is_logged = self._log is not None
         block = self._ring.next
         for _ in range(num_blocks):
-            self._forget(block)
+            group_id, block_hash = block.group_id, block.block_hash
+            if is_logged or duplicates[group_id] or block_hash is None:
+                self._forget(block)
+            else:  # the same, without a call for each block
+                del cached[group_id][block_hash]
+                block.block_hash = None
             evicted.append(block)
             block = block.next
         self._ring.next = block
@@ -248,6 +307,8 @@ class BlockPool:
         others = duplicates.get(block_hash)
         if others is None:
             del cached[block_hash]
+            if self._log is not None:
+                self._log.removed(block_hash, block.group_id)
         else:
             if cached[block_hash] is block:
                 cached[block_hash] = others.pop(0)
@@ -256,3 +317,26 @@ class BlockPool:
             if not others:
                 del duplicates[block_hash]
         block.block_hash = None
+
+    def _log_stored(
+        self,
+        log: EventLog,
+        blocks: Sequence[KVCacheBlock],
+        block_hashes: Sequence[bytes],
+        span: range,
+        group_id: int,
+        hash_stride: int,
+        request: CacheRequest | None,
+    ) -> None:
+        """Notes what :meth:`cache_full_blocks` is about to make hits; duplicates are none."""
+        if request is None:
+            raise ValueError("request: None, but the pool has events on; give the table's request")
+        cached = self._cached[group_id]
+        new = []
+        for index in span:
+            if blocks[index].block_hash is not None:
+                break  # caching will end here as well
+            is_known = block_hashes[(index + 1) * hash_stride - 1] in cached
+            if not is_known and blocks[index] is not self.null_block:
+                new.append(index)
+        log.stored(request, block_hashes, new, hash_stride, group_id)

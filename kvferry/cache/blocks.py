@@ -62,16 +62,24 @@ class KVCacheBlocks:
         return tuple([block.block_id for block in group] for group in self.blocks)
 
     def get_unhashed_block_ids(self) -> list[int]:
-        """Ids of the blocks without a hash: those whose content is still to come.
+        """Ids of the blocks without a hash: those whose content is still to come. No null blocks.
 
         Raises:
             ValueError: there is more than one group.
         """
         if len(self.blocks) != 1:
             raise ValueError(
-                f"get_unhashed_block_ids: works on one KV cache group, not on {len(self.blocks)}"
+                f"get_unhashed_block_ids: works on one KV cache group, not on {len(self.blocks)}; "
+                "call get_unhashed_block_ids_all_groups"
             )
-        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+        return self.get_unhashed_block_ids_all_groups()[0]
+
+    def get_unhashed_block_ids_all_groups(self) -> tuple[list[int], ...]:
+        """Likewise, one list per group."""
+        return tuple(
+            [block.block_id for block in group if block.block_hash is None and not block.is_null]
+            for group in self.blocks
+        )
 
     def new_empty(self) -> "KVCacheBlocks":
         """No blocks, for the same groups."""

@@ -3,7 +3,13 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvferry.cache.hashing import chain_root, extend_chain
+from kvferry.cache.hashing import (
+    MultiModalInput,
+    MultiModalSpan,
+    chain_root,
+    extend_chain,
+    overlapping,
+)
 
 
 class CacheRequest(Protocol):
@@ -36,6 +42,23 @@ class CacheRequest(Protocol):
             ValueError: the request is hashed with another block size already.
         """
 
+    # The rest is read only when KV cache events are wanted.
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output tokens so far."""
+
+    @property
+    def lora_name(self) -> str | None:
+        """LoRA adapter that it runs with."""
+
+    @property
+    def hash_block_size(self) -> int | None:
+        """Tokens per block hash; ``None`` until it is hashed."""
+
+    def extra_keys(self, first_token: int, last_token: int) -> tuple[Any, ...] | None:
+        """What the hash of a block of these tokens holds beside tokens; ``None`` if nothing."""
+
 
 class Request:
     """A sequence of tokens under way: the prompt, the output so far, and their block hashes.
@@ -45,15 +68,18 @@ class Request:
         prompt_token_ids: the prompt, at least one token.
         cache_salt: requests share blocks only with requests of the same salt.
         lora_name: name of the LoRA adapter; likewise.
-        mm_inputs: multimodal inputs; none are supported yet.
+        mm_inputs: multimodal inputs, each with ``identifier``, ``offset`` and ``length``, see
+            :class:`~kvferry.cache.MultiModalInput`. Requests of equal text share only the blocks
+            before the first input in which they differ.
         prompt_logprobs: number of logprobs wanted per prompt token; with it the prefix cache is
             not read.
         hash_block_size: tokens per block hash. When given, blocks are hashed here and now and as
             tokens are appended; otherwise from the first use by a manager on.
 
     Raises:
-        ValueError: an empty prompt, a block size below 1, multimodal inputs, or a token id that
-            is not an integer in ``[0, 2**32)`` (found when it is hashed).
+        ValueError: an empty prompt, a block size below 1, a multimodal input that is not within
+            the prompt or has no identifier, or a token id that is not an integer in
+            ``[0, 2**32)`` (found when it is hashed).
     """
 
     def __init__(
@@ -63,7 +89,7 @@ class Request:
         *,
         cache_salt: str | None = None,
         lora_name: str | None = None,
-        mm_inputs: Sequence[Any] = (),
+        mm_inputs: Sequence[MultiModalSpan] = (),
         prompt_logprobs: int | None = None,
         hash_block_size: int | None = None,
     ) -> None:
@@ -71,14 +97,12 @@ class Request:
             raise ValueError(
                 f"request {request_id!r}: the prompt is empty; give at least one token"
             )
-        if mm_inputs:
-            raise ValueError(
-                f"request {request_id!r}: mm_inputs: multimodal inputs are not supported yet"
-            )
         self.request_id = request_id
         self.prompt_token_ids: Sequence[int] = list(prompt_token_ids)
         self.cache_salt = cache_salt
         self.lora_name = lora_name
+        self.mm_inputs = _checked_inputs(request_id, mm_inputs, len(prompt_token_ids))
+        """By offset."""
         self.prompt_logprobs = prompt_logprobs
         self.num_computed_tokens = 0
         self._all_token_ids = list(prompt_token_ids)
@@ -118,6 +142,23 @@ class Request:
         """Hashes of the full blocks; empty until the request is hashed. A live view."""
         return self._block_hashes
 
+    @property
+    def hash_block_size(self) -> int | None:
+        """Tokens per block hash; ``None`` until it is hashed."""
+        return self._hash_block_size
+
+    def extra_keys(self, first_token: int, last_token: int) -> tuple[Any, ...] | None:
+        """What the hash of a block of these tokens holds beside tokens; ``None`` if nothing.
+
+        The form that KV cache events have: the LoRA adapter, (identifier, offset within the
+        block) of each multimodal input, the cache salt in the first block.
+        """
+        keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
+        keys += overlapping(self.mm_inputs, first_token, last_token)
+        if first_token == 0 and self.cache_salt is not None:
+            keys.append(self.cache_salt)
+        return tuple(keys) or None
+
     def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
         """Appends one output token, or several.
 
@@ -154,4 +195,26 @@ class Request:
         # The common call, one token into a block that it does not fill, must stay cheap.
         if len(self._all_token_ids) // block_size > len(self._block_hashes):
             root = chain_root(self.cache_salt, self.lora_name)
-            extend_chain(self._block_hashes, root, self._all_token_ids, block_size)
+            extend_chain(self._block_hashes, root, self._all_token_ids, block_size, self.mm_inputs)
+
+
+def _checked_inputs(
+    request_id: str, mm_inputs: Sequence[MultiModalSpan], num_prompt_tokens: int
+) -> tuple[MultiModalInput, ...]:
+    """The inputs by offset, as values of our own: the caller's objects may change.
+
+    Raises:
+        ValueError: an input cannot lie where it says.
+    """
+    for each in mm_inputs:
+        end = each.offset + each.length
+        if not each.identifier or not 0 <= each.offset < end <= num_prompt_tokens:
+            raise ValueError(
+                f"request {request_id!r}: mm_inputs: {each.identifier!r} at tokens "
+                f"[{each.offset}, {end}) of a prompt of {num_prompt_tokens}; give a non-empty "
+                "identifier, and tokens of the prompt, one at least"
+            )
+    return tuple(
+        MultiModalInput(each.identifier, each.offset, each.length)
+        for each in sorted(mm_inputs, key=lambda each: (each.offset, each.length, each.identifier))
+    )

@@ -172,6 +172,36 @@ def test_reset_forgets_everything_but_only_when_no_block_is_held():
     assert not pool.cached_blocks()
 
 
+def test_evicted_block_is_no_hit_and_stays_with_who_holds_it():
+    pool = BlockPool(6)
+    held, free, other = take_cached(pool, "abc")
+    pool.free_blocks([other, free])
+    pool.evict_blocks([held.block_id, free.block_id, 0, 5])
+    assert set(pool.cached_blocks()) == {b"c"}
+    assert held.ref_cnt == 1
+    # The free one is worth nothing now, so it goes before the hashed one, and before fresh ones.
+    assert pool.get_free_block_ids() == [2, 4, 5, 3]
+    pool.free_blocks([held])
+    assert pool.get_free_block_ids() == [1, 2, 4, 5, 3]
+    assert ids(pool.get_new_blocks(5)) == [1, 2, 4, 5, 3]
+
+
+def test_evicted_hit_is_replaced_by_its_duplicate():
+    pool = BlockPool(4)
+    (first,), (second,) = take_cached(pool, "a"), take_cached(pool, "a")
+    pool.evict_blocks([first.block_id])
+    assert pool.get_cached_block(b"a") is second
+
+
+@pytest.mark.parametrize("block_id", [-1, 4])
+def test_eviction_of_an_unknown_block_is_refused_and_harms_nothing(block_id):
+    pool = BlockPool(4)
+    take_cached(pool, "a")
+    with pytest.raises(ValueError, match=f"block_ids: {block_id} is not one of 4"):
+        pool.evict_blocks([1, block_id])
+    assert set(pool.cached_blocks()) == {b"a"}
+
+
 def test_block_cannot_be_hashed_twice():
     pool = BlockPool(3)
     blocks = take_cached(pool, "a")
@@ -228,5 +258,7 @@ def test_unhashed_block_ids_are_those_still_to_be_filled():
     pool = BlockPool(5)
     table = [*take_cached(pool, "ab"), *pool.get_new_blocks(2)]
     assert KVCacheBlocks((table,)).get_unhashed_block_ids() == [3, 4]
-    with pytest.raises(ValueError, match="not on 2"):
-        KVCacheBlocks((table, [])).get_unhashed_block_ids()
+    both = KVCacheBlocks((table, [pool.null_block]))
+    assert both.get_unhashed_block_ids_all_groups() == ([3, 4], [])
+    with pytest.raises(ValueError, match="not on 2; call get_unhashed_block_ids_all_groups"):
+        both.get_unhashed_block_ids()
