@@ -73,3 +73,34 @@ def test_bad_arguments_are_refused():
         BlockTable.expand_spans([0, 1], [1])
     with pytest.raises(ValueError, match="negative"):
         BlockTable.expand_spans([0], [-1])
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 99), max_size=6), min_size=1, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_split_blocks_have_the_same_slots(tables, kernel_block_size, kernel_blocks):
+    table = BlockTable.from_lists(kernel_block_size * kernel_blocks, tables)
+    rows, positions = BlockTable.expand_spans(
+        np.zeros(len(tables), np.int64), table.num_blocks * table.block_size
+    )
+    split = table.split(kernel_block_size)
+    assert (
+        split.slot_mapping(rows, positions).tolist() == table.slot_mapping(rows, positions).tolist()
+    )
+    assert split.block_size == kernel_block_size
+    padding = np.arange(split.block_ids.shape[1]) >= split.num_blocks[:, None]
+    assert not split.block_ids[padding].any()
+
+
+def test_null_blocks_stay_null_when_split():
+    split = BlockTable.from_lists(8, [[0, 3]]).split(2)
+    assert split.block_ids.tolist() == [[0, 0, 0, 0, 12, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("kernel_block_size", [0, 3, 16])
+def test_block_cannot_be_split_into_what_does_not_divide_it(kernel_block_size):
+    table = BlockTable.from_lists(8, [[1]])
+    with pytest.raises(ValueError, match=f"kernel_block_size: {kernel_block_size} .* 8"):
+        table.split(kernel_block_size)
