@@ -55,32 +55,6 @@ class BlockTable:
         )
         return cls(block_size, block_ids, num_blocks)
 
-    def split(self, kernel_block_size: int) -> "BlockTable":
-        """The same slots in smaller blocks, for kernels that cannot read the manager's.
-
-        Block ``b`` becomes blocks ``b * k`` to ``b * k + k - 1``, where ``k`` kernel blocks make
-        up one block; the null block stays 0, whose slots nobody may use anyway.
-
-        >>> BlockTable.from_lists(32, [[7, 0, 3], [5]]).split(16).block_ids.tolist()
-        [[14, 15, 0, 0, 6, 7], [10, 11, 0, 0, 0, 0]]
-
-        Args:
-            kernel_block_size: tokens per kernel block.
-
-        Raises:
-            ValueError: it does not divide ``block_size``.
-        """
-        if kernel_block_size < 1 or self.block_size % kernel_block_size:
-            raise ValueError(
-                f"kernel_block_size: {kernel_block_size} does not divide the block size, "
-                f"{self.block_size}; change one of them"
-            )
-        k = self.block_size // kernel_block_size
-        ids_RBk = self.block_ids[:, :, None] * k + np.arange(k)
-        ids_RBk[self.block_ids == 0] = 0
-        block_ids = ids_RBk.reshape(len(self.block_ids), -1)
-        return BlockTable(kernel_block_size, block_ids, self.num_blocks * k)
-
     @staticmethod
     def expand_spans(
         first_positions: npt.ArrayLike, num_tokens: npt.ArrayLike

@@ -102,5 +102,5 @@ def test_null_blocks_stay_null_when_split():
 @pytest.mark.parametrize("kernel_block_size", [0, 3, 16])
 def test_block_cannot_be_split_into_what_does_not_divide_it(kernel_block_size):
     table = BlockTable.from_lists(8, [[1]])
-    with pytest.raises(ValueError, match=f"kernel_block_size: {kernel_block_size} .* 8"):
+    with pytest.raises(ValueError, match=f"block_size: {kernel_block_size} .* 8"):
         table.split(kernel_block_size)
