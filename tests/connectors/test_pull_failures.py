@@ -15,9 +15,11 @@ from kvferry.control.client import fetch_status
 from kvferry.control.leases import LeaseTable
 from kvferry.control.tickets import sign, verify
 from kvferry.errors import (
+    BlockTableError,
     ConfigError,
     IncompatibleError,
     LeaseRevokedError,
+    NullBlockError,
     PeerLostError,
     PluginError,
     PortInUseError,
@@ -166,24 +168,40 @@ def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -
 
 
 @pytest.mark.parametrize(
-    ("blocks", "message"),
+    ("tables", "kind", "message"),
     [
-        ((1, 2), "2 blocks of 4 tokens hold 8"),
-        ((1, 2, 3, 4, 5, 6_000), "block 6000 does not exist"),
-        ((1, 2, 0, 4, 5, 6), "null block"),
+        (((1, 2),), BlockTableError, "2 blocks of 4 tokens hold 8, not 21"),
+        (((1, 2, 0, 4, 5, 6),), NullBlockError, "no longer keeps token 8 of layers 0-2"),
+        ((), TicketError, "block tables for 0 KV cache groups, engine 'p' has 1"),
+        (((1,), (2,)), TicketError, "block tables for 2 KV cache groups, engine 'p' has 1"),
     ],
 )
-def test_block_ids_that_make_no_sense_fail_the_load_and_nothing_else(
-    pair: Pair, blocks: tuple[int, ...], message: str
+def test_tables_that_cannot_serve_the_load_are_refused_before_a_block_is_allocated(
+    pair: Pair, tables: tuple[tuple[int, ...], ...], kind: type[Exception], message: str
 ) -> None:
     source = pair.prefill("r", 21)
     assert source.response_params is not None
+    source.response_params = retold(source.response_params, block_ids=tables)
+    request = pair.decode(source)
+    pair.finish(request)
+    assert isinstance(request.error, kind)
+    assert message in str(request.error)
+    assert request.external_tokens == 0
+    errors = fetch_status("127.0.0.1", port_of(pair.consumer)).errors
+    assert [message in event.message for event in errors] == [True]
+    served(pair, "next")
+
+
+def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    assert source.response_params is not None
+    blocks = (1, 2, 3, 4, 5, 6_000)
     source.response_params = retold(source.response_params, block_ids=(blocks,))
     request = pair.decode(source)
     pair.finish(request)
     assert request.failed
     records = [r for o in pair.consumer.outputs for r in o.transfer_records]
-    assert any(message in record.error for record in records)
+    assert any("block 6000 does not exist" in record.error for record in records)
     served(pair, "next")
 
 

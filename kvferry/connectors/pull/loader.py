@@ -1,19 +1,20 @@
 """Runs the loads of one rank, off its step thread.
 
-A load becomes one read per source rank and group. When all of them are terminal the source is told
-(``Finish``) and its answer is the confirm: only then does the load count. The thread owns every
-load; the step thread hands in commands and takes out results.
+A load becomes one read per source rank and pair of KV cache groups. When all of them are terminal
+the source is told (``Finish``) and its answer is the confirm: only then does the load count. The
+thread owns every load; the step thread hands in commands and takes out results.
 """
 
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.pull.groups import first_moved_token
 from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.control.client import ControlClient
@@ -28,7 +29,7 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.topology import EngineGeometry, check_block_ids
+from kvferry.topology import EngineGeometry, GroupPair, check_block_ids
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.transports.base import Peer, Transfer, TransferState, Transport
 
@@ -42,8 +43,8 @@ POLL_S = 0.0003
 IDLE_S = 1.0
 """Pause of an idle loader; transports let go of dead peers when they are polled."""
 
-Digest = Callable[[Sequence[Sequence[int]], int, int], tuple[int, ...]]
-"""Block tables, first token, end of the tokens → digest of this rank's cells per token."""
+Digest = Callable[[LoadSpec, Iterable[GroupPair]], tuple[int, ...]]
+"""A load and all pairs of the source's groups and ours → digest of this rank's cells per token."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,7 @@ class RankLoad:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What its reads move; one per source rank and group."""
+        """What its reads move; one per source rank and pair of groups."""
         return [read.transfer for read in self.reads]
 
     @property
@@ -297,12 +298,15 @@ class Loader:
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
         spec = load.spec
         load.peer = peer
-        for group, source_blocks, target_blocks in zip(
-            peer.groups, spec.source_block_ids, spec.target_block_ids, strict=True
-        ):
+        for group in peer.groups:
             copies = group.plan.bind(
-                source_blocks, target_blocks, spec.num_tokens, first_token=spec.first_token
+                spec.source_block_ids[group.pair.source_group],
+                spec.target_block_ids[group.pair.target_group],
+                spec.num_tokens,
+                first_moved_token(group.pair, spec.first_token, spec.num_tokens),
             )
+            if not len(copies.runs):
+                continue  # all that moves lies behind the window
             check_block_ids(copies, group.source_num_blocks, group.target_num_blocks)
             for source_rank, tiles in group.tiles.items():
                 connection = peer.connections[source_rank]
@@ -348,10 +352,8 @@ class Loader:
             if transfer.state is not TransferState.DONE and load.error is None:
                 load.error = transfer.error
         if load.error is None and self._digest is not None:
-            spec = load.spec
-            load.token_digests = self._digest(
-                spec.target_block_ids, spec.first_token, spec.num_tokens
-            )
+            assert load.peer is not None  # set before the first read
+            load.token_digests = self._digest(load.spec, load.peer.pairs)
         self._ask(load)
 
     def _ask(self, load: RankLoad) -> None:

@@ -18,12 +18,15 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """``host:port`` of its control channel, for the Finish."""
     source_block_ids: tuple[list[int], ...]
-    """Whole block tables on the source, one list per group."""
+    """Whole block tables on the source, one list per KV cache group of the source."""
     target_block_ids: tuple[list[int], ...]
-    """Whole block tables here, one list per group."""
+    """Whole block tables here, one list per group of ours."""
     first_token: int
     num_tokens: int
-    """The load moves the tokens ``[first_token, num_tokens)``."""
+    """The load moves the tokens ``[first_token, num_tokens)``, of layers with a window only those
+    of them that are still seen."""
+    source_num_tokens: int
+    """Tokens that the source has; both sides' digests begin where its windows do."""
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):

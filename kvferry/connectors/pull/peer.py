@@ -4,9 +4,10 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.errors import PeerLostError, ProtocolError
 from kvferry.layouts.tiles import Tiles
-from kvferry.topology import EngineGeometry, TransferPlan, plan_transfer
+from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_transfer
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.transports.base import Peer, Transport
 
@@ -15,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """How one KV cache group moves from a source engine to this rank."""
+    """How the layers that a group of the source shares with one of ours move to this rank."""
 
+    pair: GroupPair
     plan: TransferPlan
     tiles: Mapping[int, Tiles]
     """Source rank → its tiles, lowered onto both memories."""
@@ -32,7 +34,10 @@ class SourcePeer:
 
     description: EngineDescription
     transport: Transport
+    pairs: tuple[GroupPair, ...]
+    """All pairs of the source's groups and ours."""
     groups: tuple[GroupPlan, ...]
+    """Those of which this rank reads anything."""
     connections: dict[int, Peer]
     """Source rank → the connection to it; only ranks that this rank reads from."""
 
@@ -47,7 +52,7 @@ class SourcePeer:
         memory: Sequence[RankMemory],
         transports: Mapping[str, Transport],
     ) -> "SourcePeer":
-        """Plans every group and connects to every source rank.
+        """Plans every pair of groups and connects to every source rank.
 
         By the best transport that both sides have and that reaches: shared memory, for one, does
         not reach another host.
@@ -64,15 +69,23 @@ class SourcePeer:
             ProtocolError: the source offers none of our transports.
             PeerLostError: a source rank is not there.
         """
+        source = SourceGroups.of(description, groups)
         plans = []
-        for index, (target, ours) in enumerate(zip(groups, memory, strict=True)):
-            source = EngineGeometry.from_description(description.groups[index])
+        for pair in source.pairs:
             plan = plan_transfer(
-                source=source, target=target, target_rank=rank, target_engine_id=engine_id
+                source=source.geometries[pair.source_group],
+                target=groups[pair.target_group],
+                target_rank=rank,
+                target_engine_id=engine_id,
+                layers=pair.layers,
             )
-            theirs = {r: description.ranks[r].memory[index] for r in plan.source_ranks}
+            if not plan.source_ranks:
+                continue  # none of these layers are on this rank's stage
+            ours = memory[pair.target_group]
+            theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
             plans.append(
                 GroupPlan(
+                    pair=pair,
                     plan=plan,
                     tiles=plan.lower(theirs, ours),
                     source_num_blocks=min(memory.num_blocks for memory in theirs.values()),
@@ -89,8 +102,9 @@ class SourcePeer:
                     "%s does not reach %s: %s", transport.name, description.engine_id, error
                 )
                 continue
-            return cls(description, transport, tuple(plans), connections)
-        return cls(description, last, tuple(plans), _connect(last, description, ranks))
+            return cls(description, transport, source.pairs, tuple(plans), connections)
+        connections = _connect(last, description, ranks)
+        return cls(description, last, source.pairs, tuple(plans), connections)
 
     def reconnect(self, source_rank: int, lost: Peer) -> Peer:
         """The connection to a source rank, in place of one that was lost.

@@ -25,7 +25,7 @@ from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.sockets import split_address
 from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, sign, verify
-from kvferry.errors import ConfigError, TicketError
+from kvferry.errors import ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class PullScheduler(SchedulerConnector):
         self._loads: dict[str, Load] = {}
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
+        self._partial: dict[str, frozenset[int]] = {}
         self._progress: dict[str, tuple[int, int, float]] = {}
 
     @classmethod
@@ -102,6 +103,7 @@ class PullScheduler(SchedulerConnector):
         )
         sources = Sources(
             client,
+            groups=context.groups,
             addresses=extra.peers,
             renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
             handshake_timeout_s=extra.handshake_timeout_s,
@@ -173,11 +175,6 @@ class PullScheduler(SchedulerConnector):
                 f"ticket: it names {ticket.address}, which is not in peers "
                 f"({', '.join(peers)}); add it, or set a cluster_key"
             )
-        if len(ticket.block_ids) != len(self._context.groups):
-            raise TicketError(
-                f"ticket: it has block tables for {len(ticket.block_ids)} KV cache groups, this "
-                f"engine has {len(self._context.groups)}"
-            )
         _check_prompt(ticket, request)
         self._seen.claim(ticket.lease_id, request.request_id)
         return ticket
@@ -188,14 +185,15 @@ class PullScheduler(SchedulerConnector):
         """See :meth:`SchedulerConnector.get_num_new_matched_tokens`.
 
         Raises:
-            KVFerryError: the handshake was refused or the lease could not be had.
+            KVFerryError: the handshake was refused, the lease could not be had, or the source
+                no longer keeps a block that is needed.
         """
         load = self._loads.get(request.request_id)
         if load is None:
             return 0, False
         state = load.state  # read once: the sources' thread may change it between two looks
-        # One token must be computed here, for its logits.
-        available = min(load.ticket.num_tokens, request.num_tokens - 1) - num_computed_tokens
+        num_tokens = _num_loadable(load, request)
+        available = num_tokens - num_computed_tokens
         if state is LoadState.LOADING or available <= 0:
             return 0, False
         if state is LoadState.FAILED:
@@ -203,6 +201,12 @@ class PullScheduler(SchedulerConnector):
             raise load.error
         if state is LoadState.WAITING:
             return None, False
+        assert load.groups is not None  # set before the state
+        try:
+            load.groups.check_kept(load.ticket, num_computed_tokens, num_tokens)
+        except KVFerryError as error:
+            self._sources.refuse(load, error)
+            raise
         return available, True
 
     def update_state_after_alloc(
@@ -215,7 +219,11 @@ class PullScheduler(SchedulerConnector):
         if num_external_tokens == 0:
             self._give_back(request.request_id)
             return
-        num_tokens = min(load.ticket.num_tokens, request.num_tokens - 1)
+        num_tokens = _num_loadable(load, request)
+        first_token = num_tokens - num_external_tokens
+        assert load.groups is not None  # tokens were offered, so the lease was had
+        if partial := load.groups.partial_targets(first_token, num_tokens):
+            self._partial[request.request_id] = partial
         self._sources.start(load)
         self._step.loads.append(
             LoadSpec(
@@ -226,10 +234,15 @@ class PullScheduler(SchedulerConnector):
                 address=load.address,
                 source_block_ids=tuple(list(ids) for ids in load.ticket.block_ids),
                 target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
-                first_token=num_tokens - num_external_tokens,
+                first_token=first_token,
                 num_tokens=num_tokens,
+                source_num_tokens=load.ticket.num_tokens,
             )
         )
+
+    def partial_groups(self, request: RequestView) -> frozenset[int]:
+        """See :meth:`SchedulerConnector.partial_groups`."""
+        return self._partial.get(request.request_id, frozenset())
 
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
@@ -251,6 +264,7 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
+        self._partial.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
@@ -275,7 +289,7 @@ class PullScheduler(SchedulerConnector):
             tuple(ids[: -(-num_tokens // group.block_size)])
             for ids, group in zip(block_ids, self._context.groups, strict=True)
         )
-        num_blocks = sum(len(ids) for ids in tables)
+        num_blocks = sum(block != 0 for ids in tables for block in ids)
         if num_blocks == 0:
             return False, None
         lease = self._leases.grant(request.request_id, num_blocks)
@@ -386,6 +400,11 @@ class PullScheduler(SchedulerConnector):
         self._sources.close()
         self._client.close()
         self._server.close()
+
+
+def _num_loadable(load: Load, request: RequestView) -> int:
+    """End of the tokens that may come from the source: one is computed here, for its logits."""
+    return min(load.ticket.num_tokens, request.num_tokens - 1)
 
 
 def _check_prompt(ticket: Ticket, request: RequestView) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import LeaseAnswer
 from kvferry.control.tickets import Ticket, check_incarnation
@@ -31,6 +32,7 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription
+from kvferry.topology.geometry import EngineGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class Load:
     started: float
     """``time.monotonic()`` of its arrival."""
     state: LoadState = LoadState.WAITING
+    groups: SourceGroups | None = None
+    """The source's KV cache groups; set before it is ``READY``."""
     error: KVFerryError | None = None
     next_renewal: float = 0.0
     """``time.monotonic()`` of the next Renew."""
@@ -90,6 +94,8 @@ class Source:
     configured: bool
     """Whether it stands in ``peers``, so that we keep trying without a request."""
     description: EngineDescription | None = None
+    groups: SourceGroups | None = None
+    """Its KV cache groups, paired with ours; set with the description."""
     error: KVFerryError | None = None
     """Why the last handshake failed; ``None`` after one that succeeded."""
     handshake: "Future[EngineDescription] | None" = None
@@ -107,6 +113,7 @@ class Sources:
         self,
         client: ControlClient,
         *,
+        groups: Sequence[EngineGeometry],
         addresses: Sequence[str],
         renew_interval: Callable[[Ticket], float],
         handshake_timeout_s: float,
@@ -116,12 +123,14 @@ class Sources:
 
         Args:
             client: speaks for this engine; stays the caller's.
+            groups: this engine's geometries, one per KV cache group.
             addresses: ``host:port`` of the sources to shake hands with at start.
             renew_interval: seconds between two renewals of a ticket's lease.
             handshake_timeout_s: seconds a load may wait for its lease.
             note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
         """
         self._client = client
+        self._groups = tuple(groups)
         self._renew_interval = renew_interval
         self._handshake_timeout_s = handshake_timeout_s
         self._note_error = note_error
@@ -164,6 +173,11 @@ class Sources:
         """
         with self._wake:
             load.state = LoadState.LOADING
+
+    def refuse(self, load: Load, error: KVFerryError) -> None:
+        """What the source lent does not serve this load; its lease waits for :meth:`release`."""
+        with self._wake:
+            self._fail(load, error)
 
     def drop(self, load: Load) -> None:
         """The ranks have reported the load; their Finishes have ended the lease."""
@@ -249,6 +263,7 @@ class Sources:
             error = future.exception()
             if error is None:
                 source.description, source.error, source.stale = future.result(), None, False
+                source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
             else:
                 self._failed(source, "handshake", _as_ours(error))
@@ -289,6 +304,7 @@ class Sources:
                 self._give_up(load, error)
             else:
                 fitting.append(load)
+                load.groups = source.groups
                 load.next_renewal = now + self._renew_interval(load.ticket)
         if fitting:
             ids = [load.lease_id for load in fitting]

@@ -1,7 +1,7 @@
 """The moving half of the PullConnector: this rank's memory, transports and loads."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -18,18 +18,16 @@ from kvferry.connectors.base import (
 )
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
+from kvferry.connectors.pull.digests import RankDigests
 from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
-from kvferry.topology import memory_of, token_digests
+from kvferry.topology import EngineGeometry, memory_of
 from kvferry.topology.description import RankDescription, RankMemory
 from kvferry.topology.memory import Regions
 from kvferry.transports.base import Transport, TransportOptions
 from kvferry.transports.registry import open_transport
-
-BlockTables = Sequence[Sequence[int]]
-"""Block tables of one request, one list per group."""
 
 
 class PullWorker(WorkerConnector):
@@ -52,6 +50,7 @@ class PullWorker(WorkerConnector):
         self._client = client
         self._memory: tuple[RankMemory, ...] = ()
         self._regions: list[npt.NDArray[np.uint8]] = []
+        self._digests: RankDigests | None = None
         self._loader: Loader | None = None
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
@@ -103,8 +102,7 @@ class PullWorker(WorkerConnector):
         """Describes the tensors and starts the loader."""
         described = []
         for group in self._context.groups:
-            names = group.tensor_names(self._rank)
-            tensors = {name: kv_caches[name] for name in names if name in kv_caches}
+            tensors = _tensors_of(group, self._rank, kv_caches)
             described.append(memory_of(group, self._rank, tensors))
         regions = [self._placed(found) for _, found in described]
         sizes = tuple(region.nbytes for region in self._regions)
@@ -118,7 +116,9 @@ class PullWorker(WorkerConnector):
             groups=self._context.groups,
             memory=self._memory,
         )
-        digest = self._digest if self._extra.record_digests else None
+        addresses = [region.ctypes.data for region in self._regions]
+        self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
+        digest = self._digests.loaded if self._extra.record_digests else None
         self._loader = Loader(identity, self._transports, self._client, digest)
 
     def _placed(self, regions: Regions) -> list[tuple[int, int]]:
@@ -158,6 +158,7 @@ class PullWorker(WorkerConnector):
 
     def _record_lent(self, lent: LentSpec) -> None:
         """Notes the digest of blocks that were just lent; they cannot change before it is done."""
+        assert self._digests is not None  # the engine registered its caches first
         now = time.time()
         self._records.append(
             TransferRecord(
@@ -173,19 +174,9 @@ class PullWorker(WorkerConnector):
                 started=now,
                 finished=now,
                 ok=True,
-                token_digests=self._digest(lent.block_ids, 0, lent.num_tokens),
+                token_digests=self._digests.lent(lent),
             )
         )
-
-    def _digest(self, block_ids: BlockTables, first_token: int, num_tokens: int) -> tuple[int, ...]:
-        """Digest of this rank's cells of each of the tokens ``[first_token, num_tokens)``."""
-        addresses = [region.ctypes.data for region in self._regions]
-        total = np.zeros(num_tokens - first_token, dtype=np.uint64)
-        for group, memory, ids in zip(self._context.groups, self._memory, block_ids, strict=True):
-            total += token_digests(
-                group, self._rank, memory, addresses, ids, num_tokens, first_token
-            )
-        return tuple(total.tolist())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
@@ -208,7 +199,7 @@ class PullWorker(WorkerConnector):
         if len(self._context.groups) == 1:
             block_size = self._context.groups[0].block_size
             loaded = load.spec.target_block_ids[0][load.spec.first_token // block_size :]
-            output.invalid_block_ids.update(loaded)
+            output.invalid_block_ids.update(block for block in loaded if block != 0)
 
     def close(self) -> None:
         """Ends loads, connections and memory. Idempotent."""
@@ -217,6 +208,16 @@ class PullWorker(WorkerConnector):
         self._client.close()
         for transport in self._transports.values():
             transport.close()
+
+
+def _tensors_of(group: EngineGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of one group: under their own names, or under those of its layers.
+
+    The latter where one tensor holds the layers of several groups.
+    """
+    own = set(group.tensor_names(rank)) & kv_caches.keys()
+    layers = {group.layer_name(layer) for layer in group.layers(rank)} & kv_caches.keys()
+    return {name: kv_caches[name] for name in own or layers}
 
 
 def _open_transport(name: str, extra: PullConfig) -> Transport:
