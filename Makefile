@@ -2,9 +2,10 @@
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
 #   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
+#                    (SLOW=1 sets up vLLM's cache manager in .venv-vllm, to compare ours with it)
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
-#   make bench       the benchmarks, NIXL included; ARGS="..." is handed to them
+#   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
 #   make check       lint, typecheck and test
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,6 +19,12 @@ digest = $(firstword $(shell cat $(1) | cksum))
 INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
 BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
 
+# vLLM never comes into .venv: its requirements and ours would decide about each other.
+VLLM_VENV := .venv-vllm
+VLLM_REQUIREMENTS := benchmarks/peers/vllm-requirements.txt
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt
+VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) constraints.txt)
+
 MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
 
 .DEFAULT_GOAL := check
@@ -26,7 +33,7 @@ MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(if $(SLOW),$(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
 
 lint: $(INSTALLED)
@@ -36,7 +43,7 @@ lint: $(INSTALLED)
 typecheck: $(INSTALLED)
 	$(BIN)/mypy
 
-bench: $(BENCH_INSTALLED)
+bench: $(BENCH_INSTALLED) $(VLLM_INSTALLED)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 check: lint typecheck test
@@ -59,3 +66,10 @@ $(BENCH_INSTALLED): $(INSTALLED)
 	$(PIP) -e '.[bench]'
 	$(PIP) --no-deps nixl nixl-cu12
 	@rm -f $(VENV)/.bench-installed-* && touch $@
+
+$(VLLM_INSTALLED): | $(BIN)/python
+	@echo "setting up $(VLLM_VENV): vLLM's cache manager, two gigabytes"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) torch
+	$(VLLM_PIP) --no-deps -r $(VLLM_REQUIREMENTS)
+	@rm -f $(VLLM_VENV)/.installed-* && touch $@
