@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvferry.cli.units import bytes_text
 from kvferry.config import ClusterConfig
-from kvferry.engine.model_config import LlamaConfig, engine_geometry
+from kvferry.engine.model_config import DecoderConfig, engine_geometry
 from kvferry.topology import PairCost, explain_transfer, ranges_text
 
 
@@ -23,7 +23,7 @@ class EnginePair:
     """One entry per pair of ranks."""
 
 
-def engine_pairs(cluster: ClusterConfig, model: LlamaConfig, tokens: int) -> list[EnginePair]:
+def engine_pairs(cluster: ClusterConfig, model: DecoderConfig, tokens: int) -> list[EnginePair]:
     """Every pair of a prefill and a decode engine.
 
     Raises:

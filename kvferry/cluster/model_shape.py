@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
+
 from kvferry.config import ModelConfig
-from kvferry.engine.model_config import LlamaConfig, parse_config
+from kvferry.engine.model_config import DecoderConfig
+from kvferry.engine.model_config_parse import parse_config
 from kvferry.engine.weights import load_model_config, prepare_model
-from kvferry.engine.weights_folder import CONFIG_FILE, Progress, TinyConfig, read_json
+from kvferry.engine.weights_folder import CONFIG_FILE, TINY_MODELS, Progress, read_json
 
 
 def convert(model: ModelConfig, progress: Progress) -> Path:
@@ -14,11 +17,15 @@ def convert(model: ModelConfig, progress: Progress) -> Path:
     Raises:
         ModelError: see :func:`~kvferry.engine.weights.prepare_model`.
     """
-    tiny = TinyConfig(seed=model.seed) if model.source == "tiny" else None
+    tiny = TINY_MODELS.get(model.source)
+    if tiny is not None:
+        tiny = msgspec.structs.replace(tiny, seed=model.seed)
     return prepare_model(model.source, tiny=tiny, progress=progress)
 
 
-def model_shape(model: ModelConfig, progress: Progress = lambda _doing, _done: None) -> LlamaConfig:
+def model_shape(
+    model: ModelConfig, progress: Progress = lambda _doing, _done: None
+) -> DecoderConfig:
     """The config of a model.
 
     A folder with a ``config.json`` is only looked at. A GGUF file is converted, once: its header

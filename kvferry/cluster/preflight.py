@@ -7,7 +7,7 @@ import msgspec
 from kvferry.cluster.child import listen
 from kvferry.cluster.connector_keys import check_cluster_keys, check_plugins
 from kvferry.config import ClusterConfig, EngineConfig
-from kvferry.engine.model_config import LlamaConfig, engine_geometry
+from kvferry.engine.model_config import DecoderConfig, engine_geometry
 from kvferry.errors import ConfigError, HostError, PortInUseError
 
 
@@ -77,7 +77,7 @@ def _try_port(host: str, port: int, who: str, key: str) -> None:
         listen(host, port, who, key).close()
 
 
-def check_shapes(cluster: ClusterConfig, model: LlamaConfig, where: str = "") -> None:
+def check_shapes(cluster: ClusterConfig, model: DecoderConfig, where: str = "") -> None:
     """Checks every engine's shape, layout and blocks against the model.
 
     Raises:

@@ -13,7 +13,7 @@ from kvferry.connectors.registry import connector_context
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import Executor, InProcessExecutor
-from kvferry.engine.model_config import LlamaConfig, engine_geometry
+from kvferry.engine.model_config import DecoderConfig, engine_geometry
 from kvferry.engine.weights import fingerprint, load_model_config
 from kvferry.engine.worker_spec import WorkerSpec
 from kvferry.topology.geometry import EngineGeometry
@@ -95,7 +95,7 @@ def kv_cache_config(geometry: EngineGeometry, num_blocks: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(names, spec),))
 
 
-def _model_len(config: EngineConfig, model: LlamaConfig) -> int:
+def _model_len(config: EngineConfig, model: DecoderConfig) -> int:
     if config.max_model_len > model.max_position_embeddings:
         logger.info(
             "engine %r: max_model_len is %d, the model's positions end at %d; using that",

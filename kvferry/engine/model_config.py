@@ -1,25 +1,36 @@
-"""What a Llama-architecture model is made of, as one checked struct.
+"""What a decoder is made of, as one checked struct per kind.
 
 The struct is written as the ``config.json`` of a converted model folder. Its fields carry
 transformers' names, so that such a folder is an ordinary model folder to other tools too.
 """
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
+from kvferry.cache import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from kvferry.config import EngineConfig
-from kvferry.errors import ConfigError, ModelError
+from kvferry.errors import ConfigError
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
-
-#: ``architectures`` entries whose mathematics this engine computes.
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
+from kvferry.topology.layer_ranges import default_split, split_of_group
 
 #: Fields that change which tokens are asked for or when an answer ends, but not the KV.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""Shape of each tensor, by name."""
 
 
 class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -40,58 +51,167 @@ class RopeParameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ValueError(f"rope_parameters: {field} is missing, which llama3 needs")
 
 
-class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense Llama-architecture decoder: RMSNorm, rotary embeddings, GQA, SwiGLU, no biases."""
+class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What all kinds have: RMSNorm, rotary embeddings, SwiGLU, no biases; not used by itself."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
     rms_norm_eps: float
     rope_parameters: RopeParameters
-    max_position_embeddings: int
+    max_position_embeddings: Count
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] | None = None
     """Tokens that end an answer."""
-    model_type: Literal["llama"] = "llama"
-    architectures: tuple[Literal["LlamaForCausalLM"]] = ("LlamaForCausalLM",)
     hidden_act: Literal["silu"] = "silu"
-
-    def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads: {self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embeddings need pairs")
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer; empty when the model names none."""
         return self.eos_token_id or ()
 
+    # ---- what each kind says of itself -----------------------------------------------------
+
+    @property
+    def architecture(self) -> str:
+        """Transformers' name of the mathematics."""
+        raise NotImplementedError
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that the cache keeps per token; 1 with MLA."""
+        raise NotImplementedError
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of a head of k in the cache, or of the latent."""
+        raise NotImplementedError
+
+    @property
+    def rope_size(self) -> int:
+        """Elements of a head that are rotated."""
+        raise NotImplementedError
+
+    @property
+    def use_mla(self) -> bool:
+        """Whether the cache keeps one latent per token in place of keys and values."""
+        return False
+
+    @property
+    def layer_windows(self) -> dict[int, int]:
+        """Layer → tokens that one of its tokens attends to, itself included; no layer that
+        attends to all.
+        """
+        return {}
+
+    def attention_tensors(self) -> Shapes:
+        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        raise NotImplementedError
+
+    # ---- its KV cache ----------------------------------------------------------------------
+
     def geometry(
         self, *, dtype: str, block_size: int, layout: Layout | str, parallel: ParallelShape
     ) -> EngineGeometry:
-        """The KV cache of an engine that runs this model.
+        """The KV cache of an engine that keeps all tokens of all layers, in one group.
 
         Raises:
             ValueError: the layout or the shape does not fit, see :class:`EngineGeometry`.
         """
         return EngineGeometry(
             num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
-            head_size=self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.kv_head_size,
             dtype=dtype,
             block_size=block_size,
             layout=layout,
             parallel=parallel,
+            use_mla=self.use_mla,
         )
+
+    def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+        """What each layer needs to keep, by the layer's name, first layer first.
+
+        The number of heads is that of the whole model: how many of them a rank holds differs
+        between ranks, and a pool of blocks does not depend on it.
+
+        Args:
+            block_size: tokens per block.
+            dtype: of the cache.
+
+        Raises:
+            ValueError: ``block_size`` or ``dtype`` is none.
+        """
+        return {
+            layer_name(layer): self._layer_spec(layer, block_size, dtype)
+            for layer in range(self.num_hidden_layers)
+        }
+
+    def _layer_spec(self, layer: int, block_size: int, dtype: str) -> KVCacheSpec:
+        heads, size = self.num_kv_heads, self.kv_head_size
+        if self.use_mla:
+            return MLAAttentionSpec(block_size, heads, size, dtype)
+        window = self.layer_windows.get(layer)
+        if window is None:
+            return FullAttentionSpec(block_size, heads, size, dtype)
+        return SlidingWindowSpec(block_size, heads, size, dtype, sliding_window=window)
+
+    def geometries(
+        self,
+        groups: Sequence[KVCacheGroupSpec],
+        *,
+        layout: Layout | str,
+        parallel: ParallelShape,
+    ) -> tuple[EngineGeometry, ...]:
+        """The KV cache of an engine, one geometry per group.
+
+        Args:
+            groups: what :func:`kvferry.cache.grouping.group_layers` makes of
+                :meth:`kv_cache_specs`.
+            layout: of every group.
+            parallel: of the engine. Its stages divide the model's layers, whatever groups they
+                are in, so that a stage may have no layer of a group.
+
+        Raises:
+            ValueError: a group is not of this model's layers, or the layout or the shape does not
+                fit, see :class:`EngineGeometry`.
+        """
+        stages = default_split(self.num_hidden_layers, parallel.pp)
+        numbers = {layer_name(layer): layer for layer in range(self.num_hidden_layers)}
+        made = []
+        for group in groups:
+            spec = group.kv_cache_spec
+            unknown = [name for name in group.layer_names if name not in numbers]
+            if unknown or not isinstance(spec, AttentionSpec):
+                raise ValueError(
+                    f"groups: {type(spec).__name__} for {', '.join(unknown or group.layer_names)}; "
+                    f"this model has attention in layer.0 to layer.{self.num_hidden_layers - 1}"
+                )
+            layers = sorted(numbers[name] for name in group.layer_names)
+            is_whole = len(layers) == self.num_hidden_layers
+            made.append(
+                EngineGeometry(
+                    num_layers=len(layers),
+                    num_kv_heads=self.num_kv_heads,
+                    head_size=self.kv_head_size,
+                    dtype=spec.dtype,
+                    block_size=spec.block_size,
+                    layout=layout,
+                    parallel=parallel,
+                    use_mla=self.use_mla,
+                    layer_split=None if is_whole else split_of_group(layers, stages),
+                    layer_indices=None if is_whole else layers,
+                    sliding_window=(
+                        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+                    ),
+                )
+            )
+        return tuple(made)
+
+    # ---- comparison ------------------------------------------------------------------------
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything here that shapes the KV, in canonical JSON."""
@@ -104,7 +224,91 @@ class LlamaConfig(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(self.rope_parameters, order="sorted").decode()
 
 
-def engine_geometry(engine: EngineConfig, model: LlamaConfig, dtype: str) -> EngineGeometry:
+class LlamaConfig(DecoderConfig, frozen=True, kw_only=True):
+    """Grouped-query attention over all tokens."""
+
+    num_key_value_heads: Count
+    head_dim: Count
+    model_type: Literal["llama", "ministral"] = "llama"
+    architectures: tuple[Literal["LlamaForCausalLM", "MinistralForCausalLM"]] = (
+        "LlamaForCausalLM",
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads: {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embeddings need pairs")
+
+    @property
+    def architecture(self) -> str:
+        """Transformers' name of the mathematics."""
+        return self.architectures[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that the cache keeps per token."""
+        return self.num_key_value_heads
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of a head, of k and of v."""
+        return self.head_dim
+
+    @property
+    def rope_size(self) -> int:
+        """Elements of a head that are rotated: all."""
+        return self.head_dim
+
+    def attention_tensors(self) -> Shapes:
+        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        queries = self.num_attention_heads * self.head_dim
+        keys = self.num_key_value_heads * self.head_dim
+        return {
+            "q_proj.weight": (queries, self.hidden_size),
+            "k_proj.weight": (keys, self.hidden_size),
+            "v_proj.weight": (keys, self.hidden_size),
+            "o_proj.weight": (self.hidden_size, queries),
+        }
+
+
+class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
+    """Grouped-query attention, in some layers over a window of the last tokens only."""
+
+    sliding_window: Count
+    """Tokens that a token of such a layer attends to, itself included."""
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...]
+    """One per layer."""
+    model_type: Literal["ministral"] = "ministral"
+    architectures: tuple[Literal["MinistralForCausalLM"]] = ("MinistralForCausalLM",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types: {len(self.layer_types)} for {self.num_hidden_layers} layers; "
+                "name one per layer"
+            )
+
+    @property
+    def layer_windows(self) -> dict[int, int]:
+        """Layer → its window, for the layers that have one."""
+        return {
+            layer: self.sliding_window
+            for layer, kind in enumerate(self.layer_types)
+            if kind == "sliding_attention"
+        }
+
+
+def layer_name(layer: int) -> str:
+    """The name of a layer among specs and tensors, which is also a geometry's default."""
+    return f"layer.{layer}"
+
+
+def engine_geometry(engine: EngineConfig, model: DecoderConfig, dtype: str) -> EngineGeometry:
     """The KV cache of an engine.
 
     Raises:
@@ -119,80 +323,3 @@ def engine_geometry(engine: EngineConfig, model: LlamaConfig, dtype: str) -> Eng
         )
     except ValueError as error:
         raise ConfigError(f"engine {engine.name!r}: {error}") from error
-
-
-def parse_config(values: Mapping[str, Any], where: str) -> LlamaConfig:
-    """Builds the config from the contents of a transformers ``config.json``.
-
-    Args:
-        values: the decoded JSON, in the form of any transformers release (``rope_parameters``, or
-            ``rope_theta`` and ``rope_scaling``).
-        where: how the user finds the file, for messages.
-
-    Raises:
-        ModelError: another architecture, or a setting that this engine does not compute.
-    """
-    _check_architecture(values, where)
-    fields: dict[str, Any] = {
-        name: values[name]
-        for name in LlamaConfig.__struct_fields__
-        if values.get(name) is not None and name not in ("model_type", "architectures")
-    }
-    heads = values.get("num_attention_heads")
-    fields.setdefault("num_key_value_heads", heads)
-    if isinstance(heads, int) and isinstance(values.get("hidden_size"), int) and heads > 0:
-        fields.setdefault("head_dim", values["hidden_size"] // heads)
-    fields["rope_parameters"] = _rope(values, where)
-    if isinstance(values.get("eos_token_id"), int):
-        fields["eos_token_id"] = (values["eos_token_id"],)
-    try:
-        return msgspec.convert(fields, LlamaConfig, strict=True)
-    except msgspec.ValidationError as error:
-        raise ModelError(f"{where}: {error}") from error
-
-
-def _check_architecture(values: Mapping[str, Any], where: str) -> None:
-    named = values.get("architectures") or []
-    known = set(SUPPORTED_ARCHITECTURES)
-    if named and not known.intersection(named):
-        raise ModelError(
-            f"{where}: architecture {', '.join(named)} is not supported; "
-            f"this engine computes {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    if not named and values.get("model_type") not in ("llama", "mistral"):
-        raise ModelError(
-            f"{where}: names no architecture, and model_type {values.get('model_type')!r} is "
-            "neither 'llama' nor 'mistral'"
-        )
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("sliding_window", None),
-    ):
-        if values.get(key, wanted) != wanted:
-            raise ModelError(
-                f"{where}: {key} is {values[key]!r}; this engine computes {key} {wanted!r} only"
-            )
-
-
-def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The rope settings under their present names; older releases spread them over two keys."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    rope = {key: value for key, value in given.items() if value is not None}
-    legacy_type = rope.pop("type", "default")
-    rope.setdefault("rope_type", legacy_type)
-    rope.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
-    if rope["rope_type"] not in ("default", "llama3"):
-        raise ModelError(
-            f"{where}: rope_type {rope['rope_type']!r} is not supported; "
-            "this engine computes 'default' and 'llama3'"
-        )
-    known = RopeParameters.__struct_fields__
-    unknown = sorted(set(rope) - set(known))
-    if unknown:
-        raise ModelError(f"{where}: rope settings {', '.join(unknown)} are not supported")
-    floats = {key: float(rope[key]) for key in rope if key not in ("rope_type",)}
-    if "original_max_position_embeddings" in floats:
-        floats["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    return {**floats, "rope_type": rope["rope_type"]}

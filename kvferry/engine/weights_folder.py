@@ -1,6 +1,6 @@
 """What a converted model folder is made of, for those who write one and those who read it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -15,8 +15,18 @@ Progress: TypeAlias = Callable[[str, float], None]
 """Called with what is being done now, and the fraction (0 to 1) of the whole that is done."""
 
 
+class TinyLatent(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of latent attention in a tiny model; see :class:`~.model_config_mla.DeepseekConfig`."""
+
+    kv_lora_rank: int = 24
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 16
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 12
+
+
 class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A small random Llama for tests: large enough to choose tokens, small enough to be instant.
+    """A small random model for tests: large enough to choose tokens, small enough to be instant.
 
     The same values give the same weights on every machine. Weights are float64; a rank rounds
     them to its own dtype.
@@ -33,6 +43,21 @@ class TinyConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
     max_position_embeddings: int = 8192
+    sliding_window: int | None = None
+    """Tokens that a layer attends to; ``None``: every layer attends to all."""
+    full_attention_every: int = 2
+    """With ``sliding_window``, every ``n``-th layer attends to all tokens; 0 for none."""
+    latent: TinyLatent | None = None
+    """Latent attention, which has no use for ``num_kv_heads`` and ``head_size``."""
+
+
+TINY_MODELS: Mapping[str, TinyConfig] = {
+    "tiny": TinyConfig(),
+    # Two groups of sliding layers and one of full ones, as Gemma has them in larger numbers.
+    "tiny-hybrid": TinyConfig(num_layers=6, sliding_window=24, full_attention_every=3),
+    "tiny-mla": TinyConfig(latent=TinyLatent()),
+}
+"""Model sources that are random models, with their shapes."""
 
 
 def read_json(path: Path) -> dict[str, object]:

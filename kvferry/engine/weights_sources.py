@@ -15,10 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvferry.engine.model_config import LlamaConfig, RopeParameters, parse_config
+from kvferry.engine.model_config import DecoderConfig, Shapes
+from kvferry.engine.model_config_parse import parse_config
 from kvferry.engine.tiny_tokenizer import write_tiny_tokenizer
 from kvferry.engine.weights_folder import (
     CONFIG_FILE,
+    TINY_MODELS,
     WEIGHTS_FILE,
     Progress,
     TinyConfig,
@@ -42,6 +44,9 @@ TOKENIZER_FILES = (
 _INDEX_FILE = "model.safetensors.index.json"
 _READ_BYTES = 1 << 22
 
+#: Tiny weights that decide what a token attends to.
+_PEAKED = ("q_proj", "k_proj", "q_b_proj", "kv_a_proj", "kv_b_proj")
+
 
 class ModelSource(ABC):
     """One model, not yet converted."""
@@ -54,7 +59,7 @@ class ModelSource(ABC):
         """Bytes that determine what :meth:`read` returns."""
 
     @abstractmethod
-    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+    def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
         """The config, and the tensors by transformers' names; may hold more than are needed.
 
         Raises:
@@ -71,10 +76,13 @@ def open_source(source: str | Path, tiny: TinyConfig | None) -> ModelSource:
     Raises:
         ModelError: none of those that are known.
     """
-    if tiny is not None and source != "tiny":
-        raise ModelError(f"model source {str(source)!r}: a TinyConfig is for the source 'tiny'")
-    if source == "tiny":
-        return TinySource(tiny or TinyConfig())
+    if source in TINY_MODELS:
+        return TinySource(str(source), tiny or TINY_MODELS[str(source)])
+    if tiny is not None:
+        raise ModelError(
+            f"model source {str(source)!r}: a TinyConfig is for the sources "
+            f"{', '.join(TINY_MODELS)}"
+        )
     if source == "smollm2":
         return GGUFSource(_smollm2_file(), "smollm2")
     path = Path(source)
@@ -82,7 +90,8 @@ def open_source(source: str | Path, tiny: TinyConfig | None) -> ModelSource:
         return GGUFSource(path, path.stem)
     if not path.is_dir():
         raise ModelError(
-            f"model source {str(source)!r}: is neither 'smollm2', 'tiny', a folder nor a GGUF file"
+            f"model source {str(source)!r}: is neither 'smollm2', one of {', '.join(TINY_MODELS)}, "
+            "a folder nor a GGUF file"
         )
     if (path / WEIGHTS_FILE).is_file() or (path / _INDEX_FILE).is_file():
         return SafetensorsSource(path)
@@ -136,7 +145,7 @@ class SafetensorsSource(ModelSource):
             yield f"{file.name}\n{file.stat().st_size}\n".encode()
             yield from _chunks(file)
 
-    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+    def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
         """Maps the files; nothing is read until it is written out."""
         path = self._folder / CONFIG_FILE
         values = read_json(path)
@@ -175,7 +184,7 @@ class GGUFSource(ModelSource):
         yield b"gguf\n"
         yield from _chunks(self._file)
 
-    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+    def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
         """Loads the whole model into memory; takes seconds per 100 million parameters."""
         progress("importing transformers", 0.02)
         from transformers import AutoModelForCausalLM
@@ -205,35 +214,19 @@ class GGUFSource(ModelSource):
 class TinySource(ModelSource):
     """Random weights. Scales are chosen so that attention is peaked and logits lie apart."""
 
-    def __init__(self, tiny: TinyConfig) -> None:
-        self.name = f"tiny-{tiny.seed}"
+    def __init__(self, source: str, tiny: TinyConfig) -> None:
+        self.name = f"{source}-{tiny.seed}"
         self._tiny = tiny
 
     def content(self) -> Iterator[bytes]:
         """The numbers that the weights follow from."""
         yield b"tiny 2\n" + msgspec.json.encode(self._tiny)
 
-    def read(self, progress: Progress) -> tuple[LlamaConfig, Mapping[str, torch.Tensor]]:
+    def read(self, progress: Progress) -> tuple[DecoderConfig, Mapping[str, torch.Tensor]]:
         """Draws the weights."""
         progress("drawing random weights", 0.1)
-        tiny = self._tiny
-        try:
-            config = LlamaConfig(
-                vocab_size=tiny.vocab_size,
-                hidden_size=tiny.hidden_size,
-                intermediate_size=tiny.intermediate_size,
-                num_hidden_layers=tiny.num_layers,
-                num_attention_heads=tiny.num_heads,
-                num_key_value_heads=tiny.num_kv_heads,
-                head_dim=tiny.head_size,
-                rms_norm_eps=1e-5,
-                rope_parameters=RopeParameters(rope_type="default", rope_theta=tiny.rope_theta),
-                max_position_embeddings=tiny.max_position_embeddings,
-                tie_word_embeddings=tiny.tie_word_embeddings,
-            )
-        except (ValueError, ZeroDivisionError) as error:
-            raise ModelError(f"TinyConfig: {error}") from error
-        generator = torch.Generator().manual_seed(tiny.seed)
+        config = parse_config(_tiny_values(self._tiny), "TinyConfig")
+        generator = torch.Generator().manual_seed(self._tiny.seed)
         tensors = {}
         for name, shape in expected_tensors(config).items():
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -243,7 +236,7 @@ class TinySource(ModelSource):
                 tensors[name] = drawn
             else:
                 # Queries and keys twice as large as usual: a wrong key must change the tokens.
-                gain = 2.0 if ("q_proj" in name or "k_proj" in name) else 1.0
+                gain = 2.0 if any(part in name for part in _PEAKED) else 1.0
                 tensors[name] = drawn * (gain / math.sqrt(shape[-1]))
         return config, tensors
 
@@ -252,19 +245,49 @@ class TinySource(ModelSource):
         write_tiny_tokenizer(folder, self._tiny.vocab_size)
 
 
-def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _tiny_values(tiny: TinyConfig) -> dict[str, Any]:
+    """A tiny model's ``config.json``, as transformers would write it."""
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": tiny.vocab_size,
+        "hidden_size": tiny.hidden_size,
+        "intermediate_size": tiny.intermediate_size,
+        "num_hidden_layers": tiny.num_layers,
+        "num_attention_heads": tiny.num_heads,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": tiny.rope_theta,
+        "max_position_embeddings": tiny.max_position_embeddings,
+        "tie_word_embeddings": tiny.tie_word_embeddings,
+        "sliding_window": tiny.sliding_window,
+    }
+    if tiny.latent is not None:
+        values |= msgspec.to_builtins(tiny.latent)
+        values |= {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "first_k_dense_replace": tiny.num_layers,
+        }
+        return values
+    values |= {"num_key_value_heads": tiny.num_kv_heads, "head_dim": tiny.head_size}
+    if tiny.sliding_window is not None:
+        every = tiny.full_attention_every
+        values["architectures"] = ["MinistralForCausalLM"]
+        values["layer_types"] = [
+            "full_attention" if every and (layer + 1) % every == 0 else "sliding_attention"
+            for layer in range(tiny.num_layers)
+        ]
+    return values
+
+
+def expected_tensors(config: DecoderConfig) -> Shapes:
     """Name and shape of every tensor of a model; linear weights are ``[out, in]``."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_hidden_layers):
         prefix = f"model.layers.{layer}."
+        attention = config.attention_tensors()
+        shapes |= {prefix + "input_layernorm.weight": (hidden,)}
+        shapes |= {f"{prefix}self_attn.{name}": shape for name, shape in attention.items()}
         shapes |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (queries, hidden),
-            prefix + "self_attn.k_proj.weight": (keys, hidden),
-            prefix + "self_attn.v_proj.weight": (keys, hidden),
-            prefix + "self_attn.o_proj.weight": (hidden, queries),
             prefix + "post_attention_layernorm.weight": (hidden,),
             prefix + "mlp.gate_proj.weight": (inner, hidden),
             prefix + "mlp.up_proj.weight": (inner, hidden),
@@ -277,7 +300,7 @@ def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def write_weights(
-    path: Path, config: LlamaConfig, tensors: Mapping[str, torch.Tensor], name: str
+    path: Path, config: DecoderConfig, tensors: Mapping[str, torch.Tensor], name: str
 ) -> str:
     """Checks the tensors against the config, writes those that are needed, returns their digest.
 

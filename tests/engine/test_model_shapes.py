@@ -6,7 +6,7 @@ import torch
 from kvferry.engine.communicator import LocalGroup
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.model import ModelShard
+from kvferry.engine.model_shard import ModelShard
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ModelError, WorkerDiedError
 from kvferry.layouts.layout import LAYOUT_NAMES
@@ -129,7 +129,7 @@ def test_a_geometry_of_another_model_is_refused(tiny_folder, worker_spec):
     config = load_model_config(tiny_folder())
     geometry = worker_spec(tiny_folder(num_kv_heads=2)).geometry
     with pytest.raises(ModelError, match="num_kv_heads: the geometry has 2, the model 3"):
-        ModelShard.of(config, geometry, 0)
+        ModelShard.of(config, (geometry,), 0)
 
 
 def test_a_silent_rank_is_an_error_and_not_a_hang():

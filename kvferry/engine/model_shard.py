@@ -1,0 +1,161 @@
+"""Which part of a model one rank computes, and the slices of the weights that this needs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvferry.engine.model_config import DecoderConfig
+from kvferry.engine.weights_folder import WEIGHTS_FILE
+from kvferry.errors import ModelError
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.layer_ranges import ranges_text
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """Which part of the model one rank holds, in the model's own indices."""
+
+    layers: range
+    kv_heads: range
+    query_heads: range
+    """May be empty: such a rank writes its replica of a KV head and computes no attention."""
+    inner: range
+    """Of the MLP."""
+    vocab: range
+    """Rows of ``lm_head``; on the last stage."""
+    is_first: bool
+    is_last: bool
+
+    @classmethod
+    def of(cls, config: DecoderConfig, groups: Sequence[EngineGeometry], rank: int) -> "ModelShard":
+        """The share of a rank.
+
+        Args:
+            config: of the model.
+            groups: geometries of the engine's KV cache groups.
+            rank: whose share.
+
+        Raises:
+            ModelError: the geometries are not of this model.
+        """
+        for geometry in groups:
+            _check_group(config, geometry, groups[0])
+        first = groups[0]
+        at, tp = first.rank_coordinates(rank), first.parallel.tp
+        stages = _stages(config, groups)
+        return cls(
+            layers=range(stages.index(at.pp), stages.index(at.pp) + stages.count(at.pp)),
+            kv_heads=first.heads(rank),
+            query_heads=first.query_heads(rank, config.num_attention_heads),
+            inner=split_range(config.intermediate_size, at.tp, tp),
+            vocab=split_range(config.vocab_size, at.tp, tp),
+            is_first=at.pp == 0,
+            is_last=at.pp == first.parallel.pp - 1,
+        )
+
+
+def _check_group(config: DecoderConfig, geometry: EngineGeometry, first: EngineGeometry) -> None:
+    for field, ours, models in (
+        ("num_kv_heads", geometry.num_kv_heads, config.num_kv_heads),
+        ("head_size", geometry.head_size, config.kv_head_size),
+        ("head_size_v", geometry.head_size_v, None),
+        ("use_mla", geometry.use_mla, config.use_mla),
+        ("attention_chunk_size", geometry.attention_chunk_size, None),
+        ("parallel", geometry.parallel, first.parallel),
+    ):
+        if ours != models:
+            raise ModelError(f"{field}: the geometry has {ours}, the model {models}")
+    for layer in geometry.model_layers:
+        kept, needed = geometry.sliding_window, config.layer_windows.get(layer)
+        if kept is not None and (needed is None or needed > kept):
+            raise ModelError(
+                f"sliding_window: the geometry keeps {kept} tokens of layer {layer}, which attends "
+                f"to {'all' if needed is None else needed}"
+            )
+
+
+def _stages(config: DecoderConfig, groups: Sequence[EngineGeometry]) -> list[int]:
+    """The pipeline stage of each of the model's layers."""
+    stage_of = {layer: group.stage_of(layer) for group in groups for layer in group.model_layers}
+    held = sorted(layer for group in groups for layer in group.model_layers)
+    if held != list(range(config.num_hidden_layers)):
+        raise ModelError(
+            f"layers: the geometries have {ranges_text(held)}, the model "
+            f"{ranges_text(range(config.num_hidden_layers))}"
+        )
+    stages = [stage_of[layer] for layer in held]
+    steps = {after - before for before, after in pairwise([-1, *stages, groups[0].parallel.pp])}
+    if not steps <= {0, 1}:
+        raise ModelError(
+            f"layers: stages {', '.join(map(str, stages))} of the layers in their order; each "
+            "stage must hold one run of layers, in the order of the stages"
+        )
+    return stages
+
+
+def split_range(total: int, index: int, parts: int) -> range:
+    """One of ``parts`` nearly equal ranges of ``range(total)``; empty where there are too few.
+
+    >>> [split_range(8, index, 3) for index in range(3)]
+    [range(0, 2), range(2, 5), range(5, 8)]
+    """
+    return range(index * total // parts, (index + 1) * total // parts)
+
+
+def scaled(units: range, size: int) -> range:
+    """The rows of ``units`` that have ``size`` rows each.
+
+    >>> scaled(range(2, 4), 16)
+    range(32, 64)
+    """
+    return range(units.start * size, units.stop * size)
+
+
+class WeightReader:
+    """Slices of a converted folder's tensors, mapped and copied out one by one.
+
+    Copies lie aligned and dense, so that ranks that hold the same slice compute the same bits.
+
+    Raises:
+        ModelError: the file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._path = folder / WEIGHTS_FILE
+        self._dtype = dtype
+        try:
+            self._file: Any = safe_open(self._path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{self._path}: cannot be mapped: {error}") from error
+
+    def rows(self, *parts: tuple[str, range]) -> torch.Tensor:
+        """Rows of one or more tensors, stacked."""
+        return self._copy([self._slice(name)[rows.start : rows.stop] for name, rows in parts])
+
+    def columns(self, name: str, columns: range) -> torch.Tensor:
+        """Columns of a tensor."""
+        return self._copy([self._slice(name)[:, columns.start : columns.stop]])
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._copy([self._slice(name)[:]])
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """A whole tensor, not copied where the dtype allows: all ranks share its pages."""
+        tensor: torch.Tensor = self._slice(name)[:]
+        return tensor.to(self._dtype)
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._file.get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"{self._path}: {name}: {error}") from error
+
+    def _copy(self, pieces: list[torch.Tensor]) -> torch.Tensor:
+        shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
+        return torch.cat(pieces, out=torch.empty(shape, dtype=self._dtype))
