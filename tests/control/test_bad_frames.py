@@ -32,12 +32,16 @@ from kvferry.errors import DecodeError
 WAIT = 20
 
 
-def requests(describe):
+@pytest.fixture(scope="session")
+def requests(describe, hybrid):
     """One good request of each kind."""
     header = {"id": 7, "engine_id": "d", "incarnation": "i", "source_incarnation": "s"}
     items = tuple(Finish(lease_id=f"lease-{rank}", rank=rank, ok=True) for rank in range(3))
+    windows = {"layer_indices": (0, 2), "sliding_window": 40, "layer_split": (2, 0)}
+    rest = {"layer_indices": (1, 3, 4, 5), "layer_split": (2, 2)}
     return [
         Handshake(id=7, description=describe("d", "i", tp=2)),
+        Handshake(id=7, description=hybrid("h", [windows, rest], pp=2)),
         Renew(**header, lease_ids=("a", "b")),
         Finishes(**header, items=items),
         Release(**header, lease_ids=("a",), keep=True),
@@ -81,10 +85,10 @@ def test_a_thousand_random_frames(serve, describe):
     assert len(status.errors) == ControlOptions().remembered_errors
 
 
-def test_a_thousand_truncated_frames(serve, describe):
+def test_a_thousand_truncated_frames(serve, describe, requests):
     served = serve()
     rng = random.Random(2)
-    payloads = [messages.encode(request) for request in requests(describe)]
+    payloads = [messages.encode(request) for request in requests]
     with dealer(served) as raw:
         for _ in range(1000):
             payload = rng.choice(payloads)
@@ -94,11 +98,11 @@ def test_a_thousand_truncated_frames(serve, describe):
     confirm_works(served, describe)
 
 
-def test_a_thousand_frames_with_a_flipped_byte(serve, describe):
+def test_a_thousand_frames_with_a_flipped_byte(serve, describe, requests):
     """Some still decode: a changed lease id, rank or stride. All are answered."""
     served = serve()
     rng = random.Random(3)
-    payloads = [messages.encode(request) for request in requests(describe)]
+    payloads = [messages.encode(request) for request in requests]
     with dealer(served) as raw:
         for _ in range(1000):
             payload = bytearray(rng.choice(payloads))
@@ -188,7 +192,7 @@ def test_a_peer_that_reads_no_answers_stops_nobody(serve, describe):
 
 
 @pytest.fixture(scope="module")
-def desk(describe):
+def desk(describe, requests):
     """Answers requests; its engine knows a target `d` in start `i` with two ranks."""
     desk = ControlDesk(
         engine_id="p",
@@ -199,7 +203,7 @@ def desk(describe):
         errors=ErrorLog(8),
     )
     desk.set_description(describe("p", "s"))
-    desk.handle(messages.encode(requests(describe)[0]))
+    desk.handle(messages.encode(requests[0]))
     return desk
 
 
@@ -222,8 +226,8 @@ anything = st.recursive(
 
 
 @given(data=st.data())
-def test_any_value_in_any_field_is_answered(desk, describe, data):
-    request = data.draw(st.sampled_from(requests(describe)))
+def test_any_value_in_any_field_is_answered(desk, requests, data):
+    request = data.draw(st.sampled_from(requests))
     values = msgspec.msgpack.decode(messages.encode(request))
     place = values
     while True:
@@ -255,8 +259,8 @@ def test_nesting_and_lies_about_sizes_are_decode_errors(payload):
         messages.decode_reply(payload)
 
 
-def test_every_message_comes_back_as_it_was_sent_and_ignores_what_newer_releases_add(describe):
-    for request in requests(describe):
+def test_every_message_comes_back_as_it_was_sent_and_ignores_what_newer_releases_add(requests):
+    for request in requests:
         payload = messages.encode(request)
         assert messages.decode_request(payload) == request
         newer = msgspec.msgpack.decode(payload) | {"added_later": [1, {"a": None}]}

@@ -225,7 +225,7 @@ class Worlds:
         dims += "*" if inner else ""
         if "L" not in dims:
             return engine.tensors[rank][f"layer.{layer}"], dims
-        index = layer - geometry.layers(rank).start
+        index = list(geometry.layers(rank)).index(layer)
         tensor = engine.tensors[rank]["layers"]
         view = tensor[(slice(None),) * dims.index("L") + (index,)]
         return view, dims.replace("L", "")

@@ -1,6 +1,7 @@
 """Who holds which layers and heads, what the tensors look like, and what is refused."""
 
 import dataclasses
+import itertools
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.layouts import Layout
-from kvferry.topology import EngineGeometry, ParallelShape, memory_of
+from kvferry.topology import EngineGeometry, ParallelShape, memory_of, split_of_group
 from kvferry.topology.description import GroupDescription
 
 
@@ -97,6 +98,86 @@ def test_cross_layer_layouts_have_one_tensor_of_all_layers():
     assert one.nbytes(1, 10) == 10 * 4 * 3 * 16 * 2 * 64 * 4
 
 
+def windows(**changes):
+    """The layers 1, 4, 5 and 10 of a model of 12 layers over three stages of four."""
+    values = {
+        "num_layers": 4,
+        "layer_indices": [1, 4, 5, 10],
+        "layer_split": split_of_group([1, 4, 5, 10], [4, 4, 4]),
+        "sliding_window": 100,
+        "parallel": ParallelShape(pp=3, tp=2),
+    }
+    return geometry(**values | changes)
+
+
+def test_a_group_of_some_layers_names_them_as_the_model_does():
+    one = windows()
+    assert [list(one.layers(rank)) for rank in (0, 2, 5)] == [[1], [4, 5], [10]]
+    assert [one.stage_of(layer) for layer in one.model_layers] == [0, 1, 1, 2]
+    assert one.tensor_names(2) == ("layer.4", "layer.5")
+    assert one.cache_shape(2, 7) == (2, 7, 16, 1, 64)
+    named = windows(layer_names=["a", "b", "c", "d"])
+    assert named.tensor_names(2) == ("b", "c")
+    assert named.layer_name(10) == "d"
+    for wrong in (0, 3, 11):
+        with pytest.raises(
+            ValueError, match=f"layer: {wrong} is not one of the group's 1, 4-5, 10"
+        ):
+            named.layer_name(wrong)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "BLHNKD"])
+def test_a_stage_without_layers_of_a_group_has_no_tensors_of_it(layout):
+    one = windows(
+        layer_split=split_of_group([1, 4, 5, 10], [4, 2, 4, 2]),
+        parallel=ParallelShape(pp=4),
+        layout=layout,
+    )
+    assert one.stage_layers == (1, 2, 0, 1)
+    assert list(one.layers(2)) == []
+    assert one.stage_of(10) == 3
+    assert one.tensor_names(2) == ()
+    assert one.nbytes(2, 7) == 0
+    for memory in (
+        one.memory(2, 7),
+        one.memory(2, 7, region_per_tensor=True),
+        memory_of(one, 2, {})[0],
+    ):
+        assert (memory.region_bytes, memory.tensors) == ((), ())
+
+
+@given(
+    layers=st.sets(st.integers(0, 19), min_size=1).map(sorted),
+    cuts=st.lists(st.integers(0, 20), max_size=4).map(sorted),
+)
+def test_a_group_is_split_as_its_model_is(layers, cuts):
+    edges = [0, *cuts, 20]
+    stage_layers = [b - a for a, b in itertools.pairwise(edges)]
+    one = geometry(
+        num_layers=len(layers),
+        layer_indices=layers,
+        layer_split=split_of_group(layers, stage_layers),
+        parallel=ParallelShape(pp=len(stage_layers)),
+    )
+    for stage, (first, last) in enumerate(itertools.pairwise(edges)):
+        held = [layer for layer in layers if first <= layer < last]
+        assert list(one.layers(stage)) == held
+        assert {one.stage_of(layer) for layer in held} <= {stage}
+
+
+def test_a_group_knows_what_it_keeps():
+    assert geometry().first_kept_token(50) == 0
+    assert geometry(sliding_window=8).first_kept_token(50) == 43
+    assert geometry(attention_chunk_size=8).first_kept_token(50) == 48
+
+
+def test_groups_survive_the_wire_with_what_they_keep():
+    for one in (windows(), windows(sliding_window=None, attention_chunk_size=64)):
+        sent = msgspec.msgpack.encode(one.description())
+        received = msgspec.msgpack.decode(sent, type=GroupDescription)
+        assert EngineGeometry.from_description(received) == one
+
+
 def test_mla_has_one_latent_part_that_every_tp_rank_holds():
     one = geometry(
         num_kv_heads=1, use_mla=True, head_size=576, layout="BND", parallel=ParallelShape(tp=4)
@@ -146,6 +227,23 @@ def test_dtypes_come_as_torch_or_numpy_dtypes_or_names(dtype, name, itemsize):
         ({"layer_names": ["a"]}, "1 names"),
         ({"use_mla": True}, "num_kv_heads=3"),
         ({"use_mla": True, "num_kv_heads": 1, "head_size_v": 3}, "head_size_v=3"),
+        ({"layer_indices": range(8)}, "layer_indices: 8 indices for num_layers=9"),
+        ({"layer_indices": [*range(8), 7]}, "layer_indices: 7 follows 7; name each layer once"),
+        ({"layer_indices": [-1, *range(8)]}, "layer_indices: -1 is less than"),
+        ({"layer_indices": [*range(8), 8.5]}, "layer_indices: 8.5 is not a whole number"),
+        ({"layer_indices": [False, *range(1, 9)]}, "layer_indices: False is not a whole number"),
+        (
+            {"layer_indices": range(9), "parallel": ParallelShape(pp=2)},
+            "layer_split: missing, with layer_indices and pp=2",
+        ),
+        (
+            {"layer_indices": range(9), "layer_split": (10, -1), "parallel": ParallelShape(pp=2)},
+            "layer_split: .* at least 0 layers",
+        ),
+        ({"sliding_window": 0}, "sliding_window: 0 is less than 1"),
+        ({"attention_chunk_size": 1.5}, "attention_chunk_size: 1.5 is not a whole number"),
+        ({"sliding_window": 1 << 41}, "sliding_window: .* is more than"),
+        ({"sliding_window": 4, "attention_chunk_size": 4}, "give only that one"),
         ({"parallel": ParallelShape(tp=2, dcp=2)}, "context parallelism .* not supported yet"),
         ({"parallel": ParallelShape(pcp=2)}, "context parallelism .* not supported yet"),
     ],

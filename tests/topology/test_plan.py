@@ -96,6 +96,29 @@ def test_shapes_block_sizes_and_layouts_may_differ():
     plan(block_size=3, layout="BHLNC", parallel=ParallelShape(tp=3, pp=2), layer_split=(1, 7))
 
 
+def test_only_the_layers_that_are_asked_for_are_planned():
+    source = geometry(num_layers=3, layer_indices=(1, 2, 7))
+    target = geometry(parallel=ParallelShape(pp=2))
+    made = [
+        plan_transfer(source=source, target=target, target_rank=rank, layers=(2, 7)).pieces
+        for rank in (0, 1)
+    ]
+    assert [[piece.layer for piece in pieces] for pieces in made] == [[2], [7]]
+    with pytest.raises(ValueError, match=r"layers: 0, 3-6 not in the source, which has 1-2, 7; "):
+        plan_transfer(source=source, target=target)
+    with pytest.raises(ValueError, match=r"layers: 9 not in the source.*layers: 9 not in the targ"):
+        plan_transfer(source=source, target=target, layers=[2, 9])
+
+
+def test_a_rank_without_layers_of_the_plan_moves_nothing_and_needs_no_blocks():
+    target = geometry(parallel=ParallelShape(pp=2))
+    made = plan_transfer(source=geometry(), target=target, target_rank=1, layers=[0])
+    assert (made.pieces, made.source_ranks, made.bytes_per_token) == ((), (), 0)
+    copies = made.bind([7, 8], [7, 8], num_tokens=8)
+    check_block_ids(copies, {}, 1)
+    assert copies.nbytes == 0
+
+
 def test_a_target_rank_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="rank: 1 is not one of 0 to 0"):
         plan_transfer(source=geometry(), target=geometry(), target_rank=1)

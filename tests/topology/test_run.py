@@ -112,6 +112,32 @@ def test_a_tensor_outside_host_memory_is_refused():
         memory_of(geometry(), 0, tensors)
 
 
+def test_tensors_of_groups_may_lie_on_top_of_each_other():
+    """Block ids are unique in a pool, so that blocks of one group are never those of another."""
+    hybrid = [geometry(layer_indices=(0, 2), sliding_window=4), geometry(layer_indices=(1, 3))]
+    rng = np.random.default_rng(0)
+    shared = {
+        side: [np.zeros(hybrid[0].cache_shape(0, 9), np.float32) for _ in range(2)]
+        for side in ("source", "target")
+    }
+    for tensor in shared["source"]:
+        tensor[:] = rng.random(tensor.shape)
+    tables = [([0, 3], [0, 5]), ([8, 1], [2, 7])]  # (source's, target's) per group
+    for one, table in zip(hybrid, tables, strict=True):
+        views = {
+            side: dict(zip(one.tensor_names(0), tensors, strict=True))
+            for side, tensors in shared.items()
+        }
+        assert memory_of(one, 0, views["source"])[0].num_blocks == 9
+        copies = plan_transfer(source=one, target=one).bind(*table, 8, one.first_kept_token(8))
+        run_copies(copies, {0: views["source"]}, views["target"])
+    for given_, found in zip(shared["source"], shared["target"], strict=True):
+        np.testing.assert_array_equal(found[:, [2, 7]], given_[:, [8, 1]])
+        np.testing.assert_array_equal(found[:, 5, 1:], given_[:, 3, 1:])
+        assert not found[:, 5, 0].any()
+        assert not found[:, [0, 1, 3, 4, 6, 8]].any()
+
+
 # ---- run_copies --------------------------------------------------------------------------------
 
 
@@ -343,6 +369,27 @@ def test_what_a_transfer_costs_adds_up():
 def test_a_transfer_of_no_tokens_has_no_cost_to_explain():
     with pytest.raises(ValueError, match="num_tokens: 0"):
         explain_transfer(source=geometry(), target=geometry(), num_tokens=0)
+
+
+def test_what_a_transfer_costs_is_summed_over_groups_and_stops_at_windows():
+    def half(indices, **kept):
+        return geometry(num_layers=2, layer_indices=indices, **kept)
+
+    whole = geometry(num_layers=4, parallel=ParallelShape(tp=2))
+    hybrid = [half((1, 3)), half((0, 2), sliding_window=11, block_size=3)]
+    one, two = explain_transfer(source=whole, target=hybrid, num_tokens=50)
+    per_token = 2 * 4 * 4  # bytes of k and v of one layer and head
+    for cost, head in ((one, 0), (two, 1)):
+        assert (cost.target_rank, cost.source_rank, cost.heads) == (0, head, (head,))
+        assert cost.layers == (0, 1, 2, 3)
+        assert cost.nbytes == 2 * per_token * (50 + 10)
+        assert cost.rows == 2 * 2 * (50 + 10)
+    # Either way round the window alone moves; a chunk that just began moves nothing.
+    back = explain_transfer(source=hybrid, target=whole, num_tokens=50)
+    assert sum(cost.nbytes for cost in back) == one.nbytes + two.nbytes
+    chunks = [half((1, 3)), half((0, 2), attention_chunk_size=25)]
+    (cost,) = explain_transfer(source=chunks, target=chunks, num_tokens=50)
+    assert (cost.layers, cost.nbytes) == ((1, 3), 2 * 2 * per_token * 50)
 
 
 # ---- imports -----------------------------------------------------------------------------------
