@@ -181,10 +181,11 @@ def toy_cache_config(num_blocks: int, block_size: int, windows: Windows = (None,
 
 
 def _toy_spec(block_size: int, window: int | None) -> KVCacheSpec:
-    shape = {"num_kv_heads": 1, "head_size": 1}
     if window is None:
-        return FullAttentionSpec(block_size, **shape, dtype="int64")
-    return SlidingWindowSpec(block_size, **shape, dtype="int64", sliding_window=window)
+        return FullAttentionSpec(block_size, num_kv_heads=1, head_size=1, dtype="int64")
+    return SlidingWindowSpec(
+        block_size, num_kv_heads=1, head_size=1, dtype="int64", sliding_window=window
+    )
 
 
 def open_simulated(
