@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kvferry.cache.grouping import group_layers
 from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from kvferry.cache.specs import CacheLimits, KVCacheSpec
+from kvferry.cache.specs_mamba import MambaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,12 @@ def build_kv_cache_config(
             of each tensor in its own.
 
     Raises:
-        ValueError: no layer keeps anything, the layers make no groups, or one request does not
-            fit; the message then has the bytes wanted, the bytes there are, and the largest model
-            length that fits.
+        ValueError: no layer keeps anything, the layers make no groups, a recurrent state has
+            blocks too short for the way it is kept, or one request does not fit; the message then
+            has the bytes wanted, the bytes there are, and the largest model length that fits.
     """
     groups = _require_groups(specs, hybrid)
+    _check_states(specs, limits)
     slots = _page_slots(groups)
     block_bytes = sum(slot.nbytes for slot in slots)
     if num_blocks is None:
@@ -101,6 +103,20 @@ def _require_groups(specs: Mapping[str, KVCacheSpec], hybrid: bool) -> tuple[KVC
             "needs no KV cache"
         )
     return groups
+
+
+def _check_states(specs: Mapping[str, KVCacheSpec], limits: CacheLimits) -> None:
+    for name, spec in specs.items():
+        if (
+            isinstance(spec, MambaSpec)
+            and spec.mamba_cache_mode == "none"
+            and spec.block_size < limits.max_model_len
+        ):
+            raise ValueError(
+                f"block_size: {spec.block_size} tokens of layer {name!r}, whose one state per "
+                f"request (mamba_cache_mode='none') stands for all max_model_len="
+                f"{limits.max_model_len}; raise it to that, or take mamba_cache_mode='all'"
+            )
 
 
 def _page_slots(groups: Sequence[KVCacheGroupSpec]) -> list[_PageSlot]:

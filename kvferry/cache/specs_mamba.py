@@ -8,7 +8,7 @@ from typing import Any
 from kvferry.cache.specs import CacheLimits, KVCacheSpec, check_count
 from kvferry.topology.geometry import ITEMSIZES, dtype_name
 
-MAMBA_CACHE_MODES = ("none", "align")
+MAMBA_CACHE_MODES = ("none", "all")
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,9 @@ class MambaSpec(KVCacheSpec):
     num_speculative_blocks: int = 0
     """States of drafted tokens, kept until it is known which of them are accepted."""
     mamba_cache_mode: str = "none"
-    """``"none"``: one state, updated in place. ``"align"``: the state at the last block boundary
-    is kept beside the running one, so that a prefix can be a hit."""
+    """vLLM's names. ``"none"``: one block holds a request of any length, so its state is updated
+    in place and no prefix can be a hit; ``block_size`` is the model length or more. ``"all"``: the
+    state at the end of every block is kept until the step after, so that a prefix can be a hit."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,6 +75,15 @@ class MambaSpec(KVCacheSpec):
         return self.page_size_padded or self.real_page_size_bytes
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Bytes of one layer on one rank: the states kept, whatever the length."""
-        num_states = 2 if self.mamba_cache_mode == "align" else 1
+        """Bytes of one layer on one rank: the states that a step reads and writes.
+
+        With ``"all"`` the bound that vLLM once published is a state per block of the whole
+        request; as older states are freed here, it is less where a step is shorter than that.
+        """
+        num_states = 1
+        if self.mamba_cache_mode == "all":
+            num_states = min(
+                -(-limits.max_model_len // self.block_size),
+                1 + -(-limits.max_step_tokens // self.block_size),
+            )
         return (num_states + self.num_speculative_blocks) * self.page_size_bytes

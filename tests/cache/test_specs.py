@@ -258,11 +258,20 @@ def test_token_shards_divide_the_blocks_of_full_attention():
     assert blocks_of(spec, max_model_len=1000, dcp_world_size=2, pcp_world_size=2) == 16
 
 
-@pytest.mark.parametrize(("mode", "states"), [("none", 1), ("align", 2)])
-def test_states_do_not_grow_with_the_request(mode, states):
-    spec = MambaSpec(64, [(4, 4)], ["float32"], num_speculative_blocks=3, mamba_cache_mode=mode)
-    assert blocks_of(spec, max_model_len=10) == states + 3
-    assert blocks_of(spec, max_model_len=10**6, dcp_world_size=4) == states + 3
+def test_one_state_serves_a_request_of_any_length():
+    spec = MambaSpec(64, [(4, 4)], ["float32"], num_speculative_blocks=3)
+    assert blocks_of(spec, max_model_len=10) == 1 + 3
+    assert blocks_of(spec, max_model_len=10**6, dcp_world_size=4) == 1 + 3
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 12), st.integers(0, 2))
+def test_bound_of_states_at_block_ends_is_what_a_request_may_hold(block_size, length, step, drafts):
+    spec = MambaSpec(
+        block_size, [(1,)], ["int8"], num_speculative_blocks=drafts, mamba_cache_mode="all"
+    )
+    bound = blocks_of(spec, max_model_len=length, max_num_batched_tokens=step, dcp_world_size=2)
+    held = most_blocks_held(spec, block_size, length, step, lambda token, n: token == n - 1)
+    assert held <= bound - drafts <= held + 1
 
 
 def test_cross_attention_keeps_what_the_encoder_made():
@@ -364,7 +373,7 @@ def test_merge_of_unlike_layers_says_what_differs(kind, specs, message):
         (lambda: MambaSpec(16, [(4,)], ["float31"]), "float31"),
         (lambda: MambaSpec(16, [(4,)], ["float32"], page_size_padded=15), "give 16 or more"),
         (lambda: MambaSpec(16, [(4,)], ["float32"], num_speculative_blocks=-1), "blocks: -1"),
-        (lambda: MambaSpec(16, [(4,)], ["float32"], mamba_cache_mode="al"), "none, align"),
+        (lambda: MambaSpec(16, [(4,)], ["float32"], mamba_cache_mode="al"), "none, all"),
     ],
 )
 def test_bad_field_of_other_kinds_is_refused_by_name(make, message):
