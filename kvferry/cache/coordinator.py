@@ -1,49 +1,115 @@
 """What all KV cache groups of a request must do together."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from math import gcd, lcm
 from typing import TypeAlias
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlock
 from kvferry.cache.kv_cache_config import KVCacheConfig
 from kvferry.cache.request import CacheRequest
-from kvferry.cache.single_type import GroupTable, manager_for
-
-Tables: TypeAlias = tuple[GroupTable, ...]
-"""All that one request holds: one table per group."""
+from kvferry.cache.single_type import (
+    NEVER,
+    FullAttentionManager,
+    GroupTable,
+    HitRules,
+    MambaManager,
+    Room,
+    SinkFullAttentionManager,
+    layer_spec,
+    manager_kind,
+    table_block_size,
+)
 
 BlockLists: TypeAlias = tuple[Sequence[KVCacheBlock], ...]
 """Blocks, one list per group."""
 
 
+@dataclass(slots=True, eq=False)
+class RequestTables:
+    """All that one request holds, and until when that may stay as it is.
+
+    Most steps give a request a token that changes no group's table: the numbers tell so without
+    a look at any of them. They may be too tight, never too wide.
+    """
+
+    groups: tuple[GroupTable, ...]
+    """One table per group."""
+    num_slots: int = 0
+    """Tokens that every group has room for."""
+    quiet_from: int = 0
+    """Fewest computed tokens from which the request can go on: fewer than it has had since would
+    need blocks that were given back, or were never filled."""
+    quiet_until: int = 0
+    """Computed tokens at which a group can give a block back."""
+    next_hashed: int = 0
+    """Computed tokens at which a group has a block to make a hit."""
+
+
 class KVCacheCoordinator:
     """Applies each step of a request's life to all groups.
+
+    Block hashes stand for as many tokens as divide every group's block size (their greatest common
+    divisor); a hit is a multiple of every group's block size (their least common multiple).
 
     Args:
         config: the groups; their order is the order of all lists here.
         pool: the blocks that the groups share.
+        num_token_shards: ranks that hold different tokens of one request (DCP times PCP); a block
+            of layers that keep tokens spans as many times its tokens.
+        use_eagle: whether the last block that matches is dropped from every hit.
+        enable_caching: whether requests share blocks; without effect in a model with cross
+            attention, where what the decoder keeps depends on the encoder's input, which no hash
+            covers.
 
     Raises:
-        ValueError: more than one group, or a spec that no manager serves.
+        ValueError: a spec that no manager serves, or sinks that do not fit into the pool.
     """
 
-    def __init__(self, config: KVCacheConfig, pool: BlockPool) -> None:
-        groups = config.kv_cache_groups
-        if len(groups) != 1:
-            raise ValueError(
-                f"kv_cache_groups: {len(groups)} groups are not supported yet; give all layers "
-                "one full-attention group"
-            )
-        self.managers = tuple(
-            manager_for(group.kv_cache_spec, group_id, pool)
-            for group_id, group in enumerate(groups)
-        )
-        self.hash_block_size = self.managers[0].block_size
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        pool: BlockPool,
+        num_token_shards: int = 1,
+        use_eagle: bool = False,
+        enable_caching: bool = True,
+    ) -> None:
+        specs = [layer_spec(group.kv_cache_spec) for group in config.kv_cache_groups]
+        kinds = [manager_kind(spec, group_id) for group_id, spec in enumerate(specs)]
+        self.has_cross_attention = not all(kind.is_cacheable for kind in kinds)
+        """Whether a group holds an encoder's output."""
+        self.enable_caching = enable_caching and not self.has_cross_attention
+        """Whether requests share blocks."""
+        sizes = [
+            table_block_size(kind, spec, num_token_shards)
+            for kind, spec in zip(kinds, specs, strict=True)
+        ]
+        self.hash_block_size = gcd(*sizes)
         """Tokens per block hash."""
+        rules = HitRules(self.hash_block_size, lcm(*sizes), use_eagle)
+        self.managers = tuple(
+            kind(spec, group_id, pool, num_token_shards, rules)
+            for group_id, (kind, spec) in enumerate(zip(kinds, specs, strict=True))
+        )
+        # Full attention first: its run from the left bounds what the others are asked for.
+        self._lookup_order = sorted(
+            self.managers, key=lambda manager: not isinstance(manager, FullAttentionManager)
+        )
+        self._pool = pool
 
-    def new_tables(self) -> Tables:
+    def new_tables(self) -> RequestTables:
         """Empty tables for a request."""
-        return tuple(GroupTable() for _ in self.managers)
+        return RequestTables(tuple(GroupTable() for _ in self.managers))
+
+    def new_step_starts(self) -> None:
+        """See :meth:`kvferry.cache.KVCacheManager.new_step_starts`."""
+        for manager in self.managers:
+            if isinstance(manager, MambaManager):
+                manager.new_step_starts()
+
+    # -- Hits
 
     def hash_blocks(self, request: CacheRequest) -> Sequence[bytes]:
         """The request's block hashes.
@@ -54,50 +120,168 @@ class KVCacheCoordinator:
         return request.hash_blocks(self.hash_block_size)
 
     def find_longest_hit(self, request: CacheRequest, max_tokens: int) -> tuple[BlockLists, int]:
-        """The longest prefix that every group has cached, and its length in tokens."""
-        manager = self.managers[0]
-        hits = manager.find_longest_hit(self.hash_blocks(request), max_tokens)
-        return (hits,), len(hits) * manager.block_size
+        """The longest hit that every group has, and its length in tokens.
 
-    def count_free_hits(self, request: CacheRequest, hits: BlockLists, num_tokens: int) -> int:
-        """How many of the hits are free.
+        Each group in turn gives the longest hit of its own that is not longer than what the
+        groups before it left; once all in a row agree, that is the longest that all have, since
+        no group has one in between.
 
-        Raises:
-            ValueError: they do not fit the request; see ``SingleTypeManager.count_free_hits``.
+        With a drafter, the block after the hit may hold the last token too, which is not computed
+        from the cache; with one group it may not. That is the field's rule, and costs one group
+        a block for a prompt of whole blocks.
         """
         block_hashes = self.hash_blocks(request)
+        order = self._lookup_order
+        num_known = max_tokens
+        if len(order) > 1:
+            num_known = len(block_hashes) * self.hash_block_size
+        hits: list[Sequence[KVCacheBlock]] = [()] * len(order)
+        num_tokens = max_tokens
+        num_agreed = 0
+        for manager in cycle(order):
+            known = hits[manager.group_id]
+            if known and isinstance(manager, FullAttentionManager):
+                found = known[: num_tokens // manager.block_size]  # any part of a run is one
+            else:
+                found = manager.find_longest_hit(block_hashes, num_tokens, num_known)
+            hits[manager.group_id] = found
+            num_found = len(found) * manager.block_size
+            num_agreed = num_agreed + 1 if num_found == num_tokens else 1
+            num_tokens = num_found
+            if num_agreed == len(order) or not num_tokens:
+                break
+        return tuple(hits), num_tokens
+
+    def check_hits(self, request: CacheRequest, hits: BlockLists, num_tokens: int) -> None:
+        """Refuses hits that are not the request's, or not any more.
+
+        Raises:
+            ValueError: they do not fit; see ``SingleTypeManager.check_hits``.
+        """
+        if len(hits) != len(self.managers):
+            raise ValueError(
+                f"new_computed_blocks: blocks of {len(hits)} KV cache groups, but there are "
+                f"{len(self.managers)}; give what get_computed_blocks returned"
+            )
+        block_hashes = self.hash_blocks(request)
+        for manager, group_hits in zip(self.managers, hits, strict=True):
+            manager.check_hits(group_hits, num_tokens, block_hashes)
+
+    def count_free_hits(self, hits: BlockLists, room: Room) -> int:
+        """How many of the hits are free and will be taken."""
         return sum(
-            manager.count_free_hits(group_hits, num_tokens, block_hashes)
+            manager.count_free_hits(group_hits, room)
             for manager, group_hits in zip(self.managers, hits, strict=True)
         )
 
-    def count_missing(self, tables: Tables, num_slots: int, hits: BlockLists) -> int:
-        """Blocks that are lacking for ``num_slots`` tokens once ``hits`` are in the tables."""
+    # -- Blocks
+
+    def count_missing(self, tables: RequestTables, room: Room, hits: BlockLists) -> int:
+        """New blocks that are lacking for ``room`` once ``hits`` are in the tables."""
         num_missing = 0
-        for manager, table, group_hits in zip(self.managers, tables, hits, strict=True):
-            missing = manager.count_missing(table, num_slots) - len(group_hits)
-            if missing > 0:
-                num_missing += missing
+        for manager, table, group_hits in zip(self.managers, tables.groups, hits, strict=True):
+            num_missing += manager.count_missing(table, room, len(group_hits))
         return num_missing
 
-    def add_hits(self, tables: Tables, hits: BlockLists) -> None:
-        """Makes the hits the beginning of empty tables."""
-        for manager, table, group_hits in zip(self.managers, tables, hits, strict=True):
-            manager.add_hits(table, group_hits)
-
-    def grow(self, tables: Tables, num_slots: int) -> BlockLists:
-        """Gives every table room for ``num_slots`` tokens; returns the blocks that are new."""
-        return tuple(
-            manager.grow(table, num_slots)
-            for manager, table in zip(self.managers, tables, strict=True)
+    def count_missing_for_all(
+        self,
+        tables: RequestTables,
+        room: Room,
+        hits: BlockLists,
+        num_tokens: int,
+        max_step_tokens: int,
+    ) -> int:
+        """The same for a sequence of ``num_tokens``, or its window where a group has one."""
+        return sum(
+            manager.count_missing_for_all(table, room, len(group_hits), num_tokens, max_step_tokens)
+            for manager, table, group_hits in zip(self.managers, tables.groups, hits, strict=True)
         )
 
-    def cache_blocks(self, tables: Tables, request: CacheRequest, num_tokens: int) -> None:
-        """Makes the full blocks of the first ``num_tokens`` tokens hits for later requests."""
-        for manager, table in zip(self.managers, tables, strict=True):
+    def add_hits(self, tables: RequestTables, hits: BlockLists, room: Room) -> None:
+        """Makes the hits of all groups the beginning of empty tables."""
+        for manager, table, group_hits in zip(self.managers, tables.groups, hits, strict=True):
+            manager.add_hits(table, group_hits, room)
+
+    def drop_passed(self, tables: RequestTables, num_computed: int) -> None:
+        """Gives back the blocks that no token from ``num_computed`` on needs."""
+        if num_computed < tables.quiet_until:
+            return
+        for manager, table in zip(self.managers, tables.groups, strict=True):
+            manager.drop_passed(table, num_computed)
+        self.settle(tables)
+
+    def grow(self, tables: RequestTables, room: Room) -> BlockLists:
+        """Gives every table its room; returns the blocks that are new."""
+        return tuple(
+            manager.grow(table, room)
+            for manager, table in zip(self.managers, tables.groups, strict=True)
+        )
+
+    def cache_blocks(self, tables: RequestTables, request: CacheRequest, num_tokens: int) -> None:
+        """Makes full blocks of the first ``num_tokens`` tokens hits for later requests."""
+        if num_tokens < tables.next_hashed:
+            return
+        for manager, table in zip(self.managers, tables.groups, strict=True):
             manager.cache_blocks(table, request, num_tokens)
 
-    def free(self, tables: Tables) -> None:
+    def never_cache(self, tables: RequestTables, group_ids: Collection[int]) -> None:
+        """From now on, no block of these groups' tables becomes a hit.
+
+        Raises:
+            ValueError: there is no such group. Nothing has happened then.
+        """
+        unknown = [group for group in group_ids if not 0 <= group < len(self.managers)]
+        if unknown:
+            raise ValueError(
+                f"skip_groups: {unknown} are no KV cache groups; there are {len(self.managers)}"
+            )
+        for group in group_ids:
+            tables.groups[group].num_cached = NEVER
+
+    def settle(self, tables: RequestTables) -> None:
+        """Notes until when nothing is to be done to the tables."""
+        limits = [
+            manager.limits(table)
+            for manager, table in zip(self.managers, tables.groups, strict=True)
+        ]
+        slots, starts, ends, hashed = zip(*limits, strict=True)
+        tables.num_slots = min(slots)
+        tables.quiet_from = max(starts)
+        tables.quiet_until = min(ends)
+        tables.next_hashed = min(hashed) if self.enable_caching else NEVER
+
+    def free(self, tables: RequestTables) -> None:
         """Gives all blocks back."""
-        for manager, table in zip(self.managers, tables, strict=True):
+        for manager, table in zip(self.managers, tables.groups, strict=True):
             manager.free(table)
+
+    def reset_prefix_cache(self) -> bool:
+        """See :meth:`kvferry.cache.KVCacheManager.reset_prefix_cache`; no request holds blocks."""
+        sinks = [
+            manager for manager in self.managers if isinstance(manager, SinkFullAttentionManager)
+        ]
+        # The pool is reset only while nothing is in use. They come back in the order in which
+        # they go, so every group has its own again, and the attention finds their content.
+        for manager in reversed(sinks):
+            self._pool.free_blocks(reversed(manager.sink_blocks))
+        is_reset = self._pool.reset_prefix_cache()
+        for manager in sinks:
+            manager.sink_blocks = self._pool.get_new_blocks(len(manager.sink_blocks))
+        return is_reset
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """See :meth:`kvferry.cache.KVCacheManager.peak_blocks`."""
+        return sum(manager.peak_blocks(num_tokens, max_step_tokens) for manager in self.managers)
+
+    def count_common_prefix(self, tables: RequestTables, num_requests: int) -> list[int]:
+        """See :meth:`kvferry.cache.KVCacheManager.get_num_common_prefix_blocks`."""
+        counts = []
+        for manager, table in zip(self.managers, tables.groups, strict=True):
+            count = 0
+            if isinstance(manager, FullAttentionManager):
+                for block in table.blocks:
+                    if block.ref_cnt != num_requests:
+                        break
+                    count += 1
+            counts.append(count)
+        return counts

@@ -1,36 +1,55 @@
 """The KV cache manager: the scheduler's one door to blocks."""
 
+from collections.abc import Collection
 from weakref import WeakSet
 
 from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlocks
-from kvferry.cache.coordinator import KVCacheCoordinator, Tables
+from kvferry.cache.coordinator import KVCacheCoordinator, RequestTables
+from kvferry.cache.events import KVCacheEvent
 from kvferry.cache.kv_cache_config import KVCacheConfig
 from kvferry.cache.request import CacheRequest
+from kvferry.cache.single_type import Room
 from kvferry.cache.stats import PrefixCacheStats
 
 
 class KVCacheManager:
-    """Block tables of all requests, and the prefix cache they share.
+    """Block tables of all requests, one per KV cache group, and the prefix cache they share.
 
     A request's life: :meth:`get_computed_blocks`, :meth:`allocate_slots` per step,
     :meth:`free`. Blocks become hits when the step that computes them is scheduled, not when it
-    has run: a step must write the KV of all its requests before it reads any of it. Blocks that
-    something outside fills are allocated with ``delay_cache_blocks`` and become hits by
-    :meth:`cache_blocks`. Not thread-safe.
+    has run: a step must write the KV of all its requests before it reads any of it (and a
+    scheduler of recurrent layers calls :meth:`new_step_starts`). Blocks that something outside
+    fills are allocated with ``delay_cache_blocks`` and become hits by :meth:`cache_blocks`. Not
+    thread-safe.
+
+    A group with a window or chunks keeps the blocks that hold a token from
+    :func:`~kvferry.topology.windows.first_kept_token` on; the null block stands in the place of
+    the others. What the field does otherwise, and why we do not:
+
+    - It makes hits of blocks that an external load filled only in part (the block in which a
+      window begins). Another request whose window begins elsewhere would read what nobody wrote.
+      Here such a block never becomes a hit.
+    - It finds hits of a chunk that begins within a block without that block's first part.
+    - It asserts that layers with windows do not spread a block's tokens over ranks (DCP, PCP).
+      Here their blocks grow as those of full attention do.
 
     Args:
-        kv_cache_config: blocks and groups; one full-attention group for now.
+        kv_cache_config: blocks and groups.
         max_model_len: longest sequence, prompt and answer, in tokens.
-        enable_caching: whether blocks are hashed and shared at all.
-        use_eagle: not supported yet.
+        enable_caching: whether blocks are hashed and shared at all. Without effect in a model with
+            cross attention: what its decoder keeps depends on the encoder's input, which the
+            hashes do not cover.
+        use_eagle: whether the last block that matches is dropped from every hit, so that a drafter
+            gets the model's output for it.
         log_stats: whether :meth:`make_prefix_cache_stats` has something to say.
-        enable_kv_cache_events: not supported yet.
-        dcp_world_size: ranks that split a block's tokens; only 1 is supported yet.
-        pcp_world_size: likewise.
+        enable_kv_cache_events: whether :meth:`take_events` has; then it must be called.
+        dcp_world_size: decode context parallel ranks, which split a block's tokens: a block of
+            a block table spans as many times the spec's ``block_size``.
+        pcp_world_size: prefill context parallel ranks, likewise.
 
     Raises:
-        ValueError: an argument out of its range, or something that is not supported yet.
+        ValueError: an argument out of its range, or a group that no manager serves.
     """
 
     def __init__(
@@ -44,30 +63,35 @@ class KVCacheManager:
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> None:
-        if max_model_len < 1:
-            raise ValueError(f"max_model_len: {max_model_len} is less than 1")
-        for name, value, default in (
-            ("use_eagle", use_eagle, False),
-            ("enable_kv_cache_events", enable_kv_cache_events, False),
-            ("dcp_world_size", dcp_world_size, 1),
-            ("pcp_world_size", pcp_world_size, 1),
+        for name, value in (
+            ("max_model_len", max_model_len),
+            ("dcp_world_size", dcp_world_size),
+            ("pcp_world_size", pcp_world_size),
         ):
-            if value != default:
-                raise ValueError(f"{name}: {value} is not supported yet; leave it at {default}")
+            if value < 1:
+                raise ValueError(f"{name}: {value} is less than 1")
         self.kv_cache_config = kv_cache_config
         self.max_model_len = max_model_len
-        self.enable_caching = enable_caching
         self.log_stats = log_stats
+        num_groups = len(kv_cache_config.kv_cache_groups)
         self.block_pool = BlockPool(
-            kv_cache_config.num_blocks, len(kv_cache_config.kv_cache_groups)
+            kv_cache_config.num_blocks, num_groups, enable_events=enable_kv_cache_events
         )
         """The blocks themselves."""
-        self._coordinator = KVCacheCoordinator(kv_cache_config, self.block_pool)
-        self._tables: dict[str, Tables] = {}
+        self._coordinator = KVCacheCoordinator(
+            kv_cache_config,
+            self.block_pool,
+            dcp_world_size * pcp_world_size,
+            use_eagle,
+            enable_caching,
+        )
+        self.enable_caching = self._coordinator.enable_caching
+        """Whether requests share blocks."""
+        self._tables: dict[str, RequestTables] = {}
         # Requests that were freed and not admitted again. Weak, because a manager has no other
         # way to learn that a request is gone for good.
         self._freed: WeakSet[CacheRequest] = WeakSet()
-        self._no_blocks = KVCacheBlocks(((),) * len(kv_cache_config.kv_cache_groups))
+        self._no_blocks = KVCacheBlocks(((),) * num_groups)
         self._stats = PrefixCacheStats()
 
     @property
@@ -120,7 +144,10 @@ class KVCacheManager:
         ::
 
             | request.num_computed_tokens | new computed | external | new | lookahead |
-                                          | hits         | blocks are allocated       |
+              may be passed by a window   | hits         | blocks are allocated       |
+
+        Blocks that windows have passed are given back first, even if the call then fails. Of the
+        hits and the external tokens, those that windows pass at once get the null block.
 
         Args:
             request: running, or about to be.
@@ -131,69 +158,90 @@ class KVCacheManager:
                 capacity up as new blocks would.
             num_lookahead_tokens: further tokens to make room for; cut at the model length.
             delay_cache_blocks: hash nothing now; see :meth:`cache_blocks`.
-            num_encoder_tokens: not supported yet.
-            num_external_computed_tokens: tokens after the local hit that a connector fills.
+            num_encoder_tokens: tokens of the encoder's output, for cross attention; 0 once they
+                have their blocks.
+            num_external_computed_tokens: tokens after the local hit that a connector fills, of a
+                group with a window only those that the window keeps.
             reserved_blocks: free blocks to be left for others.
             full_sequence_must_fit: whether to refuse unless all tokens that the request has so
-                far would fit (``reserved_blocks`` apart), not only those of this step.
+                far would fit (``reserved_blocks`` apart), not only those of this step. A group
+                with a window counts what it holds at most in steps no larger than this one.
 
         Returns:
-            The blocks that are new, external ones included and hits excluded; ``None`` when there
-            are not enough free blocks, and then nothing has changed.
+            The blocks that are new, external ones included, hits and null blocks excluded;
+            ``None`` when there are not enough free blocks, and then nothing else has changed.
 
         Raises:
-            ValueError: nothing to do, a negative number, tokens past the model length, hits that
-                do not fit or come for a request that holds blocks already, or a request that has
-                computed tokens and no blocks. Nothing has changed.
+            ValueError: nothing to do, a negative number, tokens past the model length, encoder
+                tokens without cross attention, hits that do not fit, hits or external tokens for
+                a request that holds blocks already, or a request that has computed tokens and no
+                blocks, or too few for its windows. Nothing has changed.
         """
-        num_total = (
-            request.num_computed_tokens
-            + num_new_computed_tokens
-            + num_external_computed_tokens
-            + num_new_tokens
-        )
+        num_computed = request.num_computed_tokens
+        num_ready = num_computed + num_new_computed_tokens + num_external_computed_tokens
+        num_total = num_ready + num_new_tokens
         # One branch for the usual call: the bitwise or is negative if any operand is.
-        counts = num_new_tokens | num_new_computed_tokens | num_external_computed_tokens
+        rare = num_new_computed_tokens | num_external_computed_tokens
+        rare |= num_encoder_tokens | reserved_blocks
         if (
-            (counts | num_lookahead_tokens | reserved_blocks) < 0
+            (num_new_tokens | num_lookahead_tokens | rare) < 0
             or num_new_tokens + num_external_computed_tokens == 0
             or num_total > self.max_model_len
-            or num_encoder_tokens
+            or (num_encoder_tokens and not self._coordinator.has_cross_attention)
         ):
             raise self._bad_counts(request, num_total, num_encoder_tokens)
-        coordinator = self._coordinator
-        hits = self._no_blocks if new_computed_blocks is None else new_computed_blocks
+        num_slots = min(num_total + num_lookahead_tokens, self.max_model_len)
         tables = held = self._tables.get(request.request_id)
-        num_free_hits = 0
-        if tables is None or num_new_computed_tokens or hits is not self._no_blocks:
-            num_free_hits = self._check_hits(request, hits, num_new_computed_tokens)
+        if (
+            tables is not None
+            and num_slots <= tables.num_slots
+            and num_total < tables.next_hashed
+            and tables.quiet_from <= num_computed < tables.quiet_until
+            and not (rare or full_sequence_must_fit)
+            and new_computed_blocks is None
+        ):
+            return self._no_blocks
+
+        coordinator, pool = self._coordinator, self.block_pool
+        room = Room(
+            num_computed + num_new_computed_tokens, num_ready, num_slots, num_encoder_tokens
+        )
+        hits = self._check_hits(request, tables, new_computed_blocks, room)
+        num_free_hits = coordinator.count_free_hits(hits.blocks, room)
         if tables is None:
             tables = coordinator.new_tables()
-
-        num_free = self.block_pool.get_num_free_blocks()
         if full_sequence_must_fit:
-            num_needed = coordinator.count_missing(tables, request.num_tokens, hits.blocks)
-            if num_needed + num_free_hits > num_free:
+            # Only a load adds no token to be computed; the step after it computes the rest.
+            max_step = num_new_tokens or max(1, request.num_tokens - num_ready)
+            num_needed = coordinator.count_missing_for_all(
+                tables,
+                room,
+                hits.blocks,
+                min(request.num_tokens, self.max_model_len),
+                max_step + num_lookahead_tokens,
+            )
+            if num_needed + num_free_hits > pool.get_num_free_blocks():
                 return None
-        num_slots = min(num_total + num_lookahead_tokens, self.max_model_len)
-        num_needed = coordinator.count_missing(tables, num_slots, hits.blocks)
-        if num_needed + num_free_hits > num_free - reserved_blocks:
+        coordinator.drop_passed(tables, num_computed)
+        num_needed = coordinator.count_missing(tables, room, hits.blocks)
+        if num_needed + num_free_hits > pool.get_num_free_blocks() - reserved_blocks:
             return None
 
         if held is None:
-            # Hits first: growing may evict whatever is free.
-            coordinator.add_hits(tables, hits.blocks)
+            # The hits of all groups first: growing may evict whatever is free.
+            coordinator.add_hits(tables, hits.blocks, room)
             self._tables[request.request_id] = tables
             self._freed.discard(request)
-        new_blocks = self._no_blocks
-        if num_needed:
-            new_blocks = KVCacheBlocks(coordinator.grow(tables, num_slots))
+        new_blocks = KVCacheBlocks(coordinator.grow(tables, room))
         if self.enable_caching and not delay_cache_blocks:
             # Drafts lie beyond num_tokens and may be rejected: they are never hashed.
             coordinator.cache_blocks(tables, request, min(num_total, request.num_tokens))
+        coordinator.settle(tables)
         return new_blocks
 
-    def cache_blocks(self, request: CacheRequest, num_computed_tokens: int) -> None:
+    def cache_blocks(
+        self, request: CacheRequest, num_computed_tokens: int, skip_groups: Collection[int] = ()
+    ) -> None:
         """Makes a request's full blocks hits, after what fills them has done so.
 
         Without caching, and for blocks that are hits already, nothing happens.
@@ -202,24 +250,40 @@ class KVCacheManager:
             request: holds blocks, allocated with ``delay_cache_blocks``.
             num_computed_tokens: leading tokens whose KV is in the blocks. After a load that
                 failed in part, those before the first block that is missing.
+            skip_groups: KV cache groups of which the load filled a part only. Their blocks never
+                become hits while this request holds them, those that it computes included.
 
         Raises:
             ValueError: the request holds no blocks, or too few for these tokens, or has fewer
-                tokens.
+                tokens, or there is no such group. Nothing has changed.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
             raise ValueError(f"request {request.request_id!r} holds no blocks that could be cached")
-        if not 0 <= num_computed_tokens <= request.num_tokens or self._coordinator.count_missing(
-            tables, num_computed_tokens, self._no_blocks.blocks
+        coordinator = self._coordinator
+        room = Room(num_computed_tokens, num_computed_tokens, num_computed_tokens)
+        if not 0 <= num_computed_tokens <= request.num_tokens or coordinator.count_missing(
+            tables, room, self._no_blocks.blocks
         ):
             raise ValueError(
                 f"request {request.request_id!r}: num_computed_tokens: {num_computed_tokens}, but "
                 f"it has {request.num_tokens} tokens and blocks "
-                f"{[len(table.blocks) for table in tables]}"
+                f"{[len(table.blocks) for table in tables.groups]}"
             )
+        coordinator.never_cache(tables, skip_groups)
         if self.enable_caching:
-            self._coordinator.cache_blocks(tables, request, num_computed_tokens)
+            coordinator.cache_blocks(tables, request, num_computed_tokens)
+        coordinator.settle(tables)
+
+    def can_resume(self, request: CacheRequest, num_computed_tokens: int) -> bool:
+        """Whether the request's blocks hold what token ``num_computed_tokens`` needs, once all
+        tokens before it that were to be computed or loaded are.
+
+        After a load that failed in part a group with a window may not, for only the window of
+        the whole load was to be filled. The request must then be freed and admitted again.
+        """
+        tables = self._tables.get(request.request_id)
+        return tables is not None and tables.quiet_from <= num_computed_tokens
 
     def free(self, request: CacheRequest) -> None:
         """Gives the request's blocks back; those that are hashed stay hits until they are reused.
@@ -239,60 +303,121 @@ class KVCacheManager:
                 f"request {request.request_id!r} is freed twice; its blocks may belong to others"
             )
 
+    def new_step_starts(self) -> None:
+        """Tells that the steps scheduled so far have run, or will before what comes next.
+
+        Of meaning to recurrent layers only: the state that a request writes in a step can be read
+        by others in the next one. Call it before each step, or never if a step has one request.
+        """
+        self._coordinator.new_step_starts()
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all hits, for example after new weights; ``False`` while blocks are held."""
-        if not self.block_pool.reset_prefix_cache():
+        if self._tables or not self._coordinator.reset_prefix_cache():
             return False
         self._stats.reset = True
         return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What has become a hit and what is none any more since the last call, in order."""
+        return self.block_pool.take_events()
+
+    def get_num_common_prefix_blocks(self, request_id: str) -> list[int]:
+        """Leading blocks of a request that all requests with blocks share, per KV cache group.
+
+        0 for groups that give blocks back, and for an unknown request.
+        """
+        tables = self._tables.get(request_id)
+        if tables is None:
+            return [0] * len(self._no_blocks.blocks)
+        return self._coordinator.count_common_prefix(tables, len(self._tables))
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request holds at once, over all groups but cross attention.
+
+        Args:
+            num_tokens: slots that it needs in the end, the lookahead included.
+            max_step_tokens: most tokens that one call of :meth:`allocate_slots` adds, the
+                lookahead included; hits and external tokens do not count.
+        """
+        return self._coordinator.peak_blocks(num_tokens, max_step_tokens)
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks that a request holds in all groups, null blocks left out."""
+        tables = self._tables.get(request_id)
+        if tables is None:
+            return 0
+        return sum(len(table.blocks) - table.num_passed for table in tables.groups)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks that a request holds; none for an unknown one."""
         tables = self._tables.get(request_id)
         if tables is None:
             return self._no_blocks
-        return KVCacheBlocks(tuple(table.blocks.copy() for table in tables))
+        return KVCacheBlocks(tuple(table.blocks.copy() for table in tables.groups))
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """The ids of those blocks, one list per KV cache group."""
+        """The ids of those blocks, one list per KV cache group; 0 is the null block."""
         tables = self._tables.get(request_id)
         if tables is None:
             return self._no_blocks.get_block_ids()
-        return tuple([block.block_id for block in table.blocks] for table in tables)
+        return tuple([block.block_id for block in table.blocks] for table in tables.groups)
 
     def create_empty_block_list(self) -> KVCacheBlocks:
         """No blocks, one list per KV cache group."""
         return self._no_blocks
 
     def _check_hits(
-        self, request: CacheRequest, hits: KVCacheBlocks, num_new_computed_tokens: int
-    ) -> int:
-        """How many of the hits are free, once they are known to fit."""
-        is_held = request.request_id in self._tables
-        if not is_held and request.num_computed_tokens:
+        self,
+        request: CacheRequest,
+        tables: RequestTables | None,
+        new_computed_blocks: KVCacheBlocks | None,
+        room: Room,
+    ) -> KVCacheBlocks:
+        """The hits, none if none were given, once they and the request are known to fit.
+
+        Raises:
+            ValueError: see :meth:`allocate_slots`.
+        """
+        hits = new_computed_blocks
+        if hits is None or not any(hits.blocks):
+            hits = self._no_blocks
+        num_computed = request.num_computed_tokens
+        name = f"request {request.request_id!r}"
+        if tables is not None:
+            if hits is not self._no_blocks or room.num_ready != num_computed:
+                raise ValueError(
+                    f"{name} holds blocks already; give the hit and external tokens when it is "
+                    "admitted"
+                )
+            if num_computed < tables.quiet_from:
+                raise ValueError(
+                    f"{name} has {num_computed} computed tokens, but its windows hold what follows "
+                    f"{tables.quiet_from} or more; free it and admit it again"
+                )
+            return hits
+        if num_computed:
             raise ValueError(
-                f"request {request.request_id!r} has {request.num_computed_tokens} computed tokens "
-                "and no blocks; set num_computed_tokens to 0 when a request is freed"
+                f"{name} has {num_computed} computed tokens and no blocks; set "
+                "num_computed_tokens to 0 when a request is freed"
             )
         if self.enable_caching:
             self._coordinator.hash_blocks(request)  # so that what can fail has done so by now
-        if not num_new_computed_tokens and not any(hits.blocks):
-            return 0
-        if is_held:
-            raise ValueError(
-                f"request {request.request_id!r} holds blocks already; give the hit when it is "
-                "admitted"
-            )
-        return self._coordinator.count_free_hits(request, hits.blocks, num_new_computed_tokens)
+        if hits is not self._no_blocks or room.num_local:
+            self._coordinator.check_hits(request, hits.blocks, room.num_local)
+        return hits
 
     def _bad_counts(
         self, request: CacheRequest, num_total: int, num_encoder_tokens: int
     ) -> ValueError:
         """The error for numbers that no request can have."""
-        if num_encoder_tokens:
-            reason = f"num_encoder_tokens: {num_encoder_tokens} is not supported yet; leave it at 0"
-        elif num_total > self.max_model_len:
+        if num_total > self.max_model_len:
             reason = f"{num_total} tokens are more than max_model_len={self.max_model_len}"
+        elif num_encoder_tokens > 0 and not self._coordinator.has_cross_attention:
+            reason = (
+                f"num_encoder_tokens: {num_encoder_tokens}, but no KV cache group is cross "
+                "attention; leave it at 0"
+            )
         else:
             reason = (
                 "a number of tokens or blocks is negative, or num_new_tokens and "

@@ -52,3 +52,39 @@ def first_kept_token(
     if attention_chunk_size is not None:
         return num_computed // attention_chunk_size * attention_chunk_size
     return 0
+
+
+def computed_to_forget(
+    num_tokens: int,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk_size: int | None = None,
+) -> int | None:
+    """Fewest computed tokens after which the first ``num_tokens`` tokens are never needed again.
+
+    The inverse of :func:`first_kept_token`.
+
+    >>> computed_to_forget(7, sliding_window=4)
+    10
+    >>> computed_to_forget(7, attention_chunk_size=4)
+    8
+
+    Args:
+        num_tokens: leading tokens, 0 or more.
+        sliding_window: as in :func:`first_kept_token`.
+        attention_chunk_size: likewise.
+
+    Returns:
+        The smallest ``n`` with ``first_kept_token(n) >= num_tokens``, or ``None`` if there is none.
+
+    Raises:
+        ValueError: both a window and a chunk are given.
+    """
+    first_kept_token(0, sliding_window=sliding_window, attention_chunk_size=attention_chunk_size)
+    if num_tokens <= 0:
+        return 0
+    if sliding_window is not None:
+        return num_tokens + sliding_window - 1
+    if attention_chunk_size is not None:
+        return -(-num_tokens // attention_chunk_size) * attention_chunk_size
+    return None

@@ -1,0 +1,337 @@
+"""What all kinds of layers share: block tables of one KV cache group.
+
+A manager holds no state of requests. A request's blocks of one group are a :class:`GroupTable`,
+which the :class:`~kvferry.cache.KVCacheManager` keeps, so forgetting a request is one ``del``.
+
+What kinds differ in is one function, :meth:`SingleTypeManager.first_kept`: tokens before it are
+never needed again. Blocks wholly before it are given back and replaced by the null block::
+
+    tokens   | never needed again   | needed            | computed in this step | lookahead |
+    table    | null | null | null | b | b  |  b  |  b   |  b  |  b  |  b  |  b  |  b  |  b  |
+                                  ^ first_kept(num_computed) may lie within a block
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+from kvferry.cache.block_pool import BlockPool
+from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.request import CacheRequest
+from kvferry.cache.specs import KVCacheSpec
+
+NEVER = sys.maxsize
+"""A number of tokens or blocks that no request reaches."""
+
+
+@dataclass(slots=True, eq=False)
+class GroupTable:
+    """The blocks that one request holds in one group."""
+
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    """In token order."""
+    num_cached: int = 0
+    """Leading blocks that are hashed already, or must never be."""
+    num_passed: int = 0
+    """Leading blocks that are not needed any more: the null block stands in their place."""
+    first_token: int = 0
+    """First token whose content the table holds, once it is computed."""
+
+
+class Room(NamedTuple):
+    """What one call of ``allocate_slots`` asks of every group, in tokens from the first one on."""
+
+    num_local: int
+    """Computed here before the call, the hit of an admission included."""
+    num_ready: int
+    """Those, and the external ones that something else fills."""
+    num_slots: int
+    """Those, the ones to be computed, and the lookahead."""
+    num_encoder_tokens: int = 0
+    """Tokens of an encoder's output; of meaning to cross attention alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HitRules:
+    """What all groups of a config must agree on about hits."""
+
+    hash_block_size: int
+    """Tokens per block hash: divides every group's block size."""
+    alignment: int
+    """Every hit is a multiple of this many tokens: of every group's block size."""
+    use_eagle: bool = False
+    """Whether the block after a hit must be known too. A drafter (EAGLE, MTP) needs the model's
+    output for the tokens right before those it continues, so the last block that matches is
+    dropped from the hit and computed again."""
+
+
+class Limits(NamedTuple):
+    """Within these a table stays as it is; the groups' tightest ones are looked at per step."""
+
+    num_slots: int
+    """Tokens that it has room for."""
+    quiet_from: int
+    """Fewest computed tokens from which the request can go on."""
+    quiet_until: int
+    """Computed tokens at which a block can be given back."""
+    next_hashed: int
+    """Computed tokens at which a block can become a hit."""
+
+
+class SingleTypeManager(ABC):
+    """Block tables of one KV cache group; subclasses know one kind of layer.
+
+    Args:
+        spec: of the group's layers.
+        group_id: index of the group.
+        pool: the blocks, shared by all groups.
+        num_token_shards: ranks that hold different tokens of a block (DCP and PCP).
+        rules: what all groups agree on.
+    """
+
+    is_cacheable: ClassVar[bool] = True
+    """Whether its blocks can be hits."""
+    is_token_sharded: ClassVar[bool] = True
+    """Whether ranks share a block's tokens (DCP, PCP) rather than each hold all of them."""
+
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        group_id: int,
+        pool: BlockPool,
+        num_token_shards: int,
+        rules: HitRules,
+    ) -> None:
+        self.block_size = table_block_size(type(self), spec, num_token_shards)
+        """Tokens per entry of a block table."""
+        self.group_id = group_id
+        self.pool = pool
+        self._rules = rules
+        self._hash_stride = self.block_size // rules.hash_block_size
+        self._num_beyond = int(rules.use_eagle)
+        """Blocks after a hit that must be known too."""
+
+    # -- What kinds differ in
+
+    @abstractmethod
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
+    ) -> list[KVCacheBlock]:
+        """The longest hit of at most ``max_tokens`` tokens, alone of all groups.
+
+        A hit is a number of tokens, a multiple of the common alignment, such that all blocks that
+        hold a token from :meth:`first_kept` of it on are cached.
+
+        Args:
+            block_hashes: of the request, one per ``rules.hash_block_size`` tokens.
+            max_tokens: most tokens that the hit may have.
+            num_known_tokens: leading tokens up to which the block after a hit is looked for.
+
+        Returns:
+            The blocks of the hit, null blocks where nothing is needed.
+        """
+
+    def first_kept(self, num_computed: int) -> int:
+        """First token that the token ``num_computed``, or a later one, needs."""
+        return 0
+
+    def forgets_at(self, num_tokens: int) -> int:
+        """Fewest computed tokens after which the first ``num_tokens`` are never needed again."""
+        return NEVER if num_tokens > 0 else 0
+
+    def num_required(self, num_slots: int) -> int:
+        """Entries of a table with room for ``num_slots`` tokens."""
+        return -(-num_slots // self.block_size)
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """Most blocks that a request holds at once on its way to ``num_tokens`` slots, when no
+        call asks for more than ``max_step_tokens`` slots beyond the tokens that are ready.
+        """
+        return self.num_required(num_tokens)
+
+    def first_whole_block(self, first_token: int) -> int:
+        """First block that a load from ``first_token`` on fills so that it may be shared."""
+        return -(-first_token // self.block_size)
+
+    def is_reachable(self, index: int) -> bool:
+        """Whether any hit could need the block ``index`` of a table."""
+        return True
+
+    # -- Admission
+
+    def check_hits(
+        self, hits: Sequence[KVCacheBlock], num_tokens: int, block_hashes: Sequence[bytes]
+    ) -> None:
+        """Refuses hits that are not the request's.
+
+        Raises:
+            ValueError: the hits do not cover ``num_tokens``, or a block does not hold the
+                request's tokens (any more): it was reused since the lookup.
+        """
+        stride = self._hash_stride
+        end = len(hits) * stride
+        if len(hits) * self.block_size != num_tokens or end > len(block_hashes):
+            raise ValueError(
+                f"new_computed_blocks: {len(hits)} blocks of {self.block_size} tokens do not make "
+                f"up num_new_computed_tokens={num_tokens}"
+            )
+        first = self.first_kept(num_tokens) // self.block_size
+        needed = hits[first:] if first else hits
+        wanted = list(block_hashes[(first + 1) * stride - 1 : end : stride])
+        if [block.block_hash for block in needed] != wanted:
+            stale = next(
+                block
+                for block, block_hash in zip(needed, wanted, strict=True)
+                if block.block_hash != block_hash
+            )
+            raise ValueError(
+                f"new_computed_blocks: block {stale.block_id} does not hold the request's "
+                "tokens any more; call get_computed_blocks again before allocate_slots"
+            )
+
+    def count_free_hits(self, hits: Sequence[KVCacheBlock], room: Room) -> int:
+        """How many hits are free: taking them uses capacity up, as new blocks would."""
+        first = self.first_kept(room.num_ready) // self.block_size
+        return [block.ref_cnt for block in hits[first:]].count(0)
+
+    def count_missing(self, table: GroupTable, room: Room, num_hits: int) -> int:
+        """New blocks that a table needs for ``room``, once its hits are in it."""
+        have = len(table.blocks) + num_hits
+        passed = self.first_kept(room.num_ready) // self.block_size
+        return max(0, self.num_required(room.num_slots) - max(have, passed))
+
+    def count_missing_for_all(
+        self, table: GroupTable, room: Room, num_hits: int, num_tokens: int, max_step_tokens: int
+    ) -> int:
+        """The same for a whole sequence of ``num_tokens``, or its window where it has one.
+
+        A layer with a window never holds the whole sequence at once, so asking for as much would
+        refuse for ever what runs well. ``max_step_tokens`` bounds the steps to come.
+        """
+        passed = self.first_kept(room.num_ready) // self.block_size
+        at_once = min(
+            self.num_required(num_tokens) - passed, self.peak_blocks(num_tokens, max_step_tokens)
+        )
+        return max(0, at_once - max(0, len(table.blocks) + num_hits - passed))
+
+    def add_hits(self, table: GroupTable, hits: Sequence[KVCacheBlock], room: Room) -> None:
+        """Makes ``hits`` the beginning of an empty table, except those that nothing needs.
+
+        Takes references only, so that no group allocates before all groups have their hits.
+        """
+        table.num_cached = len(hits)
+        kept = self.first_kept(room.num_ready)
+        passed = min(kept // self.block_size, len(hits))
+        if passed:
+            hits = hits[passed:]
+            table.blocks.extend([self.pool.null_block] * passed)
+            table.num_passed = passed
+            table.first_token = passed * self.block_size
+        self.pool.touch(hits)
+        table.blocks.extend(hits)
+        if kept > room.num_local:
+            # What is loaded begins within a block. The tokens before it in that block are
+            # nobody's, so it must never be a hit. (The field hashes it all the same.)
+            table.first_token = kept
+            table.num_cached = self.first_whole_block(kept)
+
+    # -- Growth
+
+    def drop_passed(self, table: GroupTable, num_computed: int) -> bool:
+        """Gives back the blocks that no token from ``num_computed`` on needs; says whether any."""
+        passed = min(self.first_kept(num_computed) // self.block_size, len(table.blocks))
+        first = table.num_passed
+        if passed <= first:
+            return False
+        dropped = table.blocks[first:passed]
+        table.blocks[first:passed] = [self.pool.null_block] * len(dropped)
+        table.num_passed = passed
+        table.first_token = max(table.first_token, passed * self.block_size)
+        dropped.reverse()  # the tail first, as everywhere
+        self.pool.free_blocks(dropped)
+        return True
+
+    def grow(self, table: GroupTable, room: Room) -> list[KVCacheBlock]:
+        """Gives a table its room; returns the blocks that are new, null blocks left out."""
+        blocks = table.blocks
+        passed = self.first_kept(room.num_ready) // self.block_size
+        if passed > len(blocks):
+            blocks.extend([self.pool.null_block] * (passed - len(blocks)))
+            table.num_passed = passed
+        num_new = self.num_required(room.num_slots) - len(blocks)
+        if num_new <= 0:
+            return []
+        new_blocks = self.pool.get_new_blocks(num_new)
+        blocks.extend(new_blocks)
+        return new_blocks
+
+    def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
+        """Makes full blocks of the first ``num_tokens`` tokens hits for later requests.
+
+        Not those that no hit could need: hits end at the common alignment only.
+        """
+        num_full = self._num_cacheable(num_tokens)
+        first = table.num_cached
+        if num_full <= first:
+            return
+        block_hashes = request.hash_blocks(self._rules.hash_block_size)
+        if self._rules.alignment == self.block_size:
+            spans = [(first, num_full)]
+        else:
+            spans = [(i, i + 1) for i in range(first, num_full) if self.is_reachable(i)]
+        for start, end in spans:
+            self.pool.cache_full_blocks(
+                table.blocks,
+                block_hashes,
+                start,
+                end,
+                self.group_id,
+                hash_stride=self._hash_stride,
+                request=request,
+            )
+        table.num_cached = num_full
+
+    def free(self, table: GroupTable) -> None:
+        """Gives the blocks back, tail first, so that the head of a prefix is kept for longest."""
+        blocks = table.blocks[table.num_passed :] if table.num_passed else table.blocks
+        self.pool.free_blocks(reversed(blocks))
+
+    def limits(self, table: GroupTable) -> Limits:
+        """Until when nothing is to be done to a table."""
+        return Limits(
+            len(table.blocks) * self.block_size,
+            self.forgets_at(table.first_token),
+            self.forgets_at((table.num_passed + 1) * self.block_size),
+            self._next_hashed(table.num_cached),
+        )
+
+    def _aligned(self, num_blocks: int) -> int:
+        """The most blocks, not above ``num_blocks``, that a hit may have."""
+        alignment = self._rules.alignment
+        if alignment == self.block_size:
+            return num_blocks
+        return num_blocks * self.block_size // alignment * alignment // self.block_size
+
+    def _num_cacheable(self, num_tokens: int) -> int:
+        """Leading blocks that a hit of at most ``num_tokens`` tokens, or proving it, may need."""
+        num_full = num_tokens // self.block_size
+        num_aligned = self._aligned(num_full)
+        if num_aligned:
+            num_aligned += self._num_beyond
+        return min(num_full, num_aligned)
+
+    def _next_hashed(self, num_cached: int) -> int:
+        """Fewest tokens for which :meth:`_num_cacheable` exceeds ``num_cached``."""
+        size, alignment = self.block_size, self._rules.alignment
+        end = (num_cached + 1) * size
+        aligned_end = (num_cached + 1 - self._num_beyond) * size
+        return max(end, -(-aligned_end // alignment) * alignment, alignment)
+
+
+def table_block_size(
+    kind: type[SingleTypeManager], spec: KVCacheSpec, num_token_shards: int
+) -> int:
+    """Tokens per entry of a block table, over all ranks that hold a part of them."""
+    return spec.block_size * (num_token_shards if kind.is_token_sharded else 1)
