@@ -12,6 +12,7 @@ from kvferry.engine.messages import SamplingParams, ScheduledRequest
 from kvferry.engine.model import NoHook
 from kvferry.engine.runner import ModelRunner
 from kvferry.engine.weights import load_model_config, prepare_model
+from kvferry.engine.weights_folder import TinyLatent
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -25,17 +26,32 @@ LLAMA3_ROPE = {
 
 @pytest.fixture
 def transformers_model(monkeypatch):
-    """Loads a converted folder with transformers, its norm not rounded to float32."""
-    from transformers import LlamaForCausalLM
+    """Loads a converted folder with transformers, nothing of it rounded to float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2
     from transformers.models.llama import modeling_llama
+    from transformers.models.ministral import modeling_ministral
+    from transformers.models.mistral import modeling_mistral
 
     def norm(self, x):
         return self.weight * (x / (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).sqrt())
 
+    def rotate(q, k, angles):
+        """As theirs, which computes in float32."""
+        turned = [
+            torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * angles.unsqueeze(1)
+            for x in (q, k)
+        ]
+        return [torch.view_as_real(x).flatten(3) for x in turned]
+
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_ministral.MinistralRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_mistral.MistralRMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_deepseek_v2.DeepseekV2RMSNorm, "forward", norm)
+    monkeypatch.setattr(modeling_deepseek_v2, "apply_rotary_emb", rotate)
 
     def load(folder):
-        return LlamaForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="sdpa"
         ).eval()
 
@@ -62,8 +78,10 @@ def our_logits(worker_spec):
                     block_ids=(blocks,),
                     sample=SamplingParams(),
                 )
-                batch = build_batch([request], (geometry,), torch.float64)
-                rows.append(runner.model.forward(batch, runner.cache, NoHook())[0])
+                model = runner.model
+                windows = model.config.layer_windows
+                batch = build_batch([request], (geometry,), torch.float64, windows)
+                rows.append(model.forward(batch, runner.cache, NoHook())[0])
         return torch.stack(rows)
 
     return compute
@@ -94,6 +112,54 @@ def test_logits_are_those_of_transformers(
     with torch.no_grad():
         theirs = transformers_model(folder)(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-10)
+
+
+def logits_of(model, prompt):
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_logits_of_layers_with_windows_are_those_of_transformers(
+    every, tiny_folder, transformers_model, our_logits, prompts
+):
+    folder = tiny_folder(sliding_window=7, full_attention_every=every)
+    (prompt,) = prompts(45)
+    theirs = logits_of(transformers_model(folder), prompt)
+    torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-10)
+    wider = our_logits(tiny_folder(sliding_window=8, full_attention_every=every), prompt)
+    assert (wider[:7] - theirs[:7]).abs().max() < 1e-10
+    assert (wider[8:] - theirs[8:]).abs().max() > 1e-2
+
+
+def test_logits_of_mistral_are_those_of_transformers(
+    tiny_folder, transformers_model, our_logits, prompts, tmp_path
+):
+    made = tiny_folder(sliding_window=7, full_attention_every=0)
+    config = json.loads((made / "config.json").read_text())
+    config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    del config["layer_types"]
+    source = tmp_path / "mistral"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "model.safetensors").symlink_to(made / "model.safetensors")
+    (prompt,) = prompts(30)
+    theirs = logits_of(transformers_model(source), prompt)
+    folder = prepare_model(source, cache=tmp_path)
+    torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [None, 20])
+def test_logits_of_latent_attention_are_those_of_transformers(
+    rank, tiny_folder, transformers_model, our_logits, prompts
+):
+    """They spell out keys and values per head, we do not; they pair neighbours when rotating."""
+    folder = tiny_folder(latent=TinyLatent(q_lora_rank=rank))
+    (prompt,) = prompts(45)
+    theirs = logits_of(transformers_model(folder), prompt)
+    # Their cosines and sines come from another float32 function.
+    torch.testing.assert_close(our_logits(folder, prompt), theirs, rtol=0, atol=1e-4)
+    assert theirs.std() > 0.5
 
 
 def test_logits_with_llama3_rope_scaling_are_those_of_transformers(
