@@ -243,6 +243,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Name or dim order of the KV cache's layout."""
     num_blocks: int = 512
     """KV blocks per rank, the null block included."""
+    hybrid_kv_cache: bool = True
+    """Whether layers with a sliding window keep only the window's blocks, in groups of their own.
+    ``false`` keeps all blocks of all layers in one group."""
     device: Literal["cpu"] = "cpu"
     """Where the ranks compute."""
     max_model_len: int = 4096

@@ -9,7 +9,8 @@ from rich.table import Table
 
 from kvferry.cli.units import bytes_text
 from kvferry.config import ClusterConfig
-from kvferry.engine.model_config import DecoderConfig, engine_geometry
+from kvferry.engine.cache_groups import engine_cache
+from kvferry.engine.model_config import DecoderConfig
 from kvferry.topology import PairCost, explain_transfer, ranges_text
 
 
@@ -35,8 +36,8 @@ def engine_pairs(cluster: ClusterConfig, model: DecoderConfig, tokens: int) -> l
             prefill.name,
             decode.name,
             explain_transfer(
-                source=engine_geometry(prefill, model, dtype),
-                target=engine_geometry(decode, model, dtype),
+                source=engine_cache(prefill, model, dtype).geometries,
+                target=engine_cache(decode, model, dtype).geometries,
                 num_tokens=tokens,
                 target_engine_id=decode.transfer_config().engine_id,
             ),

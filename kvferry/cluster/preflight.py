@@ -7,7 +7,8 @@ import msgspec
 from kvferry.cluster.child import listen
 from kvferry.cluster.connector_keys import check_cluster_keys, check_plugins
 from kvferry.config import ClusterConfig, EngineConfig
-from kvferry.engine.model_config import DecoderConfig, engine_geometry
+from kvferry.engine.cache_groups import engine_cache
+from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError, PortInUseError
 
 
@@ -85,7 +86,7 @@ def check_shapes(cluster: ClusterConfig, model: DecoderConfig, where: str = "") 
     """
     try:
         for engine in cluster.engines:
-            engine_geometry(engine, model, cluster.model.dtype)
+            engine_cache(engine, model, cluster.model.dtype)
     except ConfigError as error:
         raise placed(error, where) from error
 

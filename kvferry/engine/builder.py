@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvferry.cache import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvferry.config import EngineConfig, KVTransferConfig
 from kvferry.connectors.base import SchedulerConnector
 from kvferry.connectors.registry import connector_context
 from kvferry.engine.admission import SchedulerOptions
+from kvferry.engine.cache_groups import engine_cache
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import Executor, InProcessExecutor
-from kvferry.engine.model_config import DecoderConfig, engine_geometry
+from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.weights import fingerprint, load_model_config
 from kvferry.engine.worker_spec import WorkerSpec
-from kvferry.topology.geometry import EngineGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ def build_engine(
         WorkerDiedError: a rank did not start.
     """
     model = load_model_config(model_folder)
-    geometry = engine_geometry(config, model, dtype)
+    cache = engine_cache(config, model, dtype)
     transfer = config.transfer_config() if connect else None
     incarnation = secrets.token_hex(8)
     options = SchedulerOptions(
@@ -66,8 +65,9 @@ def build_engine(
     spec = WorkerSpec(
         engine=config.name,
         model_folder=str(model_folder),
-        group=geometry.description(),
+        groups=tuple(geometry.description() for geometry in cache.geometries),
         num_blocks=config.num_blocks,
+        layer_windows=model.layer_windows,
         incarnation=incarnation,
         kv_transfer_config=transfer,
         threads=config.threads,
@@ -80,19 +80,7 @@ def build_engine(
         if connector is not None:
             connector.close()
         raise
-    return Engine.open(options, kv_cache_config(geometry, config.num_blocks), ranks, connector)
-
-
-def kv_cache_config(geometry: EngineGeometry, num_blocks: int) -> KVCacheConfig:
-    """The scheduler's view of a KV cache: one group, no tensors, as it owns no memory."""
-    names = tuple(geometry.layer_name(layer) for layer in range(geometry.num_layers))
-    spec = FullAttentionSpec(
-        block_size=geometry.block_size,
-        num_kv_heads=geometry.num_kv_heads,
-        head_size=geometry.head_size,
-        dtype=geometry.dtype,
-    )
-    return KVCacheConfig(num_blocks, (), (KVCacheGroupSpec(names, spec),))
+    return Engine.open(options, cache.config, ranks, connector)
 
 
 def _model_len(config: EngineConfig, model: DecoderConfig) -> int:
@@ -107,14 +95,14 @@ def _model_len(config: EngineConfig, model: DecoderConfig) -> int:
 
 
 def _open_scheduler_half(config: KVTransferConfig, spec: WorkerSpec) -> SchedulerConnector:
-    geometry = spec.geometry
     plugin, context = connector_context(
         config,
         incarnation=spec.incarnation,
-        groups=(geometry,),
-        model=fingerprint(spec.folder, geometry.dtype),
+        groups=spec.geometries,
+        layer_windows=spec.layer_windows,
+        model=fingerprint(spec.folder, spec.dtype),
         num_blocks=spec.num_blocks,
-        world_size=geometry.world_size,
+        world_size=spec.parallel.world_size,
     )
     return plugin.scheduler(context)
 

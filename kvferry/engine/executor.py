@@ -37,7 +37,7 @@ class Executor(Closing):
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.spec.geometry.world_size
+        return self.spec.parallel.world_size
 
     @property
     @abstractmethod
@@ -110,7 +110,7 @@ class InProcessExecutor(Executor):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
-        group = LocalGroup(spec.geometry.parallel, spec.step_timeout_s)
+        group = LocalGroup(spec.parallel, spec.step_timeout_s)
         self._group = group
         self._failures: dict[int, WorkerDiedError] = {}
         self._asked: tuple[int, ...] = ()

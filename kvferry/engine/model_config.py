@@ -18,9 +18,6 @@ from kvferry.cache import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvferry.cache.grouping import group_layers
-from kvferry.config import EngineConfig
-from kvferry.errors import ConfigError
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 from kvferry.topology.layer_ranges import default_split, split_of_group
@@ -307,45 +304,3 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
 def layer_name(layer: int) -> str:
     """The name of a layer among specs and tensors, which is also a geometry's default."""
     return f"layer.{layer}"
-
-
-def engine_geometries(
-    engine: EngineConfig, model: DecoderConfig, dtype: str, *, hybrid: bool = True
-) -> tuple[EngineGeometry, ...]:
-    """The KV cache of an engine, one geometry per group of layers.
-
-    Args:
-        engine: whose cache.
-        model: what it computes.
-        dtype: of the cache.
-        hybrid: whether layers with windows keep only those, in groups of their own; if not, one
-            group keeps all tokens.
-
-    Raises:
-        ConfigError: the shape does not fit the model.
-    """
-    try:
-        return model.geometries(
-            group_layers(model.kv_cache_specs(engine.block_size, dtype), hybrid=hybrid),
-            layout=engine.layout,
-            parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
-        )
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name!r}: {error}") from error
-
-
-def engine_geometry(engine: EngineConfig, model: DecoderConfig, dtype: str) -> EngineGeometry:
-    """The KV cache of an engine.
-
-    Raises:
-        ConfigError: the shape does not fit the model.
-    """
-    try:
-        return model.geometry(
-            dtype=dtype,
-            block_size=engine.block_size,
-            layout=engine.layout,
-            parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
-        )
-    except ValueError as error:
-        raise ConfigError(f"engine {engine.name!r}: {error}") from error

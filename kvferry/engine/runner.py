@@ -31,8 +31,8 @@ class ModelRunner:
     def __init__(
         self, spec: WorkerSpec, communicator: Communicator, memory: npt.NDArray[np.uint8]
     ) -> None:
-        geometry = spec.geometry
-        self._groups = (geometry,)
+        self._groups = spec.geometries
+        self._layer_windows = spec.layer_windows
         self.cache = PagedKVCache(self._groups, communicator.rank, spec.num_blocks, memory)
         folder = spec.folder
         self.model = DecoderModel(
@@ -40,7 +40,7 @@ class ModelRunner:
             load_model_config(folder),
             self._groups,
             communicator,
-            getattr(torch, geometry.dtype),
+            getattr(torch, spec.dtype),
         )
 
     def run(self, requests: Sequence[ScheduledRequest], hook: LayerHook) -> RankOutput:

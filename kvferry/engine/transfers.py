@@ -46,6 +46,8 @@ class EndedLoad:
     """Tokens that were to come from outside."""
     valid_tokens: int
     """Leading tokens of the request whose KV is in its blocks."""
+    partial_groups: frozenset[int]
+    """KV cache groups of whose blocks only a part was filled."""
     cause: str
     """Why it failed; empty if it did not."""
 
@@ -241,13 +243,16 @@ class KVTransfers:
         request.load = None
         cause = self._causes.pop(request.request_id, "the connector gave no reason")
         valid = load.local_tokens + load.external_tokens
+        partial: frozenset[int] = frozenset()
         if failed:
             valid = load.local_tokens
         elif load.invalid_block_ids:
             valid = self._valid_tokens(request, load)
         else:
+            assert self._connector is not None
+            partial = self._connector.partial_groups(request)
             cause = ""
-        return EndedLoad(request, synchronous, load.external_tokens, valid, cause)
+        return EndedLoad(request, synchronous, load.external_tokens, valid, partial, cause)
 
     def _valid_tokens(self, request: EngineRequest, load: RemoteLoad) -> int:
         """Tokens before the first block that was not filled; the local hit is always valid."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
 from kvferry.connectors.registry import connector_context
+from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.messages import RankOutput, SchedulerOutput
 from kvferry.engine.model import LayerHook, NoHook
@@ -36,7 +37,7 @@ class Worker:
             half = _open_connector(spec, self.rank)
             if half is not None:
                 opened.callback(half.connector.close)
-            nbytes = spec.geometry.nbytes(self.rank, spec.num_blocks)
+            nbytes = PagedKVCache.nbytes(spec.geometries, self.rank, spec.num_blocks)
             # The transport must own the memory that it serves: shared memory, for one, cannot
             # take over memory that exists. And memory comes before weights, which take longer.
             memory = np.zeros(nbytes, np.uint8) if half is None else half.connector.allocate(nbytes)
@@ -96,10 +97,11 @@ def _open_connector(spec: WorkerSpec, rank: int) -> _ConnectorHalf | None:
     plugin, context = connector_context(
         spec.kv_transfer_config,
         incarnation=spec.incarnation,
-        groups=(spec.geometry,),
-        model=fingerprint(spec.folder, spec.group.dtype),
+        groups=spec.geometries,
+        layer_windows=spec.layer_windows,
+        model=fingerprint(spec.folder, spec.dtype),
         num_blocks=spec.num_blocks,
-        world_size=spec.geometry.world_size,
+        world_size=spec.parallel.world_size,
     )
     return _ConnectorHalf(plugin.worker(context, rank), msgspec.msgpack.Decoder(plugin.Metadata))
 
@@ -111,8 +113,11 @@ class _ConnectorHook:
     """
 
     def __init__(self, spec: WorkerSpec, half: _ConnectorHalf) -> None:
-        geometry = spec.geometry
-        self._names = [geometry.layer_name(layer) for layer in range(geometry.num_layers)]
+        self._names = {
+            layer: geometry.layer_name(layer)
+            for geometry in spec.geometries
+            for layer in geometry.model_layers
+        }
         self._connector = half.connector
 
     def before_attention(self, layer: int) -> None:

@@ -74,7 +74,7 @@ def _prepare(start: Start) -> None:
 
 
 def _communicator(start: Start) -> Communicator:
-    parallel = start.spec.geometry.parallel
+    parallel = start.spec.parallel
     if parallel.world_size == 1:
         return SingleCommunicator()
     return GlooCommunicator(parallel, start.rank, start.init_method, start.spec.step_timeout_s)

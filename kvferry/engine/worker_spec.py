@@ -6,7 +6,7 @@ import msgspec
 
 from kvferry.config import KVTransferConfig
 from kvferry.topology.description import GroupDescription
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,12 +16,15 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the engine, for logs and messages."""
     model_folder: str
     """A converted model folder, see :func:`kvferry.engine.weights.prepare_model`."""
-    group: GroupDescription
-    """``EngineGeometry.description()``; its dtype is also that of weights and activations."""
+    groups: tuple[GroupDescription, ...]
+    """``EngineGeometry.description()`` of each KV cache group; their dtype is also that of weights
+    and activations."""
     num_blocks: int
     """KV blocks per rank, the null block included."""
     incarnation: str
     """Random per start of the engine."""
+    layer_windows: dict[int, int] = msgspec.field(default_factory=dict)
+    """Model layer → sliding window that it computes within."""
     kv_transfer_config: KVTransferConfig | None = None
     """``None`` for an engine that exchanges no KV."""
     threads: int = 1
@@ -32,9 +35,19 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a rank that has not answered a step counts as dead."""
 
     @property
-    def geometry(self) -> EngineGeometry:
-        """The engine's KV cache group."""
-        return EngineGeometry.from_description(self.group)
+    def geometries(self) -> tuple[EngineGeometry, ...]:
+        """The engine's KV cache groups."""
+        return tuple(EngineGeometry.from_description(group) for group in self.groups)
+
+    @property
+    def parallel(self) -> ParallelShape:
+        """The shape of the engine, the same for every group."""
+        return self.geometries[0].parallel
+
+    @property
+    def dtype(self) -> str:
+        """Of weights, activations and KV cache."""
+        return self.groups[0].dtype
 
     @property
     def folder(self) -> Path:

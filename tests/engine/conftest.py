@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvferry.config import KVTransferConfig
+from kvferry.config import EngineConfig, KVTransferConfig
+from kvferry.engine.cache_groups import engine_cache
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.engine.worker_spec import WorkerSpec
-from kvferry.topology.geometry import ParallelShape
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,19 +49,26 @@ def worker_spec():
         block_size=4,
         num_blocks=48,
         dtype="float64",
+        hybrid_kv_cache=True,
         connector: KVTransferConfig | None = None,
         **values,
     ) -> WorkerSpec:
-        geometry = load_model_config(folder).geometry(
-            dtype=dtype,
-            block_size=block_size,
+        model = load_model_config(folder)
+        engine = EngineConfig(
+            name="tested",
+            kv_transfer_config={},
+            tp=tp,
+            pp=pp,
             layout=layout,
-            parallel=ParallelShape(tp=tp, pp=pp),
+            block_size=block_size,
+            hybrid_kv_cache=hybrid_kv_cache,
         )
+        groups = engine_cache(engine, model, dtype).geometries
         return WorkerSpec(
             engine="tested",
             model_folder=str(folder),
-            group=geometry.description(),
+            groups=tuple(group.description() for group in groups),
+            layer_windows=model.layer_windows,
             num_blocks=num_blocks,
             incarnation="first",
             kv_transfer_config=connector,
@@ -121,7 +128,7 @@ def generate():
 
     def run(executor, prompts, *, tokens=6, chunk=512, sampling=None, seed=0, together=True):
         spec = executor.spec
-        size = spec.group.block_size
+        size = spec.groups[0].block_size
         scattered = torch.randperm(
             spec.num_blocks - 1, generator=torch.Generator().manual_seed(seed)
         )

@@ -2,11 +2,13 @@
 
 import pytest
 
+from kvferry.cache import KVCacheConfig
+from kvferry.cache.grouping import group_layers
 from kvferry.engine.admission import SchedulerOptions
-from kvferry.engine.builder import kv_cache_config
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
+from kvferry.engine.weights import load_model_config
 
 TOKENS = 10
 GREEDY = SamplingParams(max_tokens=TOKENS)
@@ -42,8 +44,10 @@ def open_engine(tiny_folder, worker_spec):
     opened = []
 
     def make(options, **spec_values):
-        spec = worker_spec(tiny_folder(num_layers=3), **spec_values)
-        config = kv_cache_config(spec.geometry, spec.num_blocks)
+        folder = tiny_folder(num_layers=3)
+        spec = worker_spec(folder, **spec_values)
+        specs = load_model_config(folder).kv_cache_specs(spec.groups[0].block_size, spec.dtype)
+        config = KVCacheConfig(spec.num_blocks, (), group_layers(specs))
         opened.append(Engine.open(options, config, InProcessExecutor(spec)))
         return opened[-1]
 

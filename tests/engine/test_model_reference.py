@@ -64,7 +64,7 @@ def our_logits(worker_spec):
 
     def compute(folder, prompt, **shape):
         spec = worker_spec(folder, num_blocks=64, **shape)
-        geometry = spec.geometry
+        geometry = spec.geometries[0]
         memory = torch.zeros(geometry.nbytes(0, 64), dtype=torch.uint8).numpy()
         runner = ModelRunner(spec, SingleCommunicator(), memory)
         rows = []

@@ -55,7 +55,7 @@ def test_ranks_without_a_query_head_change_nothing(
 ):
     model = {"num_heads": 2, "num_kv_heads": 1}
     spec = worker_spec(tiny_folder(num_layers=5, **model), tp=tp)
-    counts = [len(spec.geometry.query_heads(rank, 2)) for rank in range(tp)]
+    counts = [len(spec.geometries[0].query_heads(rank, 2)) for rank in range(tp)]
     assert (0 in counts) == (tp > 2)
     with InProcessExecutor(spec) as executor:
         found = generate(executor, prompts(*LENGTHS))
@@ -75,7 +75,7 @@ def test_replicas_of_a_head_agree_to_the_last_bit_in_float32(
     with InProcessExecutor(spec) as executor:
         generate(executor, prompts(40, 33), chunk=16)
         for head in range(3):
-            ranks = spec.geometry.head_replicas(head)
+            ranks = spec.geometries[0].head_replicas(head)
             assert len(ranks) > 1
             for layer in range(4):
                 first, *others = [executor.worker(r).runner.cache.layer(layer) for r in ranks]
@@ -127,7 +127,7 @@ def test_seeded_draws_do_not_depend_on_shape_or_batch(tiny_folder, worker_spec, 
 
 def test_a_geometry_of_another_model_is_refused(tiny_folder, worker_spec):
     config = load_model_config(tiny_folder())
-    geometry = worker_spec(tiny_folder(num_kv_heads=2)).geometry
+    geometry = worker_spec(tiny_folder(num_kv_heads=2)).geometries[0]
     with pytest.raises(ModelError, match="num_kv_heads: the geometry has 2, the model 3"):
         ModelShard.of(config, (geometry,), 0)
 
