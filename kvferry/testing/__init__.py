@@ -1,6 +1,7 @@
 """Conformance suites for authors of connectors and transports, and what the suites stand on.
 
     ConnectorConformance   what every connector must do                 connector_conformance.py
+    HybridConnectorConformance   the same with KV cache groups          hybrid_conformance.py
     FakeEngine             drives a connector's halves, checks them     fake_engine.py
     KnownCache             a KV cache whose every cell is known         known_cache.py
     TransportConformance   what every transport must do                 transport_conformance.py
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         slow_transport,
         stalling_transport,
     )
+    from kvferry.testing.hybrid_conformance import HybridConnectorConformance
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
 
@@ -29,6 +31,7 @@ __all__ = [
     "ConnectorConformance",
     "FakeEngine",
     "Faults",
+    "HybridConnectorConformance",
     "KnownCache",
     "TransportConformance",
     "faulty_transport",
@@ -41,6 +44,7 @@ _MODULES = {
     "ConnectorConformance": "connector_conformance",
     "FakeEngine": "fake_engine",
     "Faults": "faults",
+    "HybridConnectorConformance": "hybrid_conformance",
     "KnownCache": "known_cache",
     "TransportConformance": "transport_conformance",
     "faulty_transport": "faults",

@@ -14,7 +14,7 @@ Both halves run in this process, driven by :class:`~kvferry.testing.fake_engine.
 checks the contract in every step: cells, blocks that nobody holds, reports made once.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
-from kvferry.testing.fake_engine import FakeEngine, run
+from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_request import FakeRequest, Stage
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
@@ -92,15 +92,27 @@ class Pair:
 @contextmanager
 def open_pair(
     configs: tuple[KVTransferConfig, KVTransferConfig],
-    geometries: tuple[EngineGeometry, EngineGeometry],
+    geometries: tuple[Groups, Groups],
     num_blocks: int = 64,
     timeout_s: float = 20.0,
+    layer_windows: Mapping[int, int] | None = None,
 ) -> Iterator[Pair]:
-    """A producer and a consumer of these configs and geometries, closed at the end."""
+    """A producer and a consumer of these configs and geometries, closed at the end.
+
+    Args:
+        configs: what a user would write for each.
+        geometries: each one's KV cache groups.
+        num_blocks: KV blocks per rank.
+        timeout_s: seconds after which whatever is waited for counts as failed.
+        layer_windows: layer of the model → tokens that it sees, on both.
+    """
     with ExitStack() as stack:
         engines = []
-        for config, geometry in zip(configs, geometries, strict=True):
-            engines.append(FakeEngine.open(config, geometry, num_blocks=num_blocks))
+        for config, groups in zip(configs, geometries, strict=True):
+            engine = FakeEngine.open(
+                config, groups, num_blocks=num_blocks, layer_windows=layer_windows
+            )
+            engines.append(engine)
             stack.callback(engines[-1].close)
         yield Pair(engines[0], engines[1], timeout_s)
 
@@ -118,6 +130,8 @@ class ConnectorConformance:
     """Seconds after which whatever is waited for counts as failed."""
     num_blocks: ClassVar[int] = 64
     """KV blocks per rank."""
+    layer_windows: ClassVar[Mapping[int, int]] = {}
+    """Layer of the model → tokens that it sees."""
 
     @pytest.fixture
     def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
@@ -125,19 +139,21 @@ class ConnectorConformance:
         raise NotImplementedError("override the fixture `configs`")
 
     @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
-    def geometries(self, request: pytest.FixtureRequest) -> tuple[EngineGeometry, EngineGeometry]:
+    def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
         """The geometries of producer and consumer; override it if yours must be equal."""
-        pair: tuple[EngineGeometry, EngineGeometry] = request.param
+        pair: tuple[Groups, Groups] = request.param
         return pair
 
     @pytest.fixture
     def pair(
         self,
         configs: tuple[KVTransferConfig, KVTransferConfig],
-        geometries: tuple[EngineGeometry, EngineGeometry],
+        geometries: tuple[Groups, Groups],
     ) -> Iterator[Pair]:
         """Two open engines."""
-        with open_pair(configs, geometries, self.num_blocks, self.timeout_s) as pair:
+        with open_pair(
+            configs, geometries, self.num_blocks, self.timeout_s, self.layer_windows
+        ) as pair:
             yield pair
 
     def lose_source(self, pair: Pair) -> None:
@@ -174,7 +190,7 @@ class ConnectorConformance:
         pair.settle()
 
     def test_a_local_hit_of_everything_needs_no_load(self, pair: Pair) -> None:
-        size = pair.consumer.geometry.block_size
+        size = pair.consumer.block_size
         request = pair.decode(pair.prefill("r", 2 * size), local_blocks=2)
         pair.finish(request)
         assert request.external_tokens == 0

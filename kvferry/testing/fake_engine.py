@@ -1,42 +1,39 @@
 """An engine without a model, which drives both halves of a connector and checks what they promise.
 
-It schedules like a small engine: blocks are given out in no order and come back, every step runs
-on every rank, metadata crosses as MessagePack, reports are joined by the aggregator. Its caches are
-:class:`~kvferry.testing.known_cache.KnownCache`, so every load is compared cell by cell and every
-block that nobody holds is watched.
+It schedules like a small engine: blocks are given out in no order and come back, those behind a
+window at once; every step runs on every rank, metadata crosses as MessagePack, reports are joined
+by the aggregator. Its caches are :class:`~kvferry.testing.known_cache.KnownCache`, so every load is
+compared cell by cell and every block that nobody holds is watched.
 """
 
+import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import (
+    ConnectorContext,
     KVConnector,
-    KVConnectorMetadata,
     KVConnectorOutput,
     SchedulerConnector,
     WorkerConnector,
 )
 from kvferry.connectors.registry import connector_context
 from kvferry.errors import KVFerryError
+from kvferry.testing.fake_rank import FakeRank, promise
 from kvferry.testing.fake_request import FakePart, FakeRequest, FakeSchedule, Stage
-from kvferry.testing.known_cache import KnownCache
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
 
-LOCAL = 1
-"""Salt of the cells of a local prefix hit, so that a load that overwrites them shows."""
-
-
-class ContractBrokenError(AssertionError):
-    """The connector did what the plugin API forbids; the message says what."""
+Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
+"""The geometry of each KV cache group of an engine, or of its only one."""
 
 
 class FakeEngine:
@@ -45,17 +42,14 @@ class FakeEngine:
     def __init__(
         self,
         plugin: type[KVConnector],
-        geometry: EngineGeometry,
-        num_blocks: int,
+        context: ConnectorContext,
         scheduler: SchedulerConnector,
-        workers: Sequence[WorkerConnector],
-        caches: Sequence[KnownCache],
+        ranks: Sequence[FakeRank],
     ) -> None:
         self.plugin = plugin
-        self.geometry = geometry
+        self.groups = context.groups
         self.scheduler = scheduler
-        self.workers = workers
-        self.caches = caches
+        self.ranks = ranks
         self.requests: dict[str, FakeRequest] = {}
         """Every request so far, by id; a later one of the same id takes the place."""
         self.held: dict[str, list[int]] = {}
@@ -64,45 +58,64 @@ class FakeEngine:
         """The joined report of every step."""
         self.during_step: Callable[[], None] = lambda: None
         """Called between a step's schedule and its ranks; tests put an abort here."""
-        self.num_blocks = num_blocks
-        self._free = list(range(1, num_blocks))
+        self.num_blocks = context.num_blocks
+        self._free = list(range(1, self.num_blocks))
         self._finished: set[str] = set()
-        self._aggregator = KVOutputAggregator.from_connector(plugin, len(workers))
-        self._reported: list[set[tuple[str, str]]] = [set() for _ in workers]
+        self._aggregator = KVOutputAggregator.from_connector(plugin, len(ranks))
         self._random = random.Random(0)
 
     @classmethod
     def open(
-        cls, config: KVTransferConfig, geometry: EngineGeometry, *, num_blocks: int = 64
+        cls,
+        config: KVTransferConfig,
+        groups: Groups,
+        *,
+        num_blocks: int = 64,
+        layer_windows: Mapping[int, int] | None = None,
     ) -> "FakeEngine":
         """Builds the connector's halves and introduces them to each other.
+
+        Args:
+            config: what a user would write.
+            groups: the geometry of each KV cache group, or the only one.
+            num_blocks: KV blocks per rank, the null block included; the groups share them.
+            layer_windows: layer of the model → tokens that it sees, also where its group keeps
+                more.
 
         Raises:
             KVFerryError: what the connector raises.
         """
+        groups = (groups,) if isinstance(groups, EngineGeometry) else tuple(groups)
+        world_size = groups[0].world_size
         plugin, context = connector_context(
             config,
             incarnation=uuid.uuid4().hex,
-            groups=(geometry,),
-            model=fake_model(geometry),
+            groups=groups,
+            model=fake_model(groups),
             num_blocks=num_blocks,
-            world_size=geometry.world_size,
+            world_size=world_size,
+            layer_windows=layer_windows,
         )
         with ExitStack() as stack:
-            workers, caches = [], []
-            for rank in range(geometry.world_size):
-                worker = plugin.worker(context, rank)
-                stack.callback(worker.close)
-                memory = worker.allocate(geometry.nbytes(rank, num_blocks))
-                cache = KnownCache(geometry, rank, num_blocks, memory)
-                worker.register_kv_caches(cache.registered())
-                workers.append(worker)
-                caches.append(cache)
+            ranks = []
+            for rank in range(world_size):
+                ranks.append(FakeRank.open(plugin, context, rank))
+                stack.callback(ranks[-1].worker.close)
             scheduler = plugin.scheduler(context)
             stack.callback(scheduler.close)
-            scheduler.set_worker_handshakes([worker.handshake_metadata() for worker in workers])
+            scheduler.set_worker_handshakes([rank.worker.handshake_metadata() for rank in ranks])
             stack.pop_all()
-        return cls(plugin, geometry, num_blocks, scheduler, workers, caches)
+        return cls(plugin, context, scheduler, ranks)
+
+    @property
+    def workers(self) -> list[WorkerConnector]:
+        """The connector's worker halves, by rank."""
+        return [rank.worker for rank in self.ranks]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in which local hits come: the least common multiple of the groups' blocks."""
+        return math.lcm(*(group.block_size for group in self.groups))
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -114,18 +127,18 @@ class FakeEngine:
         *,
         local_blocks: int = 0,
     ) -> FakeRequest:
-        """Takes a request in; ``local_blocks`` of its prompt are a local prefix hit.
+        """Takes a request in; ``local_blocks`` times :attr:`block_size` tokens are a local hit.
 
         Raises:
             KVFerryError: the connector refuses its params.
         """
-        local_tokens = local_blocks * self.geometry.block_size
+        local_tokens = local_blocks * self.block_size
         request = FakeRequest(request_id, tuple(prompt), params, local_tokens)
         assert local_tokens < request.num_tokens, "a hit leaves one token to compute"
         self.scheduler.on_new_request(request)
         self._aggregator.forget(request_id)
-        for reported in self._reported:
-            reported -= {("finished_sending", request_id), ("finished_recving", request_id)}
+        for rank in self.ranks:
+            rank.forget(request_id)
         self.requests[request_id] = request
         return request
 
@@ -163,20 +176,36 @@ class FakeEngine:
         )
         self._finished = set()
         metadata = self.scheduler.build_connector_meta(schedule)
-        _promise(
+        promise(
             type(metadata) is self.plugin.Metadata,
             f"build_connector_meta returned a {type(metadata).__name__}, not Metadata",
         )
         self.during_step()
         wire = msgspec.msgpack.encode(metadata)
-        reports = [self._run_rank(rank, wire, schedule) for rank in range(len(self.workers))]
+        reports = [rank.run(wire, schedule, self.requests) for rank in self.ranks]
         self._receive(self._aggregator.join(reports))
         for request in computing:
             if request.stage is Stage.COMPUTING:
-                request.num_computed_tokens = request.num_tokens
-                request.output_token_ids.append(len(request.prompt_token_ids))
-                self._end(request, "length")
+                self._computed(request)
         return bool(computing)
+
+    def _computed(self, request: FakeRequest) -> None:
+        """A request's only step is over; draws its only token."""
+        if request.loads_in_step and not request.failed:
+            self._check_whole(request)
+        # As if its last token had been computed in a step of its own: what a window let go by
+        # then is nobody's, and one token more than the next step needs is still there.
+        self._let_go(request, request.num_tokens - 1)
+        request.num_computed_tokens = request.num_tokens
+        request.output_token_ids.append(len(request.prompt_token_ids))
+        self._end(request, "length")
+
+    def _let_go(self, request: FakeRequest, num_computed: int) -> None:
+        """Frees the blocks of which no group needs a token once ``num_computed`` are computed."""
+        for group, table in zip(self.groups, request.tables, strict=True):
+            behind = group.first_kept_token(num_computed) // group.block_size
+            self._release([block for block in table[:behind] if block != 0])
+            table[:behind] = [0] * behind
 
     def _in_stage(self, stage: Stage) -> list[FakeRequest]:
         return [request for request in self.requests.values() if request.stage is stage]
@@ -187,7 +216,7 @@ class FakeEngine:
             request_id=request.request_id,
             first_position=request.num_computed_tokens,
             block_ids=request.get_block_ids(),
-            num_new_blocks=(len(request.table),),
+            num_new_blocks=tuple(map(len, request.tables)),
         )
 
     def _admit(self, request: FakeRequest) -> None:
@@ -197,21 +226,36 @@ class FakeEngine:
         except KVFerryError as error:
             request.error = error
             tokens, load_async = 0, False
-        needed = -(-request.num_tokens // self.geometry.block_size)
-        if tokens is None or needed > len(self._free):
+        if tokens is None or not self._allocate(request, local + tokens):
             return
-        self._random.shuffle(self._free)
-        request.table, self._free = self._free[:needed], self._free[needed:]
-        for cache in self.caches:
-            cache.write(request.table, request.prompt_token_ids, 0, local, LOCAL)
         request.num_computed_tokens = local
         request.external_tokens = tokens
+        for rank in self.ranks:
+            rank.write_hit(request)
         self.scheduler.update_state_after_alloc(request, request, tokens)
         if load_async:
             request.stage = Stage.LOADING
         else:
             request.num_computed_tokens += tokens
+            request.loads_in_step = tokens > 0
             request.stage = Stage.COMPUTING
+
+    def _allocate(self, request: FakeRequest, num_computed: int) -> bool:
+        """Gives a request its blocks: none for what lies behind its windows from the start."""
+        sizes = [
+            (
+                group.first_kept_token(num_computed) // group.block_size,
+                -(-request.num_tokens // group.block_size),
+            )
+            for group in self.groups
+        ]
+        if sum(end - first for first, end in sizes) > len(self._free):
+            return False
+        self._random.shuffle(self._free)
+        for first, end in sizes:
+            request.tables.append([0] * first + self._free[: end - first])
+            self._free = self._free[end - first :]
+        return True
 
     def _ask(self, request: FakeRequest) -> tuple[int | None, bool]:
         local = request.local_tokens
@@ -220,61 +264,17 @@ class FakeEngine:
             return None, False
         again = self.scheduler.get_num_new_matched_tokens(request, local)
         id = request.request_id
-        _promise(
+        promise(
             again == (tokens, load_async), f"{id}: asked twice: {(tokens, load_async)}, {again}"
         )
-        _promise(
+        promise(
             0 <= tokens <= request.num_tokens - local,
             f"{id}: offers {tokens} tokens beyond {local} of {request.num_tokens}",
         )
-        _promise(tokens > 0 or not load_async, f"{id}: offers to load 0 tokens asynchronously")
+        promise(tokens > 0 or not load_async, f"{id}: offers to load 0 tokens asynchronously")
         # At least one token is computed here, whatever is offered.
         tokens = min(tokens, request.num_tokens - 1 - local)
         return tokens, load_async and tokens > 0
-
-    def _run_rank(self, rank: int, metadata: bytes, schedule: FakeSchedule) -> KVConnectorOutput:
-        worker, cache = self.workers[rank], self.caches[rank]
-        decoded: KVConnectorMetadata = msgspec.msgpack.decode(metadata, type=self.plugin.Metadata)
-        worker.start_load_kv(decoded)
-        layers = [self.geometry.layer_name(layer) for layer in self.geometry.layers(rank)]
-        for layer in layers:
-            worker.wait_for_layer_load(layer)
-        for part in schedule.requests:
-            self._compute(cache, self.requests[part.request_id])
-        for layer in layers:
-            worker.save_kv_layer(layer)
-        worker.wait_for_save()
-        report = worker.get_transfer_results(set(schedule.finished_req_ids))
-        self._check_report(rank, report)
-        return report
-
-    def _compute(self, cache: KnownCache, request: FakeRequest) -> None:
-        if request.stage is not Stage.COMPUTING:
-            return  # aborted during this step
-        if not request.failed:
-            self._check_load(cache, request)
-        first = request.num_computed_tokens
-        cache.write(request.table, request.prompt_token_ids, first, request.num_tokens)
-
-    def _check_load(self, cache: KnownCache, request: FakeRequest) -> None:
-        local, end = request.local_tokens, request.local_tokens + request.external_tokens
-        tokens = request.prompt_token_ids
-        wrong = cache.wrong_cells(request.table, tokens, 0, local, LOCAL)
-        _promise(not wrong, f"{request.request_id}: the load changed the local hit: {wrong}")
-        wrong = cache.wrong_cells(request.table, tokens, local, end)
-        _promise(not wrong, f"{request.request_id}: the load is not what the source held: {wrong}")
-
-    def _check_report(self, rank: int, report: KVConnectorOutput) -> None:
-        _promise(
-            report.failed_recving <= report.finished_recving,
-            f"rank {rank}: failed_recving {report.failed_recving} is not in finished_recving",
-        )
-        for direction in ("finished_sending", "finished_recving"):
-            for id in getattr(report, direction):
-                _promise(id in self.requests, f"rank {rank}: {direction} names unknown {id!r}")
-                key = (direction, id)
-                _promise(key not in self._reported[rank], f"rank {rank}: {key} is reported twice")
-                self._reported[rank].add(key)
 
     # -- what the ranks reported ----------------------------------------------------------------
 
@@ -288,25 +288,38 @@ class FakeEngine:
             elif id in self.held and id not in output.finished_sending:
                 self._release(self.held.pop(id))
         for id in output.finished_sending:
-            _promise(id in self.held, f"{id}: finished_sending, but its blocks were not kept")
+            promise(id in self.held, f"{id}: finished_sending, but its blocks were not kept")
             self._release(self.held.pop(id))
 
     def _loaded(self, request: FakeRequest, failed: bool) -> None:
         request.failed = failed
         request.stage = Stage.COMPUTING
         if not failed:
-            for cache in self.caches:
-                self._check_load(cache, request)
+            for rank in self.ranks:
+                rank.check_seen(request)
+            self._check_whole(request)
             request.num_computed_tokens += request.external_tokens
         # With no more tokens to come from outside, as the plugin API says.
         self.scheduler.update_state_after_alloc(request, request, 0)
+
+    def _check_whole(self, request: FakeRequest) -> None:
+        """Checks the blocks that an engine would now make prefix hits."""
+        partial = self.scheduler.partial_groups(request)
+        promise(
+            partial <= set(range(len(self.groups))),
+            f"{request.request_id}: partial_groups names {sorted(partial)}, there are "
+            f"{len(self.groups)} groups",
+        )
+        for rank in self.ranks:
+            rank.check_whole(request, partial)
 
     def _end(self, request: FakeRequest, reason: str) -> None:
         request.finish_reason = reason
         request.stage = Stage.FINISHED
         keep, params = self.scheduler.request_finished(request, request.get_block_ids())
         request.response_params = params
-        blocks, request.table = request.table, []
+        blocks = [block for table in request.tables for block in table if block != 0]
+        request.tables = []
         if keep and blocks:
             self.held[request.request_id] = blocks
         else:
@@ -314,8 +327,8 @@ class FakeEngine:
         self._finished.add(request.request_id)
 
     def _release(self, blocks: list[int]) -> None:
-        for cache in self.caches:
-            cache.spoil(blocks)
+        for rank in self.ranks:
+            rank.spoil(blocks)
         self._free += blocks
 
     def check_memory(self) -> None:
@@ -324,11 +337,8 @@ class FakeEngine:
         Raises:
             ContractBrokenError: somebody did.
         """
-        for cache in self.caches:
-            touched = cache.touched([0, *self._free])
-            _promise(
-                not touched, f"rank {cache.rank}: blocks {touched} were written to, held by nobody"
-            )
+        for rank in self.ranks:
+            rank.check_untouched([0, *self._free])
 
     def close(self) -> None:
         """Closes every half, twice: ``close`` is idempotent."""
@@ -349,7 +359,7 @@ def run(
     """
     deadline = time.monotonic() + timeout_s
     while not until():
-        _promise(
+        promise(
             time.monotonic() < deadline,
             f"waited {timeout_s:g} s for {what}; "
             + "; ".join(
@@ -364,12 +374,13 @@ def run(
             time.sleep(0.001)
 
 
-def fake_model(geometry: EngineGeometry) -> ModelFingerprint:
-    """The fingerprint of the model that :class:`KnownCache` stands for."""
+def fake_model(groups: Sequence[EngineGeometry]) -> ModelFingerprint:
+    """The fingerprint of the model that the known cells of these groups stand for."""
+    geometry = groups[0]
     return ModelFingerprint(
         name="known-cells",
         architecture="KnownCache",
-        num_layers=geometry.num_layers,
+        num_layers=sum(group.num_layers for group in groups),
         num_kv_heads=geometry.num_kv_heads,
         head_size=geometry.head_size,
         dtype=geometry.dtype,
@@ -377,8 +388,3 @@ def fake_model(geometry: EngineGeometry) -> ModelFingerprint:
         config_digest="known",
         weights_digest="known",
     )
-
-
-def _promise(kept: bool, otherwise: str) -> None:
-    if not kept:
-        raise ContractBrokenError(otherwise)

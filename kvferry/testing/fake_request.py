@@ -30,10 +30,12 @@ class FakeRequest:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     finish_reason: str | None = None
-    table: list[int] = field(default_factory=list)
-    """Its block table while it holds blocks."""
+    tables: list[list[int]] = field(default_factory=list)
+    """Its block tables while it holds blocks, one per KV cache group; 0 is the null block."""
     external_tokens: int = 0
     """Tokens that the connector was to fill."""
+    loads_in_step: bool = False
+    """Whether these are filled within the step that computes it."""
     failed: bool = False
     """Whether that load failed."""
     error: KVFerryError | None = None
@@ -54,8 +56,8 @@ class FakeRequest:
         return self.finish_reason == "length"
 
     def get_block_ids(self) -> tuple[list[int], ...]:
-        """The block table, as the connector sees it."""
-        return (list(self.table),)
+        """The block tables, as the connector sees them."""
+        return tuple(list(table) for table in self.tables)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ sequence can be decided by looking, and a block that nobody may touch can be tol
 somebody touched.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,9 @@ class KnownCache:
         dtype = np.dtype(f"u{geometry.itemsize}")
         shape = geometry.cache_shape(rank, num_blocks)
         memory[:] = _SPOILT
-        for name, part in zip(names, np.split(memory, len(names)), strict=True):
+        for index, name in enumerate(names):
+            each = len(memory) // len(names)
+            part = memory[index * each : (index + 1) * each]
             self.tensors[name] = part.view(dtype).reshape(shape)
         self._views = {
             (layer, part.name): self._view(layer, part.name, part.head_size, num_blocks)
@@ -70,11 +72,22 @@ class KnownCache:
             strides=(strides.block, strides.token, strides.head, strides.element),
         )
 
-    def registered(self) -> dict[str, npt.NDArray[Any]]:
-        """The tensors as a connector gets them: of the geometry's dtype where NumPy has it."""
+    def registered(self, *, by_layer: bool = False) -> dict[str, npt.NDArray[Any]]:
+        """The tensors as a connector gets them: of the geometry's dtype where NumPy has it.
+
+        Args:
+            by_layer: a view per layer under the layer's name, also where one tensor holds all, as
+                engines with several groups register them.
+        """
+        tensors = dict(self.tensors)
+        if by_layer and CROSS_LAYER_NAME in tensors:
+            dim = self.geometry.layout.dims(self.geometry.part_sizes).index("L")
+            views = np.moveaxis(tensors.pop(CROSS_LAYER_NAME), dim, 0)
+            names = map(self.geometry.layer_name, self.geometry.layers(self.rank))
+            tensors = dict(zip(names, views, strict=True))
         if not hasattr(np, self.geometry.dtype):
-            return dict(self.tensors)
-        return {name: tensor.view(self.geometry.dtype) for name, tensor in self.tensors.items()}
+            return tensors
+        return {name: tensor.view(self.geometry.dtype) for name, tensor in tensors.items()}
 
     def write(
         self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
@@ -82,20 +95,30 @@ class KnownCache:
         """Writes the cells of the tokens ``[first, end)``, as a model would.
 
         Args:
-            table: the block table, token 0 first.
+            table: the block table, token 0 first; nothing is written where it has the null block.
             tokens: the sequence, ``end`` tokens at least.
             first: position of the first token.
             end: position after the last one.
             salt: cells of different salts differ.
         """
         blocks, slots = self._places(table, first, end)
+        kept = blocks != 0
         for key, view in self._views.items():
-            view[blocks, slots] = self._expected(key, tokens, first, end, salt)
+            view[blocks[kept], slots[kept]] = self._expected(key, tokens, first, end, salt)[kept]
 
     def wrong_cells(
-        self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
+        self,
+        table: Sequence[int],
+        tokens: Sequence[int],
+        first: int,
+        end: int,
+        salt: int = 0,
+        layers: Collection[int] | None = None,
     ) -> list[str]:
         """Where the cells of the tokens ``[first, end)`` are not what :meth:`write` writes.
+
+        With ``layers``, only those of some of the model's layers. The null block has no right
+        cells.
 
         Returns:
             One line per layer and part that has wrong cells; empty if all are right.
@@ -103,6 +126,8 @@ class KnownCache:
         blocks, slots = self._places(table, first, end)
         lines = []
         for (layer, part), view in self._views.items():
+            if layers is not None and layer not in layers:
+                continue
             expected = self._expected((layer, part), tokens, first, end, salt)
             wrong = np.argwhere(view[blocks, slots] != expected)
             if len(wrong):
@@ -112,6 +137,16 @@ class KnownCache:
                     f"cells, first token {first + token}, head {head}, element {element}"
                 )
         return lines
+
+    def is_spoilt(self, table: Sequence[int], first: int, end: int) -> bool:
+        """Whether nobody wrote to the cells of the tokens ``[first, end)`` since they were spoilt.
+
+        Null blocks have none.
+        """
+        blocks, slots = self._places(table, first, end)
+        kept = blocks != 0
+        cells = [view[blocks[kept], slots[kept]] for view in self._views.values()]
+        return all(bool((np.ascontiguousarray(c).view(np.uint8) == _SPOILT).all()) for c in cells)
 
     def spoil(self, blocks: Iterable[int]) -> None:
         """Fills blocks with a pattern that :meth:`touched` looks for."""

@@ -4,6 +4,7 @@ import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
+from kvferry.testing.hybrid_conformance import HybridConnectorConformance
 
 
 def configs(transport: str) -> tuple[KVTransferConfig, KVTransferConfig]:
@@ -27,6 +28,12 @@ def configs(transport: str) -> tuple[KVTransferConfig, KVTransferConfig]:
 
 
 class TestOverShm(ConnectorConformance):
+    @pytest.fixture
+    def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
+        return configs("shm")
+
+
+class TestGroupsOverShm(HybridConnectorConformance):
     @pytest.fixture
     def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
         return configs("shm")

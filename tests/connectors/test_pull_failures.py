@@ -345,9 +345,9 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = open_engine("kv_producer", "p", SOURCE)
-    model = fake_engine.fake_model(TARGET)
+    model = fake_engine.fake_model((TARGET,))
     other = msgspec.structs.replace(model, weights_digest="other", rope="other")
-    monkeypatch.setattr(fake_engine, "fake_model", lambda geometry: other)
+    monkeypatch.setattr(fake_engine, "fake_model", lambda groups: other)
     pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)

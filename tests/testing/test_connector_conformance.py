@@ -11,7 +11,7 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.connectors import KVConnectorOutput
 from kvferry.testing.connector_conformance import GEOMETRIES, ConnectorConformance, open_pair
-from kvferry.testing.fake_engine import ContractBrokenError
+from kvferry.testing.fake_rank import ContractBrokenError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "folder_connector"
 SUITE = ConnectorConformance()

@@ -17,6 +17,7 @@ from kvferry.connectors.base import (
 )
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
+from kvferry.connectors.pull.gate import TicketGate
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.control.client import ControlClient
@@ -24,7 +25,7 @@ from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.sockets import split_address
-from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, sign, verify
+from kvferry.control.tickets import Ticket, prompt_digest, sign
 from kvferry.errors import ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription
 
@@ -54,7 +55,7 @@ class PullScheduler(SchedulerConnector):
         self._server = server
         self._client = client
         self._sources = sources
-        self._seen = SeenTickets()
+        self._gate = TicketGate(key, extra)
         self._loads: dict[str, Load] = {}
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
@@ -136,8 +137,7 @@ class PullScheduler(SchedulerConnector):
         """Checks the ticket of a request that was prefilled elsewhere and goes for its lease.
 
         Raises:
-            TicketError: forged, malformed, used before, or it names no address, or one that is
-                none of our ``peers``; nobody was contacted.
+            TicketError: the ticket is refused, see :meth:`TicketGate.admit`; nobody was contacted.
             ConfigError: this engine is a producer only.
         """
         params = request.kv_transfer_params
@@ -149,35 +149,13 @@ class PullScheduler(SchedulerConnector):
                 "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
             )
         try:
-            ticket = self._claimed_ticket(params.get("ticket"), request)
+            ticket = self._gate.admit(params.get("ticket"), request)
         except TicketError as error:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             logger.warning("ticket refused: %s", text)
             self._server.note_error("ticket", text)
             raise
         self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
-
-    def _claimed_ticket(self, text: object, request: RequestView) -> Ticket:
-        """The ticket of a request, verified, fitting, and now the request's own."""
-        if not isinstance(text, str):
-            raise TicketError(
-                "kv_transfer_params: do_remote_prefill needs the ticket that the prefill engine "
-                "returned; forward its kv_transfer_params unchanged"
-            )
-        ticket = verify(text, self._key)
-        try:
-            split_address(ticket.address)
-        except ValueError as error:
-            raise TicketError(f"ticket: its {error}") from error
-        peers = self._extra.peers
-        if self._key is None and peers and ticket.address not in peers:
-            raise TicketError(
-                f"ticket: it names {ticket.address}, which is not in peers "
-                f"({', '.join(peers)}); add it, or set a cluster_key"
-            )
-        _check_prompt(ticket, request)
-        self._seen.claim(ticket.lease_id, request.request_id)
-        return ticket
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -247,14 +225,14 @@ class PullScheduler(SchedulerConnector):
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
         load = self._loads.pop(request_id)
-        self._seen.retire(load.lease_id)
+        self._gate.retire(load.ticket)
         self._sources.release(load)
 
     def _loaded(self, request_id: str) -> None:
         """Every rank has reported this request's load."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._seen.retire(load.lease_id)
+            self._gate.retire(load.ticket)
             self._sources.drop(load)
         self._progress.pop(request_id, None)
 
@@ -405,18 +383,3 @@ class PullScheduler(SchedulerConnector):
 def _num_loadable(load: Load, request: RequestView) -> int:
     """End of the tokens that may come from the source: one is computed here, for its logits."""
     return min(load.ticket.num_tokens, request.num_tokens - 1)
-
-
-def _check_prompt(ticket: Ticket, request: RequestView) -> None:
-    """Refuses KV of other tokens than this request's: the signature cannot tell.
-
-    Raises:
-        TicketError: the request's prompt does not begin with the tokens of the ticket.
-    """
-    own = prompt_digest(request.prompt_token_ids[: ticket.num_tokens])
-    if ticket.prompt_digest and own != ticket.prompt_digest:
-        raise TicketError(
-            f"ticket: it is for the prompt of request {ticket.request_id!r}, and request "
-            f"{request.request_id!r} begins with other tokens; forward each response's "
-            "kv_transfer_params with its own prompt"
-        )

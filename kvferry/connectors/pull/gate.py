@@ -1,0 +1,65 @@
+"""Which tickets get in: verified, fitting their request, used once."""
+
+from kvferry.connectors.base import RequestView
+from kvferry.connectors.pull.config import PullConfig
+from kvferry.control.sockets import split_address
+from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, verify
+from kvferry.errors import TicketError
+
+
+class TicketGate:
+    """Judges the tickets that requests bring, before anybody is contacted."""
+
+    def __init__(self, key: bytes | None, extra: PullConfig) -> None:
+        """Args:
+        key: the cluster's key; ``None`` where tickets are not signed.
+        extra: of the connector; without a key, its ``peers`` bound whom a ticket may name.
+        """
+        self._key = key
+        self._peers = extra.peers
+        self._seen = SeenTickets()
+
+    def admit(self, text: object, request: RequestView) -> Ticket:
+        """The ticket of a request, verified, fitting, and from now on the request's own.
+
+        Raises:
+            TicketError: forged, malformed, used before, for another prompt, or it names no
+                address, or one that is none of our ``peers``.
+        """
+        if not isinstance(text, str):
+            raise TicketError(
+                "kv_transfer_params: do_remote_prefill needs the ticket that the prefill engine "
+                "returned; forward its kv_transfer_params unchanged"
+            )
+        ticket = verify(text, self._key)
+        try:
+            split_address(ticket.address)
+        except ValueError as error:
+            raise TicketError(f"ticket: its {error}") from error
+        if self._key is None and self._peers and ticket.address not in self._peers:
+            raise TicketError(
+                f"ticket: it names {ticket.address}, which is not in peers "
+                f"({', '.join(self._peers)}); add it, or set a cluster_key"
+            )
+        _check_prompt(ticket, request)
+        self._seen.claim(ticket.lease_id, request.request_id)
+        return ticket
+
+    def retire(self, ticket: Ticket) -> None:
+        """The request is over; its ticket never gets in again."""
+        self._seen.retire(ticket.lease_id)
+
+
+def _check_prompt(ticket: Ticket, request: RequestView) -> None:
+    """Refuses KV of other tokens than this request's: the signature cannot tell.
+
+    Raises:
+        TicketError: the request's prompt does not begin with the tokens of the ticket.
+    """
+    own = prompt_digest(request.prompt_token_ids[: ticket.num_tokens])
+    if ticket.prompt_digest and own != ticket.prompt_digest:
+        raise TicketError(
+            f"ticket: it is for the prompt of request {ticket.request_id!r}, and request "
+            f"{request.request_id!r} begins with other tokens; forward each response's "
+            "kv_transfer_params with its own prompt"
+        )

@@ -1,0 +1,229 @@
+"""One rank of the fake engine: a connector's worker half, and cells that show what it did."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from kvferry.connectors.base import (
+    ConnectorContext,
+    KVConnector,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    WorkerConnector,
+)
+from kvferry.testing.fake_request import FakeRequest, FakeSchedule, Stage
+from kvferry.testing.known_cache import KnownCache
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.windows import first_kept_token
+
+LOCAL = 1
+"""Salt of the cells of a local prefix hit, so that a load that overwrites them shows."""
+
+
+class ContractBrokenError(AssertionError):
+    """The connector did what the plugin API forbids; the message says what."""
+
+
+def promise(kept: bool, otherwise: str) -> None:
+    """Checks what the plugin API promises.
+
+    Raises:
+        ContractBrokenError: it was not kept; says ``otherwise``.
+    """
+    if not kept:
+        raise ContractBrokenError(otherwise)
+
+
+class FakeRank:
+    """A worker half between the memory that it allocated and the fake engine's steps."""
+
+    def __init__(
+        self,
+        plugin: type[KVConnector],
+        context: ConnectorContext,
+        worker: WorkerConnector,
+        caches: Sequence[KnownCache],
+    ) -> None:
+        """Takes ownership of the worker half; use :meth:`open`."""
+        self.worker = worker
+        self.caches = caches
+        """One per KV cache group."""
+        self._metadata = plugin.Metadata
+        self._windows = context.layer_windows
+        self._rank = caches[0].rank
+        self._reported: set[tuple[str, str]] = set()
+        self._layer_names = [
+            name
+            for _, name in sorted(
+                (layer, cache.geometry.layer_name(layer))
+                for cache in caches
+                for layer in cache.geometry.layers(cache.rank)
+            )
+        ]
+
+    @classmethod
+    def open(cls, plugin: type[KVConnector], context: ConnectorContext, rank: int) -> "FakeRank":
+        """Builds the worker half and registers the rank's caches with it.
+
+        Raises:
+            KVFerryError: what the connector raises.
+        """
+        worker = plugin.worker(context, rank)
+        try:
+            caches = _open_caches(context, rank, worker)
+            by_layer = len(caches) > 1
+            tensors = [cache.registered(by_layer=by_layer) for cache in caches]
+            worker.register_kv_caches({name: t for each in tensors for name, t in each.items()})
+        except BaseException:
+            worker.close()
+            raise
+        return cls(plugin, context, worker, caches)
+
+    def forget(self, request_id: str) -> None:
+        """The id is used again: reports on it count anew."""
+        kinds = ("finished_sending", "finished_recving")
+        self._reported -= {(kind, request_id) for kind in kinds}
+
+    def run(
+        self, metadata: bytes, schedule: FakeSchedule, requests: Mapping[str, FakeRequest]
+    ) -> KVConnectorOutput:
+        """One step, in the order that the plugin API documents.
+
+        Args:
+            metadata: the scheduler half's, as MessagePack.
+            schedule: what is computed.
+            requests: every request of the engine, by id.
+        """
+        decoded: KVConnectorMetadata = msgspec.msgpack.decode(metadata, type=self._metadata)
+        self.worker.start_load_kv(decoded)
+        for layer in self._layer_names:
+            self.worker.wait_for_layer_load(layer)
+        for part in schedule.requests:
+            request = requests[part.request_id]
+            if request.stage is Stage.COMPUTING:  # and not aborted during this step
+                self._compute(request)
+        for layer in self._layer_names:
+            self.worker.save_kv_layer(layer)
+        self.worker.wait_for_save()
+        report = self.worker.get_transfer_results(set(schedule.finished_req_ids))
+        self._check_report(report, requests)
+        return report
+
+    def write_hit(self, request: FakeRequest) -> None:
+        """Writes the cells of a request's local prefix hit."""
+        for cache, table in zip(self.caches, request.tables, strict=True):
+            cache.write(table, request.prompt_token_ids, 0, request.local_tokens, LOCAL)
+
+    def _compute(self, request: FakeRequest) -> None:
+        if not request.failed:
+            self.check_seen(request)
+        for cache, table in zip(self.caches, request.tables, strict=True):
+            first = request.num_computed_tokens
+            cache.write(table, request.prompt_token_ids, first, request.num_tokens)
+
+    def check_seen(self, request: FakeRequest) -> None:
+        """Checks a load's cells, and those of the hit before it, as far as any layer looks back.
+
+        Raises:
+            ContractBrokenError: some are not what they must be.
+        """
+        for line in self._wrong(request, self._windows, LOCAL):
+            promise(False, f"{request.request_id}: the load changed the local hit: {line}")
+        for line in self._wrong(request, self._windows):
+            promise(False, f"{request.request_id}: the load is not what the source held: {line}")
+
+    def check_whole(self, request: FakeRequest, partial: Collection[int]) -> None:
+        """Checks every cell that a group keeps, as anybody's prefix hit may need it.
+
+        Raises:
+            ContractBrokenError: cells of a group that is not ``partial`` are wrong.
+        """
+        for line in self._wrong(request, {}, partial=partial):
+            promise(
+                False,
+                f"{request.request_id}: the load left tokens out, and partial_groups names "
+                f"{sorted(partial)} only: {line}",
+            )
+
+    def _wrong(
+        self,
+        request: FakeRequest,
+        windows: Mapping[int, int],
+        salt: int = 0,
+        partial: Collection[int] = (),
+    ) -> Iterable[str]:
+        """Wrong cells of a request's local hit (salt ``LOCAL``) or of what was loaded behind it."""
+        local, end = request.local_tokens, request.local_tokens + request.external_tokens
+        for group, cache in enumerate(self.caches):
+            if group in partial:
+                continue
+            for first, layers in _by_first_token(cache, end, windows).items():
+                span = (min(first, local), local) if salt == LOCAL else (max(first, local), end)
+                tokens, table = request.prompt_token_ids, request.tables[group]
+                lines = cache.wrong_cells(table, tokens, *span, salt, layers)
+                yield from (f"group {group}, {line}" for line in lines)
+
+    def _check_report(self, report: KVConnectorOutput, requests: Mapping[str, FakeRequest]) -> None:
+        where = f"rank {self._rank}"
+        promise(
+            report.failed_recving <= report.finished_recving,
+            f"{where}: failed_recving {report.failed_recving} is not in finished_recving",
+        )
+        for direction in ("finished_sending", "finished_recving"):
+            for id in getattr(report, direction):
+                promise(id in requests, f"{where}: {direction} names unknown {id!r}")
+                key = (direction, id)
+                promise(key not in self._reported, f"{where}: {key} is reported twice")
+                self._reported.add(key)
+
+    def spoil(self, blocks: Sequence[int]) -> None:
+        """Marks blocks that nobody holds any more."""
+        for cache in self.caches:
+            cache.spoil(blocks)
+
+    def check_untouched(self, blocks: Sequence[int]) -> None:
+        """Checks that nobody wrote to blocks since they were spoilt.
+
+        Raises:
+            ContractBrokenError: somebody did.
+        """
+        for cache in self.caches:
+            touched = cache.touched(blocks)
+            promise(
+                not touched,
+                f"rank {self._rank}: blocks {touched} were written to, held by nobody",
+            )
+
+
+def _open_caches(context: ConnectorContext, rank: int, worker: WorkerConnector) -> list[KnownCache]:
+    """One cache per group; those of equal shape lie in the same memory, as in a real engine.
+
+    A block id belongs to one group at a time, so they cannot disturb each other; a connector that
+    confuses groups does.
+    """
+    num_blocks = context.num_blocks
+    sizes = [group.nbytes(rank, num_blocks) for group in context.groups]
+    shapes = {
+        (group.cache_shape(rank, num_blocks), group.layout, group.itemsize)
+        for group, size in zip(context.groups, sizes, strict=True)
+        if size
+    }
+    offsets = [0 if len(shapes) == 1 else sum(sizes[:index]) for index in range(len(sizes))]
+    memory = worker.allocate(max(map(sum, zip(offsets, sizes, strict=True))))
+    return [
+        KnownCache(group, rank, num_blocks, memory[offset : offset + size])
+        for group, offset, size in zip(context.groups, offsets, sizes, strict=True)
+    ]
+
+
+def _by_first_token(
+    cache: KnownCache, num_tokens: int, windows: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """First token that counts → the cache's layers for which it does."""
+    geometry: EngineGeometry = cache.geometry
+    layers = defaultdict(list)
+    for layer in geometry.layers(cache.rank):
+        seen = first_kept_token(num_tokens, sliding_window=windows.get(layer))
+        layers[max(seen, geometry.first_kept_token(num_tokens))].append(layer)
+    return layers
