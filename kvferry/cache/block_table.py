@@ -147,7 +147,8 @@ class BlockTable:
         index = np.arange(count.max(initial=0))
         inside = index < count[:, None]
         found = np.zeros(inside.shape, np.int64)
-        found[inside] = self.block_ids[row[:, None], first[:, None] + index * inside][inside]
+        run, step = np.nonzero(inside)
+        found[inside] = self.block_ids[row[run], first[run] + step]
         return found
 
     def split(self, block_size: int) -> "BlockTable":

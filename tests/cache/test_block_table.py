@@ -104,3 +104,32 @@ def test_block_cannot_be_split_into_what_does_not_divide_it(kernel_block_size):
     table = BlockTable.from_lists(8, [[1]])
     with pytest.raises(ValueError, match=f"block_size: {kernel_block_size} .* 8"):
         table.split(kernel_block_size)
+
+
+@given(TABLES, st.data())
+def test_runs_of_blocks_are_slices_of_the_rows_padded_with_the_null_block(tables, data):
+    rows, firsts, counts = [], [], []
+    for _ in range(data.draw(st.integers(0, 4))):
+        rows.append(data.draw(st.integers(0, len(tables) - 1)))
+        firsts.append(data.draw(st.integers(0, len(tables[rows[-1]]))))
+        counts.append(data.draw(st.integers(0, len(tables[rows[-1]]) - firsts[-1])))
+    found = BlockTable.from_lists(4, tables).between(rows, firsts, counts)
+    width = max(counts, default=0)
+    assert found.shape == (len(rows), width)
+    for run, row, first, count in zip(found.tolist(), rows, firsts, counts, strict=True):
+        assert run == tables[row][first : first + count] + [0] * (width - count)
+
+
+@pytest.mark.parametrize(
+    ("row", "first", "count", "message"),
+    [
+        (0, 1, 2, "blocks 1 to 3 of row 0, which has 2 blocks"),
+        (0, -1, 1, "blocks -1 to 0 of row 0"),
+        (1, 0, -1, "blocks 0 to -1 of row 1"),
+        (2, 0, 0, "row 2 of a table with 2 rows"),
+    ],
+)
+def test_a_run_that_leaves_its_row_is_an_error(row, first, count, message):
+    table = BlockTable.from_lists(4, [[7, 3], [5, 8, 9]])
+    with pytest.raises(BlockTableError, match=message):
+        table.between([1, row], [1, first], [2, count])
