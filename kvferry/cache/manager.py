@@ -210,6 +210,7 @@ class KVCacheManager:
         num_free_hits = coordinator.count_free_hits(hits.blocks, room)
         if tables is None:
             tables = coordinator.new_tables()
+        coordinator.drop_passed(tables, num_computed)
         if full_sequence_must_fit:
             # Only a load adds no token to be computed; the step after it computes the rest.
             max_step = num_new_tokens or max(1, request.num_tokens - num_ready)
@@ -222,7 +223,6 @@ class KVCacheManager:
             )
             if num_needed + num_free_hits > pool.get_num_free_blocks():
                 return None
-        coordinator.drop_passed(tables, num_computed)
         num_needed = coordinator.count_missing(tables, room, hits.blocks)
         if num_needed + num_free_hits > pool.get_num_free_blocks() - reserved_blocks:
             return None
