@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvferry.cache import KVCacheManager
 from kvferry.config import LoadFailurePolicy
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import EngineRequest
@@ -33,38 +34,25 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
 
 
-def blocks_for(num_tokens: int, block_sizes: Sequence[int]) -> int:
-    """Blocks that ``num_tokens`` tokens take, over all groups.
-
-    >>> blocks_for(33, (16,))
-    3
-    """
-    return sum(-(-num_tokens // size) for size in block_sizes)
-
-
 def output_limit(request: EngineRequest, options: SchedulerOptions) -> int:
     """Output tokens that end the request: ``max_tokens``, or what the model has room for."""
     return min(request.sampling.max_tokens, options.max_model_len - request.num_prompt_tokens)
 
 
 def check_request(
-    request: EngineRequest,
-    options: SchedulerOptions,
-    block_sizes: Sequence[int],
-    usable_blocks: int,
+    request: EngineRequest, options: SchedulerOptions, manager: KVCacheManager
 ) -> None:
     """Refuses what could never end well; nothing was allocated yet.
 
     Args:
         request: new, nothing computed.
         options: the engine's limits.
-        block_sizes: tokens per block, one entry per KV cache group.
-        usable_blocks: blocks of the pool, the null block left out.
+        manager: of the engine's blocks.
 
     Raises:
         RequestError: token ids outside the vocabulary, sampling parameters outside their range.
         OutOfBlocksError: the prompt exceeds ``max_model_len``, or prompt and answer together
-            exceed the whole pool.
+            need more blocks at once than the whole pool has.
     """
     _check_token_ids(request.prompt_token_ids, options.vocab_size)
     _check_sampling(request.sampling)
@@ -76,7 +64,8 @@ def check_request(
         )
     # The last output token is never computed, so it needs no room.
     longest = num_prompt + output_limit(request, options) - 1
-    needed = blocks_for(longest, block_sizes)
+    needed = manager.peak_blocks(longest, options.max_num_batched_tokens)
+    usable_blocks = manager.kv_cache_config.num_blocks - 1
     if needed > usable_blocks:
         raise OutOfBlocksError(
             f"prompt and answer of up to {longest} tokens need {needed} KV blocks, the whole pool "

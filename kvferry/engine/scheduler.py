@@ -26,7 +26,7 @@ import msgspec
 
 from kvferry.cache import KVCacheConfig, KVCacheManager
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
-from kvferry.engine.admission import SchedulerOptions, blocks_for, check_request, output_limit
+from kvferry.engine.admission import SchedulerOptions, check_request, output_limit
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import EngineRequest, RequestStatus
 from kvferry.engine.transfers import NO_MATCH, EndedLoad, KVTransfers, Match
@@ -45,7 +45,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     lent: int
     """Ended requests whose blocks the connector still needs."""
     lent_blocks: int
-    """Their block table entries; a block shared by two of them counts twice."""
+    """Their blocks; one that two of them share counts twice."""
     free_blocks: int
     usable_blocks: int
     """Blocks of the pool without the null block."""
@@ -95,10 +95,8 @@ class Scheduler:
         self._manager = KVCacheManager(
             kv_cache_config, options.max_model_len, enable_caching=options.enable_prefix_caching
         )
-        groups = kv_cache_config.kv_cache_groups
-        self._block_sizes = tuple(group.kv_cache_spec.block_size for group in groups)
         self._usable_blocks = kv_cache_config.num_blocks - 1
-        self._transfers = KVTransfers(connector, self._manager, self._block_sizes[0])
+        self._transfers = KVTransfers(connector, self._manager)
         self._requests: dict[str, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
         self._ready: list[EngineRequest] = []
@@ -125,7 +123,7 @@ class Scheduler:
         untold = any(news.request_id == name for news in self._news)
         if name in self._requests or self._transfers.holds(name) or untold:
             raise ValueError(f"request_id: {name!r} is in use; ids are unique among live requests")
-        check_request(request, self._options, self._block_sizes, self._usable_blocks)
+        check_request(request, self._options, self._manager)
         self._transfers.arrived(request)
         self._num_arrived += 1
         request.sequence = self._num_arrived
@@ -182,6 +180,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Puts the next step together. Every call is followed by one of :meth:`update`."""
+        self._manager.new_step_starts()
         step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
         self._schedule_running(step)
         if not step.preempted:  # whoever was pushed out would come straight back in
@@ -252,7 +251,12 @@ class Scheduler:
             if not step.budget or not self._has_seat():
                 return _Admission.BLOCKED
             count = min(request.num_tokens - computed, step.budget)
-        reserved = self._reserved_blocks() + self._missing_blocks(request, computed + count)
+        reserved = self._reserved_blocks()
+        needed = self._manager.blocks_to_come(
+            request, self._options.max_num_batched_tokens, num_local, local_blocks, match.tokens
+        )
+        if needed + reserved > self._manager.block_pool.get_num_free_blocks():
+            return _Admission.BLOCKED
         allocated = self._manager.allocate_slots(
             request,
             count,
@@ -340,14 +344,10 @@ class Scheduler:
         """Blocks that admitted requests still need for the tokens they are known to have."""
         admitted = (*self._running, *self._ready, *self._transfers.loading)
         return sum(
-            self._missing_blocks(request, request.allocated_tokens)
+            self._manager.blocks_to_come(request, self._options.max_num_batched_tokens)
             for request in admitted
             if request.allocated_tokens < request.num_tokens
         )
-
-    def _missing_blocks(self, request: EngineRequest, allocated_tokens: int) -> int:
-        sizes = self._block_sizes
-        return blocks_for(request.num_tokens, sizes) - blocks_for(allocated_tokens, sizes)
 
     # -- a step has been computed ------------------------------------------------------------
 
@@ -405,7 +405,7 @@ class Scheduler:
     def _load_ended(self, ended: EndedLoad) -> None:
         request = ended.request
         request.timings.load_finished = time.time()
-        self._manager.cache_blocks(request, ended.valid_tokens)
+        self._manager.cache_blocks(request, ended.valid_tokens, ended.partial_groups)
         if not ended.cause:
             if not request.num_output_tokens:  # not one that was preempted and loaded again
                 request.num_external_tokens = ended.external_tokens

@@ -65,12 +65,9 @@ class _Held:
 class KVTransfers:
     """Calls the connector in the order it was promised, and keeps what it must keep."""
 
-    def __init__(
-        self, connector: SchedulerConnector | None, manager: KVCacheManager, block_size: int
-    ) -> None:
+    def __init__(self, connector: SchedulerConnector | None, manager: KVCacheManager) -> None:
         self._connector = connector
         self._manager = manager
-        self._block_size = block_size
         self._loading: dict[str, EngineRequest] = {}
         self._synchronous: dict[str, EngineRequest] = {}
         self._held: dict[str, _Held] = {}
@@ -100,7 +97,7 @@ class KVTransfers:
 
     @property
     def num_held_blocks(self) -> int:
-        """Block table entries of those requests; shared blocks count once per request."""
+        """Blocks of those requests; one that two of them share counts twice."""
         return sum(held.num_blocks for held in self._held.values())
 
     def holds(self, request_id: str) -> bool:
@@ -208,7 +205,7 @@ class KVTransfers:
         block_ids = self._manager.get_block_ids(name)
         if self._connector is not None:
             keep, params = self._connector.request_finished(request, block_ids)
-        num_blocks = sum(map(len, block_ids))
+        num_blocks = self._manager.num_held_blocks(name)
         if keep and num_blocks:
             self._held[name] = _Held(request, num_blocks, loading)
             if not loading:
@@ -259,9 +256,10 @@ class KVTransfers:
         tables = self._manager.get_block_ids(request.request_id)
         if len(tables) != 1:  # a block of one group says nothing about the tokens of another
             return load.local_tokens
+        block_size = self._manager.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         first = next(i for i, block in enumerate(tables[0]) if block in load.invalid_block_ids)
         end = load.local_tokens + load.external_tokens
-        return min(end, max(load.local_tokens, first * self._block_size))
+        return min(end, max(load.local_tokens, first * block_size))
 
     def _ignore(self, kind: str, request_id: str) -> None:
         """Logs a report that means nothing to us; late and double reports are ordinary."""

@@ -210,7 +210,8 @@ class SingleTypeManager(ABC):
         A layer with a window never holds the whole sequence at once, so asking for as much would
         refuse for ever what runs well. ``max_step_tokens`` bounds the steps to come.
         """
-        passed = self.first_kept(room.num_ready) // self.block_size
+        # A load leaves out what its window passes before its tokens count as computed.
+        passed = max(self.first_kept(room.num_ready) // self.block_size, table.num_passed)
         at_once = min(
             self.num_required(num_tokens) - passed, self.peak_blocks(num_tokens, max_step_tokens)
         )
