@@ -342,6 +342,34 @@ class KVCacheManager:
         """
         return self._coordinator.peak_blocks(num_tokens, max_step_tokens)
 
+    def blocks_to_come(
+        self,
+        request: CacheRequest,
+        max_step_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Free blocks that a request takes at most until all its tokens so far are computed.
+
+        Args:
+            request: holds blocks, or is about to be admitted with the hit that follows.
+            max_step_tokens: most tokens that one call of :meth:`allocate_slots` adds.
+            num_new_computed_tokens: see :meth:`allocate_slots`.
+            new_computed_blocks: likewise; those that are free are taken, so they count.
+            num_external_computed_tokens: likewise.
+        """
+        coordinator = self._coordinator
+        tables = self._tables.get(request.request_id) or coordinator.new_tables()
+        hits = self._no_blocks if new_computed_blocks is None else new_computed_blocks
+        num_local = request.num_computed_tokens + num_new_computed_tokens
+        num_ready = num_local + num_external_computed_tokens
+        room = Room(num_local, num_ready, num_ready)
+        num_missing = coordinator.count_missing_for_all(
+            tables, room, hits.blocks, request.num_tokens, max_step_tokens
+        )
+        return num_missing + coordinator.count_free_hits(hits.blocks, room)
+
     def num_held_blocks(self, request_id: str) -> int:
         """Blocks that a request holds in all groups, null blocks left out."""
         tables = self._tables.get(request_id)
