@@ -78,10 +78,8 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Bytes of all the layers on one rank that the longest request may hold at once."""
-        num_blocks = max(
-            -(-spec.max_memory_usage_bytes(limits) // spec.page_size_bytes)
-            for spec in self.kv_cache_specs.values()
-        )
+        spec = self.first_spec
+        num_blocks = spec.max_memory_usage_bytes(limits) // spec.page_size_bytes
         return num_blocks * self.page_size_bytes
 
     def copy_with_new_block_size(self, block_size: int) -> Self:

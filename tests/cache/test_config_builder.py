@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from kvferry.cache import (
     CacheLimits,
+    ChunkedLocalAttentionSpec,
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVCacheManager,
     KVCacheTensor,
     MambaSpec,
+    Request,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     build_kv_cache_config,
@@ -23,6 +26,8 @@ FULL = FullAttentionSpec(4, 1, 8, "float32")  # 256 bytes per page
 WINDOW = SlidingWindowSpec(4, 1, 8, "float32", sliding_window=8)
 WIDE = dataclasses.replace(FULL, num_kv_heads=3)
 STATE = MambaSpec(400, [(50,)], ["int8"])
+STATES = MambaSpec(4, [(50,)], ["int8"], mamba_cache_mode="all")
+CHUNK = ChunkedLocalAttentionSpec(4, 1, 8, "float32", attention_chunk_size=6)
 LIMITS = CacheLimits(40, max_num_batched_tokens=8)
 
 
@@ -151,6 +156,27 @@ def test_length_that_an_error_names_fits_and_one_more_does_not(specs, available,
         build_kv_cache_config(
             specs, available, dataclasses.replace(limits, max_model_len=longest + 1)
         )
+
+
+@given(
+    st.lists(st.sampled_from([FULL, WIDE, WINDOW, CHUNK, STATE, STATES]), min_size=1, max_size=6),
+    st.integers(1, 60),
+    st.integers(1, 20),
+    st.booleans(),
+)
+def test_manager_takes_the_longest_request_from_the_smallest_pool(specs, length, step, caching):
+    specs = named(*specs)
+    limits = CacheLimits(length, step)
+    with pytest.raises(ValueError, match="needs") as e:
+        build_kv_cache_config(specs, 0, limits)
+    needed = int(re.search(r"needs (\d+)", str(e.value)).group(1))
+    config = build_kv_cache_config(specs, needed, limits)
+    manager = KVCacheManager(config, length, enable_caching=caching)
+    request = Request("r", list(range(length)))
+    while request.num_computed_tokens < length:
+        num_new = min(step, length - request.num_computed_tokens)
+        assert manager.allocate_slots(request, num_new) is not None
+        request.num_computed_tokens += num_new
 
 
 def test_token_shards_let_longer_requests_fit():
