@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.control.handshake import MAX_RANKS, compare, validate
@@ -15,6 +15,9 @@ from kvferry.topology.groups import pair_groups
 from kvferry.topology.parallel import ParallelShape
 
 replace = msgspec.structs.replace
+
+#: A busy machine is no finding.
+LAW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -139,6 +142,7 @@ def test_an_engine_with_too_many_ranks_is_refused_before_any_work(describe):
         validate(replace(description, ranks=ranks))
 
 
+@LAW
 @given(data=st.data())
 def test_whatever_numbers_a_peer_sends_it_is_valid_or_a_protocol_error(describe, data):
     """And if valid, no cell of any block lies outside its region."""
@@ -257,6 +261,7 @@ def test_groups_on_different_ranks_are_refused(hybrid):
         validate(change(description, ["groups", 1], turned))
 
 
+@LAW
 @given(data=st.data())
 def test_whatever_groups_a_peer_sends_they_are_valid_or_a_protocol_error(hybrid, data):
     """And if valid, they pair with themselves."""
@@ -386,6 +391,7 @@ def test_layers_that_the_groups_do_not_cover_are_a_mismatch(describe):
     )
 
 
+@LAW
 @given(ours=grouped_engines(), theirs=grouped_engines())
 def test_groups_mismatch_exactly_where_the_planner_would_refuse(describe, ours, theirs):
     one, two = (
