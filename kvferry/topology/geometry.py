@@ -24,14 +24,7 @@ from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_coun
 from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
 from kvferry.topology.windows import first_kept_token
 
-__all__ = [
-    "ITEMSIZES",
-    "EngineGeometry",
-    "ParallelShape",
-    "Part",
-    "RankCoordinates",
-    "dtype_name",
-]
+__all__ = ["EngineGeometry", "ParallelShape", "RankCoordinates"]
 
 _PLAIN_FIELDS = tuple(
     field
