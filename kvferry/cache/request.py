@@ -216,5 +216,5 @@ def _checked_inputs(
             )
     return tuple(
         MultiModalInput(each.identifier, each.offset, each.length)
-        for each in sorted(mm_inputs, key=lambda each: (each.offset, each.length, each.identifier))
+        for each in sorted(mm_inputs, key=lambda each: (each.offset, each.identifier))
     )

@@ -181,6 +181,7 @@ def test_evicted_block_is_no_hit_and_stays_with_who_holds_it():
     assert held.ref_cnt == 1
     # The free one is worth nothing now, so it goes before the hashed one, and before fresh ones.
     assert pool.get_free_block_ids() == [2, 4, 5, 3]
+    assert pool.get_num_free_blocks() == 4
     pool.free_blocks([held])
     assert pool.get_free_block_ids() == [1, 2, 4, 5, 3]
     assert ids(pool.get_new_blocks(5)) == [1, 2, 4, 5, 3]

@@ -21,7 +21,7 @@ NUM_BLOCKS = 9
 ADMIT = st.tuples(
     st.just("admit"),
     st.sampled_from(range(len(STRIDES))),
-    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.lists(st.integers(0, 1), min_size=4, max_size=16),
     st.sets(st.integers(0, 5)),
     st.integers(0, 6),
 )
@@ -170,12 +170,25 @@ def test_events_need_the_request():
 def test_failed_caching_tells_of_the_blocks_before_the_failure():
     pool = BlockPool(5, enable_events=True)
     request = Request("r", range(8), hash_block_size=2)
-    table = cache(pool, request, num_cached=3)
+    table = [*cache(pool, request, num_cached=2, num_full=3), *pool.get_new_blocks(1)]
     pool.take_events()
     with pytest.raises(ValueError, match="hashed already"):
         pool.cache_full_blocks(table, request.block_hashes, 0, 4, request=request)
     (stored,) = pool.take_events()
-    assert stored.block_hashes == request.block_hashes[:3]
+    assert stored.block_hashes == request.block_hashes[:2]
+    assert len(pool.cached_blocks()) == 3
+
+
+def test_blocks_of_two_groups_are_removed_in_two_events():
+    pool = BlockPool(3, num_groups=2, enable_events=True)
+    request = Request("r", range(2), hash_block_size=2)
+    for group_id in range(2):
+        table = pool.get_new_blocks(1)
+        pool.cache_full_blocks(table, request.block_hashes, 0, 1, group_id, request=request)
+        pool.free_blocks(table)
+    pool.take_events()
+    pool.get_new_blocks(2)
+    assert [event.group_idx for event in pool.take_events()] == [0, 1]
 
 
 def test_wire_form_is_the_one_that_consumers_of_vllms_events_parse():

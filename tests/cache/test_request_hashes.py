@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +16,9 @@ SALTS = st.sampled_from([None, "", "a", "b"])
 
 # Few identifiers and a short prompt, so that inputs are often equal, neighbours or overlapping.
 IMAGES = st.lists(
-    st.builds(MultiModalInput, st.sampled_from(["cat", "tiger"]), st.integers(0, 6), st.just(1)),
+    st.builds(
+        MultiModalInput, st.sampled_from(["cat", "dog"]), st.integers(0, 7), st.integers(1, 9)
+    ),
     max_size=3,
 )
 
@@ -60,7 +61,7 @@ def seen(block, size, images):
     """The images that a block shows, and where each begins, by looking at every place."""
     first = block * size
     return sorted(
-        (image.offset - first, image.length, image.identifier)
+        (image.offset - first, image.identifier)
         for image in images
         if any(
             image.offset <= place < image.offset + image.length
@@ -71,8 +72,6 @@ def seen(block, size, images):
 
 @given(IMAGES, IMAGES, st.integers(1, 5))
 def test_requests_of_equal_text_share_only_the_blocks_before_the_images_differ(a, b, size):
-    # As real ones do: what is called the same is of the same length.
-    a, b = ([msgspec.structs.replace(i, length=len(i.identifier) * 2) for i in x] for x in (a, b))
     tokens = [0] * 16
     same = True
     for block, (hash_a, hash_b) in enumerate(
