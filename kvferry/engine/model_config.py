@@ -111,25 +111,6 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # ---- its KV cache ----------------------------------------------------------------------
 
-    def geometry(
-        self, *, dtype: str, block_size: int, layout: Layout | str, parallel: ParallelShape
-    ) -> EngineGeometry:
-        """The KV cache of an engine that keeps all tokens of all layers, in one group.
-
-        Raises:
-            ValueError: the layout or the shape does not fit, see :class:`EngineGeometry`.
-        """
-        return EngineGeometry(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.kv_head_size,
-            dtype=dtype,
-            block_size=block_size,
-            layout=layout,
-            parallel=parallel,
-            use_mla=self.use_mla,
-        )
-
     def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
         """What each layer needs to keep, by the layer's name, first layer first.
 

@@ -25,14 +25,13 @@ class ModelRunner:
         memory: for the KV cache, at least :meth:`PagedKVCache.nbytes` bytes.
 
     Raises:
-        ModelError: the model folder cannot be used, or is of another shape than the geometry.
+        ModelError: the model folder cannot be used, or is of another shape than the geometries.
     """
 
     def __init__(
         self, spec: WorkerSpec, communicator: Communicator, memory: npt.NDArray[np.uint8]
     ) -> None:
         self._groups = spec.geometries
-        self._layer_windows = spec.layer_windows
         self.cache = PagedKVCache(self._groups, communicator.rank, spec.num_blocks, memory)
         folder = spec.folder
         self.model = DecoderModel(
@@ -52,7 +51,7 @@ class ModelRunner:
 
         Raises:
             WorkerDiedError: another rank is gone.
-            BlockTableError: a block table is too short for its request.
+            BlockTableError: a block table lacks a block that its request needs.
         """
         output = RankOutput()
         if not requests:

@@ -2,10 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from kvferry.engine.attention_batch import build_batch
+from kvferry.engine.attention_cache import PagedKVCache
 from kvferry.engine.communicator import SingleCommunicator
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
@@ -63,24 +65,26 @@ def our_logits(worker_spec):
     """Logits after every token of a prompt: each token is its own request's last."""
 
     def compute(folder, prompt, **shape):
-        spec = worker_spec(folder, num_blocks=64, **shape)
-        geometry = spec.geometries[0]
-        memory = torch.zeros(geometry.nbytes(0, 64), dtype=torch.uint8).numpy()
-        runner = ModelRunner(spec, SingleCommunicator(), memory)
+        spec = worker_spec(folder, num_blocks=100, **shape)
+        groups = spec.geometries
+        nbytes = PagedKVCache.nbytes(groups, 0, spec.num_blocks)
+        runner = ModelRunner(spec, SingleCommunicator(), np.zeros(nbytes, np.uint8))
+        model = runner.model
+        needed = -(-len(prompt) // groups[0].block_size)
+        free = iter(range(99, 0, -1))
+        tables = tuple([next(free) for _ in range(needed)] for _ in groups)
         rows = []
-        blocks = list(range(40, 40 - len(prompt) // geometry.block_size - 1, -1))
         with torch.inference_mode():
             for position, token in enumerate(prompt):
                 request = ScheduledRequest(
                     request_id="r",
                     token_ids=[token],
                     first_position=position,
-                    block_ids=(blocks,),
+                    block_ids=tables,
                     sample=SamplingParams(),
                 )
-                model = runner.model
                 windows = model.config.layer_windows
-                batch = build_batch([request], (geometry,), torch.float64, windows)
+                batch = build_batch([request], groups, torch.float64, windows)
                 rows.append(model.forward(batch, runner.cache, NoHook())[0])
         return torch.stack(rows)
 
