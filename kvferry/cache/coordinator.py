@@ -42,7 +42,7 @@ class RequestTables:
     quiet_from: int = 0
     """Fewest computed tokens from which the request can go on: fewer than it has had since would
     need blocks that were given back, or were never filled."""
-    quiet_until: int = 0
+    quiet_until: int = NEVER
     """Computed tokens at which a group can give a block back."""
     next_hashed: int = 0
     """Computed tokens at which a group has a block to make a hit."""

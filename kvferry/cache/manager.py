@@ -203,9 +203,8 @@ class KVCacheManager:
             return self._no_blocks
 
         coordinator, pool = self._coordinator, self.block_pool
-        room = Room(
-            num_computed + num_new_computed_tokens, num_ready, num_slots, num_encoder_tokens
-        )
+        num_local = num_computed + num_new_computed_tokens
+        room = Room(num_local, num_ready, num_slots, num_encoder_tokens)
         hits = self._check_hits(request, tables, new_computed_blocks, room)
         num_free_hits = coordinator.count_free_hits(hits.blocks, room)
         if tables is None:
@@ -364,7 +363,7 @@ class KVCacheManager:
         hits = self._no_blocks if new_computed_blocks is None else new_computed_blocks
         num_local = request.num_computed_tokens + num_new_computed_tokens
         num_ready = num_local + num_external_computed_tokens
-        room = Room(num_local, num_ready, num_ready)
+        room = Room(num_local, num_ready, num_ready, num_ready)
         num_missing = coordinator.count_missing_for_all(
             tables, room, hits.blocks, request.num_tokens, max_step_tokens
         )

@@ -15,9 +15,11 @@ from kvferry.cache.specs_mamba import MambaSpec
 class MambaManager(WindowedManager):
     """A token needs the state after the token before it, so it is a window of two tokens.
 
-    Entry ``i`` of a table is the state after the tokens of block ``i``, or after the last token
-    so far; of the entries behind it ``num_speculative_blocks`` take the states of drafts. The last
-    state alone is a hit.
+    Entry ``i`` of a table is the state after the last token of block ``i``, or after the last
+    token so far; the last ``num_speculative_blocks`` entries take the states of drafts. A step
+    writes the state at the end of each block that it fills; all but the last are given back in
+    the next step, and stay hits. A hit needs the last state alone. (vLLM's mode ``all``. In mode
+    ``none`` one block holds a whole request, so its state is updated in place.)
     """
 
     is_token_sharded: ClassVar[bool] = False
