@@ -11,9 +11,11 @@ from kvferry.config import (
     DEPRECATED_KEYS,
     ClusterConfig,
     EngineConfig,
+    KVEventsConfig,
     KVTransferConfig,
     load_cluster,
     parse_struct,
+    split_endpoint,
 )
 from kvferry.errors import ConfigError
 
@@ -307,6 +309,47 @@ class TestClusterConfig:
         with pytest.warns(DeprecationWarning, match="engine 'p'.*'kv_rank' has no effect") as all_:
             ClusterConfig.from_mapping(cluster(prefill=tables))
         assert len(all_) == 1
+
+    def test_a_kv_events_table_is_vllms_config(self):
+        events = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": "tcp://*:5557",
+            "replay_endpoint": "tcp://[::1]:0",
+            "topic": "kv-events",
+        }
+        config = ClusterConfig.from_mapping(
+            cluster(prefill=[engine("p", "kv_producer", kv_events=events)])
+        )
+        (prefill,) = config.prefill
+        assert prefill.kv_events == KVEventsConfig(**events)
+        assert split_endpoint(prefill.kv_events.replay_endpoint) == ("::1", 0)
+        assert config.decode[0].kv_events is None
+
+    @pytest.mark.parametrize(
+        ("key", "value", "message"),
+        [
+            ("endpoint", "127.0.0.1:5557", "endpoint: '127.0.0.1:5557' is not tcp://host:port"),
+            ("endpoint", "ipc:///tmp/x", "is not tcp://host:port; tcp://127.0.0.1:5557, say"),
+            ("replay_endpoint", "tcp://a:65536", "replay_endpoint: 65536 is not a TCP port"),
+            ("buffer_steps", 0, "buffer_steps: 0 is less than 1"),
+            ("hwm", 0, "hwm: 0 is less than 1"),
+            ("topics", "x", "kv_events: unknown key 'topics'; did you mean 'topic'?"),
+        ],
+    )
+    def test_a_wrong_value_in_a_kv_events_table(self, key, value, message):
+        tables = [engine("p", "kv_producer", kv_events={key: value})]
+        assert message in cluster_error(prefill=tables)
+
+    @pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+    def test_events_take_ports_that_nobody_else_may_have(self, key):
+        tables = [engine("d", "kv_consumer", kv_events={key: "tcp://*:8000"})]
+        assert cluster_error(decode=tables) == (
+            f"[router] and [[decode]] 'd' (kv_events.{key}) have the same port 8000; give each "
+            "its own, or 0 for a free one"
+        )
+        tables[0]["kv_events"]["enable_kv_cache_events"] = False
+        ClusterConfig.from_mapping(cluster(decode=tables))
 
 
 class TestClusterFile:

@@ -9,7 +9,13 @@ import msgspec
 import msgspec.inspect as inspect
 import pytest
 
-from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, RouterConfig
+from kvferry.config import (
+    EngineConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    RouterConfig,
+)
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.layouts import LAYOUT_NAMES
@@ -25,6 +31,7 @@ STRUCTS = [
     CurveKeys,
     ModelConfig,
     EngineConfig,
+    KVEventsConfig,
     RouterConfig,
     ControlOptions,
 ]

@@ -1,23 +1,18 @@
-"""What a user writes: the ``kv_transfer_config`` JSON and the cluster file.
-
-Every mapping is checked against a struct. An unknown key is a :class:`~kvferry.errors.ConfigError`
-that names the nearest known one; a wrong type names the field and both types.
-"""
+"""The ``kv_transfer_config`` JSON and the cluster file, with all their tables."""
 
 import difflib
 import re
 import tomllib
 import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
+from kvferry.config.parsing import check_table, fields_of, parse_struct, unknown_key
 from kvferry.errors import ConfigError
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["fail", "recompute"]
@@ -31,92 +26,6 @@ DEPRECATED_KEYS: Mapping[str, str] = {
     "kv_buffer_size": "delete it; blocks are read in place and need no buffer",
     "enable_permute_local_kv": "delete it; every pair of layouts is converted on the way",
 }
-
-
-def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Checks ``values`` against the struct ``kind`` and builds it.
-
-    Structs inside structs are checked the same way.
-
-    Args:
-        kind: a msgspec Struct class; its fields are the known keys.
-        values: what the user wrote, as plain dicts, lists, strings and numbers.
-        where: how the user finds the place, for example ``"kv_connector_extra_config"``.
-
-    Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing key, a wrong type or
-            a value out of its range.
-    """
-    _check_table(values, where)
-    _check_keys(kind, values, where)
-    try:
-        return msgspec.convert(values, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
-
-
-def _check_table(values: object, where: str) -> None:
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: expected a table of keys, got {_shown(values)}")
-
-
-def _check_keys(kind: type[msgspec.Struct], values: Mapping[Any, Any], where: str) -> None:
-    fields = {field.encode_name: field.type for field in _fields(kind)}
-    for key, value in values.items():
-        if key not in fields:
-            raise ConfigError(_unknown_key(str(key), list(fields), where))
-        inner = _struct_in(fields[key])
-        if inner is not None and isinstance(value, Mapping):
-            _check_keys(inner, value, f"{where}: {key}")
-
-
-def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
-    info = msgspec.inspect.type_info(kind)
-    assert isinstance(info, msgspec.inspect.StructType)
-    return info.fields
-
-
-def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
-    """The struct that a field of this type holds, if it holds one."""
-    kinds = hint.types if isinstance(hint, msgspec.inspect.UnionType) else (hint,)
-    for kind in kinds:
-        if isinstance(kind, msgspec.inspect.StructType):
-            return kind.cls
-    return None
-
-
-def _unknown_key(key: str, known: list[str], where: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
-    hint = f"did you mean {near[0]!r}?" if near else listed
-    return f"{where}: unknown key {key!r}; {hint}"
-
-
-def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
-    """The reason msgspec gives, with the value that was written and, for a choice, the choices."""
-    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", reason)
-    if missing:
-        return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing"
-    placed = re.fullmatch(r"(.*) - at `\$\.?(.*)`", reason, re.DOTALL)
-    if not placed or not placed[2]:
-        return reason
-    expected, path = placed.groups()
-    field = path.partition(".")[0].partition("[")[0]
-    choices = {f.encode_name: f.type for f in _fields(kind)}.get(field)
-    if path == field and isinstance(choices, msgspec.inspect.LiteralType):
-        expected = f"write {_listed(choices.values)}"
-    shown = f" is {_shown(values[field])}" if path == field else ""
-    return f"{path}{shown}: {expected[0].lower()}{expected[1:]}"
-
-
-def _listed(choices: Sequence[object]) -> str:
-    *first, last = map(str, choices)
-    return f"{', '.join(first)} or {last}" if first else last
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _check_port(name: str, port: int) -> None:
@@ -175,7 +84,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: unknown or missing keys, wrong types, values out of range.
         """
-        _check_table(values, where)
+        check_table(values, where)
         current = {key: value for key, value in values.items() if key not in DEPRECATED_KEYS}
         for key in values.keys() & DEPRECATED_KEYS.keys():
             warnings.warn(
@@ -226,6 +135,62 @@ _AT_LEAST_ONE = (
 )
 
 
+_ENDPOINT = re.compile(r"tcp://(?P<host>\*|[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d{1,5})")
+
+
+class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The ``kv_events`` table of an engine: vLLM's ``kv_events_config``.
+
+    An engine with this table publishes what enters and leaves its prefix cache. The events hold
+    the tokens of prompts, in the clear, so listen only where everybody may read them.
+    """
+
+    enable_kv_cache_events: bool = True
+    """``false`` is as good as no table."""
+    publisher: Literal["zmq"] = "zmq"
+    """There is no other."""
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Address that listeners subscribe to, ``tcp://host:port``; ``*`` as the host listens on all
+    addresses of the machine, 0 as the port takes a free one."""
+    replay_endpoint: str | None = None
+    """Likewise, to ask for batches that were missed; without it nobody can."""
+    topic: str = ""
+    """First frame of each message, by which listeners may select engines."""
+    buffer_steps: int = 10_000
+    """Batches that are kept for replay, the youngest ones."""
+    hwm: int = 100_000
+    """Messages that wait for a slow listener; beyond it the listener misses some."""
+    block_hashes: Literal["uint64", "bytes"] = "uint64"
+    """How block hashes are sent: their last 8 bytes as an integer, which every consumer reads,
+    or all 32 bytes."""
+
+    def __post_init__(self) -> None:
+        for field in ("endpoint", "replay_endpoint"):
+            value = getattr(self, field)
+            if value is not None:
+                split_endpoint(value, field)
+        for field in ("buffer_steps", "hwm"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+
+
+def split_endpoint(value: str, field: str = "endpoint") -> tuple[str, int]:
+    """Host and port of a TCP endpoint of ZeroMQ.
+
+    >>> split_endpoint("tcp://*:5557")
+    ('*', 5557)
+
+    Raises:
+        ValueError: it is not of the form ``tcp://host:port``.
+    """
+    match = _ENDPOINT.fullmatch(value)
+    if match is None:
+        raise ValueError(f"{field}: {value!r} is not tcp://host:port; tcp://127.0.0.1:5557, say")
+    port = int(match["port"])
+    _check_port(field, port)
+    return match["host"].strip("[]"), port
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One ``[[prefill]]`` or ``[[decode]]`` table of a cluster file."""
 
@@ -258,6 +223,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Compute threads per rank."""
     port: int = 0
     """TCP port of the engine's HTTP server; 0 takes a free one."""
+    kv_events: KVEventsConfig | None = None
+    """Whether and where it publishes what its prefix cache holds; not at all unless given."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -320,11 +287,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: the first thing found wrong, with its place.
         """
-        _check_table(values, where)
-        sections = [field.encode_name for field in _fields(cls)]
+        check_table(values, where)
+        sections = [field.encode_name for field in fields_of(cls)]
         for section in values:
             if section not in sections:
-                raise ConfigError(_unknown_key(str(section), sections, where))
+                raise ConfigError(unknown_key(str(section), sections, where))
         for section in ("model", "prefill", "decode"):
             if section not in values:
                 brackets = "[model]" if section == "model" else f"[[{section}]]"
@@ -365,11 +332,23 @@ def _check_cluster(cluster: ClusterConfig, where: str) -> None:
         ids.add(transfer.engine_id, place)
         ports.add(transfer.kv_port, f"{place} (kv_port)")
         ports.add(engine.port, place)
+        for key, port in _event_ports(engine):
+            ports.add(port, f"{place} (kv_events.{key})")
         if not (transfer.is_producer if produces else transfer.is_consumer):
             raise ConfigError(
                 f"{where}: {place} has kv_role {transfer.kv_role!r}; "
                 f"write {'kv_producer' if produces else 'kv_consumer'} or kv_both"
             )
+
+
+def _event_ports(engine: EngineConfig) -> Iterator[tuple[str, int]]:
+    """(key, port) that publishing the engine's KV cache events takes."""
+    events = engine.kv_events
+    if events is None or not events.enable_kv_cache_events:
+        return
+    yield "endpoint", split_endpoint(events.endpoint)[1]
+    if events.replay_endpoint is not None:
+        yield "replay_endpoint", split_endpoint(events.replay_endpoint)[1]
 
 
 class _Unique:
@@ -396,7 +375,7 @@ def _misspelt_table(text: str) -> str:
 
     After ``[[decodes]]``, a second ``[decode.kv_transfer_config]`` "cannot be declared twice".
     """
-    known = [field.encode_name for field in _fields(ClusterConfig)]
+    known = [field.encode_name for field in fields_of(ClusterConfig)]
     for name in re.findall(r"^[ \t]*\[{1,2}[ \t]*([\w-]+)", text, re.MULTILINE):
         near = difflib.get_close_matches(name, known, n=1)
         if name not in known and near:

@@ -1,0 +1,35 @@
+"""What a user writes: the ``kv_transfer_config`` JSON and the cluster file.
+
+Every mapping is checked against a struct. An unknown key is a :class:`~kvferry.errors.ConfigError`
+that names the nearest known one; a wrong type names the field and both types.
+"""
+
+from kvferry.config.cluster import (
+    DEPRECATED_KEYS,
+    ClusterConfig,
+    EngineConfig,
+    KVEventsConfig,
+    KVRole,
+    KVTransferConfig,
+    LoadFailurePolicy,
+    ModelConfig,
+    RouterConfig,
+    load_cluster,
+    split_endpoint,
+)
+from kvferry.config.parsing import parse_struct
+
+__all__ = [
+    "DEPRECATED_KEYS",
+    "ClusterConfig",
+    "EngineConfig",
+    "KVEventsConfig",
+    "KVRole",
+    "KVTransferConfig",
+    "LoadFailurePolicy",
+    "ModelConfig",
+    "RouterConfig",
+    "load_cluster",
+    "parse_struct",
+    "split_endpoint",
+]

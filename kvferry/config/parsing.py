@@ -1,0 +1,101 @@
+"""Checks plain tables against structs, and says what is wrong with them in the user's words."""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvferry.errors import ConfigError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Checks ``values`` against the struct ``kind`` and builds it.
+
+    Structs inside structs are checked the same way.
+
+    Args:
+        kind: a msgspec Struct class; its fields are the known keys.
+        values: what the user wrote, as plain dicts, lists, strings and numbers.
+        where: how the user finds the place, for example ``"kv_connector_extra_config"``.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest known one), a missing key, a wrong type or
+            a value out of its range.
+    """
+    check_table(values, where)
+    _check_keys(kind, values, where)
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
+
+
+def check_table(values: object, where: str) -> None:
+    """Raises ConfigError unless ``values`` is a mapping."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where}: expected a table of keys, got {_shown(values)}")
+
+
+def _check_keys(kind: type[msgspec.Struct], values: Mapping[Any, Any], where: str) -> None:
+    fields = {field.encode_name: field.type for field in fields_of(kind)}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(unknown_key(str(key), list(fields), where))
+        inner = _struct_in(fields[key])
+        if inner is not None and isinstance(value, Mapping):
+            _check_keys(inner, value, f"{where}: {key}")
+
+
+def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
+    """The fields of a struct, with their types."""
+    info = msgspec.inspect.type_info(kind)
+    assert isinstance(info, msgspec.inspect.StructType)
+    return info.fields
+
+
+def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
+    """The struct that a field of this type holds, if it holds one."""
+    kinds = hint.types if isinstance(hint, msgspec.inspect.UnionType) else (hint,)
+    for kind in kinds:
+        if isinstance(kind, msgspec.inspect.StructType):
+            return kind.cls
+    return None
+
+
+def unknown_key(key: str, known: list[str], where: str) -> str:
+    """What to tell about a key that is not one of ``known``."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
+    hint = f"did you mean {near[0]!r}?" if near else listed
+    return f"{where}: unknown key {key!r}; {hint}"
+
+
+def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
+    """The reason msgspec gives, with the value that was written and, for a choice, the choices."""
+    missing = re.fullmatch(r"Object missing required field `(\w+)`(?: - at `\$\.?(.*)`)?", reason)
+    if missing:
+        return f"{'.'.join(filter(None, (missing[2], missing[1])))} is missing"
+    placed = re.fullmatch(r"(.*) - at `\$\.?(.*)`", reason, re.DOTALL)
+    if not placed or not placed[2]:
+        return reason
+    expected, path = placed.groups()
+    field = path.partition(".")[0].partition("[")[0]
+    choices = {f.encode_name: f.type for f in fields_of(kind)}.get(field)
+    if path == field and isinstance(choices, msgspec.inspect.LiteralType):
+        expected = f"write {_listed(choices.values)}"
+    shown = f" is {_shown(values[field])}" if path == field else ""
+    return f"{path}{shown}: {expected[0].lower()}{expected[1:]}"
+
+
+def _listed(choices: Sequence[object]) -> str:
+    *first, last = map(str, choices)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
