@@ -204,6 +204,9 @@ class ScriptedWorker(WorkerConnector):
         for load in metadata.loads:
             steps = load.script.load_steps + self._rank if load.script.load_async else 1
             self._loads.append((max(1, steps), load))
+            # A rank that knows of a new load of a request has done with the one before it: a
+            # report carries no more than the request's id.
+            self._repeats.pop(load.request_id, None)
             if not load.script.load_async:
                 self._land(load)
         for request_id, script in metadata.lent.items():
@@ -295,6 +298,7 @@ class ScriptedConnector(KVConnector):
 
     ExtraConfig = ScriptedConfig
     Metadata = ScriptedMetadata
+    supports_groups = True
 
     @classmethod
     def scheduler(cls, context: ConnectorContext) -> SchedulerConnector:  # noqa: ARG003

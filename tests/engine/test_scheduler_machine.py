@@ -65,8 +65,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fail", "recompute"]),
         caching=st.booleans(),
         world_size=st.integers(1, 2),
+        windows=st.sampled_from([(None,), (None,), (None, 6), (3, None, 9), (5,)]),
     )
-    def open(self, num_blocks, budget, seats, policy, caching, world_size):
+    def open(self, num_blocks, budget, seats, policy, caching, world_size, windows):
         options = SchedulerOptions(
             max_num_batched_tokens=budget,
             max_num_seqs=seats,
@@ -74,12 +75,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             eos_token_ids=(EOS,),
         )
+        num_blocks *= len(windows)
         self.policy, self.num_blocks, self.seats, self.budget = policy, num_blocks, seats, budget
+        self.windows = windows
         self.engine, self.executor, self.connector = open_simulated(
             options,
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             world_size=world_size,
+            windows=windows,
             scripted=True,
         )
         self.scheduler = self.engine._scheduler
@@ -94,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length, salt, max_tokens, script):
         prompt = [(7 * i + salt) % VOCAB for i in range(length)]
         name = f"r{len(self.sent)}"
-        fits = -(-(length + max_tokens - 1) // BLOCK_SIZE) <= self.num_blocks - 1
+        fits = self.most_held(length + max_tokens - 1) <= self.num_blocks - 1
         refused = None
         try:
             self.engine.add_request(
@@ -107,6 +111,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sent[name] = Sent(prompt, max_tokens, script)
         if refused:
             self.sent[name].reason = "refused"
+
+    def most_held(self, num_tokens):
+        """Blocks of all groups that a sequence holds at once, whatever the sizes of its steps."""
+        most = 0
+        for window in self.windows:
+            whole = -(-num_tokens // BLOCK_SIZE)
+            # A step's tokens and the window before them, beginning anywhere in a block.
+            widest = num_tokens if window is None else window - 1 + self.budget
+            most += min(whole, -(-(widest - 1) // BLOCK_SIZE) + 1)
+        return most
 
     @rule(count=st.integers(1, 6))
     def steps(self, count):
@@ -168,16 +182,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         transfers, manager = self.scheduler._transfers, self.scheduler._manager
         tables = {
-            name: manager.get_block_ids(name)[0]
+            name: manager.get_block_ids(name)
             for name in [*self.scheduler._requests, *transfers._held]
         }
-        used = {block for table in tables.values() for block in table}
-        assert 0 not in used
+        used = {block for table in tables.values() for ids in table for block in ids} - {0}
         assert self.engine.stats().scheduler.free_blocks == self.num_blocks - 1 - len(used)
-        # What is being filled belongs to nobody else.
+        for table in tables.values():
+            for ids, window in zip(table, self.windows, strict=True):
+                assert window is not None or 0 not in ids
+        # No block is in two groups' tables, and what is being filled belongs to nobody else.
+        owners = [
+            {block for table in tables.values() for block in table[group]} - {0}
+            for group in range(len(self.windows))
+        ]
+        assert sum(map(len, owners)) == len(used)
         for name, request in transfers._loading.items():
-            filled = set(tables[name][request.load.local_tokens // BLOCK_SIZE :])
-            others = {b for other, table in tables.items() if other != name for b in table}
+            first = request.load.local_tokens // BLOCK_SIZE
+            filled = {block for ids in tables[name] for block in ids[first:]} - {0}
+            others = {
+                block
+                for other, table in tables.items()
+                if other != name
+                for ids in table
+                for block in ids
+            }
             assert not filled & others
 
     @invariant()
