@@ -326,6 +326,10 @@ class KVConnector(ABC):
     """Struct of the keys allowed in ``kv_connector_extra_config``."""
     Metadata: ClassVar[type[KVConnectorMetadata]]
     """Struct of the per-step metadata; it crosses process borders as MessagePack."""
+    supports_groups: ClassVar[bool] = False
+    """Whether it serves engines with several KV cache groups, or with one that keeps a window.
+    Otherwise it meets one block table per request, without null blocks; such an engine is refused
+    at start."""
 
     @classmethod
     @abstractmethod

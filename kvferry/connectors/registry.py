@@ -7,10 +7,11 @@ import msgspec
 
 from kvferry.config import KVTransferConfig, parse_struct
 from kvferry.connectors.base import ConnectorContext, KVConnector, KVConnectorMetadata
-from kvferry.errors import PluginError
+from kvferry.errors import ConfigError, PluginError
 from kvferry.plugins import CONNECTORS, load_from_module, load_plugin
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.layer_ranges import ranges_text
 
 
 def load_connector(config: KVTransferConfig) -> type[KVConnector]:
@@ -58,9 +59,12 @@ def connector_context(
 
     Raises:
         PluginError: see :func:`load_connector`.
-        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``.
+        ConfigError: an unknown or wrong key in ``kv_connector_extra_config``, or KV cache groups
+            that the connector does not serve.
     """
     connector = load_connector(config)
+    if not connector.supports_groups:
+        _check_one_whole_group(config.kv_connector, groups)
     extra = parse_struct(
         connector.ExtraConfig,
         config.kv_connector_extra_config,
@@ -77,6 +81,24 @@ def connector_context(
         layer_windows=dict(layer_windows or {}),
     )
     return connector, context
+
+
+def _check_one_whole_group(name: str | None, groups: Sequence[EngineGeometry]) -> None:
+    if len(groups) == 1 and _kept_text(groups[0]) == "all tokens":
+        return
+    kept = (f"layers {ranges_text(group.model_layers)}: {_kept_text(group)}" for group in groups)
+    raise ConfigError(
+        f"kv_connector: {name} serves one KV cache group that keeps all tokens, this engine has "
+        f"{len(groups)} ({'; '.join(kept)}); write hybrid_kv_cache = false, or take a connector "
+        "that declares supports_groups"
+    )
+
+
+def _kept_text(group: EngineGeometry) -> str:
+    for field in ("sliding_window", "attention_chunk_size"):
+        if getattr(group, field) is not None:
+            return f"{field} {getattr(group, field)}"
+    return "all tokens"
 
 
 def _check_declared(connector: type[KVConnector], name: str, base: type) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -85,11 +86,11 @@ MODEL = ModelFingerprint(
 )
 
 
-def context_of(extra: dict):
+def context_of(extra: dict, groups=(GEOMETRY,)):
     return connector_context(
         config("Outside", kv_connector_extra_config=extra),
         incarnation="i",
-        groups=[GEOMETRY],
+        groups=groups,
         model=MODEL,
         num_blocks=8,
         world_size=2,
@@ -116,9 +117,42 @@ def test_extra_keys_are_checked_against_the_plugins_struct(outside_package, extr
         context_of(extra)
 
 
+WINDOWED = replace(GEOMETRY, sliding_window=8)
+GROUPS = (
+    replace(WINDOWED, num_layers=2, layer_indices=(0, 2)),
+    replace(GEOMETRY, num_layers=1, layer_indices=(1,)),
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (GROUPS, "has 2 (layers 0, 2: sliding_window 8; layers 1: all tokens)"),
+        ((WINDOWED,), "has 1 (layers 0-1: sliding_window 8)"),
+        (
+            (replace(GEOMETRY, attention_chunk_size=16),),
+            "has 1 (layers 0-1: attention_chunk_size 16)",
+        ),
+    ],
+)
+def test_a_connector_that_knows_no_groups_is_refused_with_the_remedy(
+    outside_package, groups, message
+):
+    with pytest.raises(ConfigError, match="hybrid_kv_cache = false") as error:
+        context_of({"folder": "/kv"}, groups)
+    assert message in str(error.value)
+
+
+def test_a_connector_that_declares_so_gets_all_groups(outside_package, monkeypatch):
+    connector, _ = context_of({"folder": "/kv"})
+    monkeypatch.setattr(connector, "supports_groups", True)
+    assert context_of({"folder": "/kv"}, GROUPS)[1].groups == GROUPS
+
+
 def test_the_plugin_api_loads_neither_torch_nor_zmq_nor_the_connector_that_ships():
     program = """
 import sys
+from dataclasses import replace
 sys.modules["torch"] = sys.modules["zmq"] = None
 import kvferry.connectors
 assert not [name for name in sys.modules if name.startswith("kvferry.connectors.pull")]

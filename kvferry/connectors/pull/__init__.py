@@ -19,6 +19,7 @@ class PullConnector(KVConnector):
 
     ExtraConfig = PullConfig
     Metadata = PullMetadata
+    supports_groups = True
 
     @classmethod
     def scheduler(cls, context: ConnectorContext) -> SchedulerConnector:
