@@ -17,9 +17,11 @@ from kvferry.engine.builder import ExecutorKind, build_engine
 from kvferry.engine.engine import Completion, Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import prepare_model
-from kvferry.engine.weights_folder import TinyConfig
+from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 
 NUM_BLOCKS = 96
+WINDOW = 24
+"""Tokens that a layer of the hybrid model attends to."""
 TIMEOUT_S = 60.0
 
 
@@ -114,7 +116,7 @@ class EnginePair:
         self.run(lambda: not (self.prefill.has_work() or self.decode.has_work()))
         for engine in (self.prefill, self.decode):
             stats = engine.stats().scheduler
-            assert stats.free_blocks == NUM_BLOCKS - 1, stats
+            assert stats.free_blocks == stats.usable_blocks, stats
 
     def check_digests(self) -> int:
         """Asserts that every load arrived bit for bit; returns how many there were."""
@@ -127,31 +129,58 @@ class EnginePair:
         return len(leases)
 
 
+MODELS = {
+    # Six query heads over three KV heads, five layers: few shapes divide them.
+    "llama": TinyConfig(num_layers=5),
+    # Two groups of two layers with windows, and one of the two layers that see all.
+    "hybrid": TinyConfig(num_layers=6, sliding_window=WINDOW, full_attention_every=3),
+    "mla": TinyConfig(num_layers=5, latent=TinyLatent()),
+}
+
+
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six query heads over three KV heads, five layers: few shapes divide them."""
-    return prepare_model(
-        "tiny", tiny=TinyConfig(num_layers=5), cache=tmp_path_factory.mktemp("models")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the models, each once."""
+    cache = tmp_path_factory.mktemp("models")
+    return lambda name: prepare_model("tiny", tiny=MODELS[name], cache=cache)
+
+
+@pytest.fixture
+def model_folder(request: pytest.FixtureRequest, model_folders: Callable[[str], Path]) -> Path:
+    """The model of a test: Llama, or the one it is parametrized with."""
+    return model_folders(getattr(request, "param", "llama"))
+
+
+Known = dict[tuple[Path, tuple[int, ...], int], list[int]]
+Undivided = Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+
+
+@pytest.fixture(scope="session")
+def known_answers() -> Known:
+    """Answers of undivided engines, each computed once."""
+    return {}
+
+
+@pytest.fixture
+def undivided(model_folder: Path, known_answers: Known) -> Undivided:
+    """Greedy answers of one engine with one rank that keeps all blocks of all layers."""
+    config = EngineConfig(
+        name="whole", num_blocks=256, kv_transfer_config={}, hybrid_kv_cache=False
     )
 
-
-@pytest.fixture(scope="session")
-def undivided(model_folder: Path) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
-    """Greedy answers of one engine with one rank, each prompt computed once."""
-    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    config = EngineConfig(name="whole", num_blocks=256, kv_transfer_config={})
-
     def answers(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-        missing = [p for p in prompts if (tuple(p), max_tokens) not in known]
+        keys = [(model_folder, tuple(prompt), max_tokens) for prompt in prompts]
+        missing = [key for key in keys if key not in known_answers]
         if missing:
             engine = build_engine(
                 config, model_folder, dtype="float64", executor="inprocess", connect=False
             )
             sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
             with engine:
-                for prompt, answer in zip(missing, engine.generate(missing, sampling), strict=True):
-                    known[tuple(prompt), max_tokens] = answer.token_ids
-        return [known[tuple(prompt), max_tokens] for prompt in prompts]
+                done = engine.generate([prompt for _, prompt, _ in missing], sampling)
+                for key, answer in zip(missing, done, strict=True):
+                    known_answers[key] = answer.token_ids
+        return [known_answers[key] for key in keys]
 
     return answers
 
