@@ -76,7 +76,8 @@ class WindowedManager(SingleTypeManager):
         """
         size, alignment = self.block_size, self._rules.alignment
         shortest = -(-(index + 1) * size // alignment) * alignment
-        is_after_hit = bool(self._num_beyond) and index * size % alignment == 0
+        # A hit of no tokens needs no proof.
+        is_after_hit = bool(index and self._num_beyond) and index * size % alignment == 0
         return is_after_hit or self.first_kept(shortest) // size <= index
 
 
