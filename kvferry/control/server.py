@@ -14,7 +14,14 @@ from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import ErrorReply, StatusReport
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
-from kvferry.control.sockets import Wakeup, bind_error, configure, configure_curve, endpoint
+from kvferry.control.sockets import (
+    Wakeup,
+    bind_error,
+    bound_port,
+    configure,
+    configure_curve,
+    endpoint,
+)
 from kvferry.lifetimes import Closing
 from kvferry.topology.description import EngineDescription
 
@@ -227,5 +234,4 @@ def _bind(router: "zmq.Socket[bytes]", host: str, port: int) -> int:
         router.bind(endpoint(host, port or "*"))
     except zmq.ZMQError as error:
         raise bind_error(error, host, port) from error
-    last = router.getsockopt(zmq.LAST_ENDPOINT)
-    return int(bytes(last).rstrip(b"\0").rpartition(b":")[2])
+    return bound_port(router)

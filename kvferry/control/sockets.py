@@ -90,19 +90,25 @@ def configure_curve(target: "zmq.Socket[bytes]", keys: CurveKeys, *, server: boo
         ) from error
 
 
-def bind_error(error: zmq.ZMQError, host: str, port: int) -> KVFerryError:
-    """What a failed ``bind`` means to the user."""
+def bind_error(error: zmq.ZMQError, host: str, port: int, key: str = "kv_port") -> KVFerryError:
+    """What a failed ``bind`` means to the user, who wrote the port under ``key``."""
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(
-            f"kv_port: {host}:{port} is taken by another process; give this engine another "
-            "kv_port, or 0 to take a free one"
+            f"{key}: {host}:{port} is taken by another process; give this engine another "
+            f"{key}, or 0 to take a free one"
         )
     if error.errno == errno.EACCES:
         return HostError(
-            f"kv_port: {host}:{port} needs privileges that this process lacks; take a port "
+            f"{key}: {host}:{port} needs privileges that this process lacks; take a port "
             "above 1023"
         )
     return HostError(
         f"host: cannot listen on {host!r}, port {port}: {error}; name an address of "
         "this machine, or * for all of them"
     )
+
+
+def bound_port(target: "zmq.Socket[bytes]") -> int:
+    """The TCP port that a socket is bound to."""
+    last = target.getsockopt(zmq.LAST_ENDPOINT)
+    return int(bytes(last).rstrip(b"\0").rpartition(b":")[2])

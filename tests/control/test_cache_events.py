@@ -1,0 +1,248 @@
+"""KV cache events on ZeroMQ: in order, replayed when missed, and nobody is kept waiting."""
+
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from kvferry.cache.events import AllBlocksCleared, BlockRemoved, KVEventBatch
+from kvferry.config import KVEventsConfig
+from kvferry.control.cache_events import CacheEventPublisher, CacheEventSubscriber
+from kvferry.errors import DecodeError, HostError, PortInUseError
+
+TIMEOUT_S = 10.0
+FREE = "tcp://127.0.0.1:0"
+
+
+def removed(number):
+    return BlockRemoved(block_hashes=[number], medium="GPU", group_idx=0)
+
+
+def hashes(received):
+    return [block_hash for event in received.batch.events for block_hash in event.block_hashes]
+
+
+@pytest.fixture
+def open_publisher():
+    opened = []
+
+    def open_one(**changes):
+        config = KVEventsConfig(**({"endpoint": FREE, "replay_endpoint": FREE} | changes))
+        opened.append(CacheEventPublisher.open(config))
+        return opened[-1]
+
+    yield open_one
+    for publisher in opened:
+        publisher.close()
+
+
+@pytest.fixture
+def subscribe():
+    opened = []
+
+    def open_one(publisher, *, replay=True, **options):
+        replay_endpoint = publisher.replay_endpoint if replay else None
+        opened.append(
+            CacheEventSubscriber.open(
+                publisher.endpoint, replay_endpoint=replay_endpoint, **options
+            )
+        )
+        return opened[-1]
+
+    yield open_one
+    for subscriber in opened:
+        subscriber.close()
+
+
+def first_heard(publisher, subscriber):
+    """Publishes until the subscription has reached the publisher; returns how many it took."""
+    deadline = time.monotonic() + TIMEOUT_S
+    count = 0
+    while time.monotonic() < deadline:
+        publisher.publish([removed(count)])
+        count += 1
+        received = subscriber.receive(0.02)
+        if received is not None:
+            return count, received
+    pytest.fail("no batch arrived")
+
+
+def test_late_listener_gets_every_batch_from_the_first_on(open_publisher, subscribe):
+    publisher = open_publisher()
+    for number in range(5):
+        publisher.publish([removed(number)])
+    subscriber = subscribe(publisher)
+    count = 5
+    received = None
+    while received is None:
+        publisher.publish([removed(count)])
+        count += 1
+        received = subscriber.receive(0.02)
+    news = [received] + [subscriber.receive(TIMEOUT_S) for _ in range(count - 1)]
+    assert [each.number for each in news] == list(range(count))
+    assert [hashes(each) for each in news] == [[number] for number in range(count)]
+    assert all(each.is_gapless for each in news)
+    assert subscriber.receive(0.0) is None
+
+
+def test_gap_shows_where_nobody_can_fill_it(open_publisher, subscribe):
+    publisher = open_publisher()
+    publisher.publish([removed(0)])
+    _, received = first_heard(publisher, subscribe(publisher, replay=False))
+    assert received.number > 0
+    assert not received.is_gapless
+
+
+def test_only_the_youngest_batches_are_kept(open_publisher, subscribe):
+    publisher = open_publisher(buffer_steps=3)
+    for number in range(10):
+        publisher.publish([removed(number)])
+    subscriber = subscribe(publisher)
+    count, first = first_heard(publisher, subscriber)
+    assert not first.is_gapless
+    second = subscriber.receive(TIMEOUT_S)
+    assert second.is_gapless
+    assert second.number == first.number + 1
+    assert first.number >= 10 + count - 1 - 3
+
+
+def test_engine_started_anew_is_a_gap(open_publisher, subscribe):
+    publisher = open_publisher()
+    subscriber = subscribe(publisher)
+    count, _ = first_heard(publisher, subscriber)
+    while count < 50:
+        publisher.publish([removed(count)])
+        count += 1
+    while subscriber.receive(0.5) is not None:
+        pass
+    publisher.close()
+    again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+    again.publish([removed(1000)])
+    _, received = first_heard(again, subscriber)
+    assert received.number == 0
+    assert hashes(received) == [1000]
+    assert not received.is_gapless
+    assert subscriber.receive(TIMEOUT_S).is_gapless
+
+
+def test_listener_hears_the_topics_it_asked_for(open_publisher, subscribe):
+    publisher = open_publisher(topic="kv@prefill-1")
+    deaf = subscribe(publisher, topic="kv@decode")
+    first_heard(publisher, subscribe(publisher, topic="kv@prefill"))
+    assert deaf.receive(0.1) is None
+
+
+def test_step_without_events_sends_nothing(open_publisher, subscribe):
+    publisher = open_publisher()
+    subscriber = subscribe(publisher)
+    count, _ = first_heard(publisher, subscriber)
+    publisher.publish([])
+    publisher.publish([AllBlocksCleared()])
+    last = None
+    while last is None or not isinstance(last.batch.events[0], AllBlocksCleared):
+        last = subscriber.receive(TIMEOUT_S)
+    assert last.number == count
+
+
+def test_frames_are_those_of_vllms_publisher(open_publisher):
+    publisher = open_publisher(topic="t")
+    before = time.time()
+    publisher.publish([BlockRemoved(block_hashes=[bytes(31) + b"\x05"], medium="GPU")])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart((b"", bytes(8)))
+        assert dealer.poll(TIMEOUT_S * 1000)
+        empty, topic, number, batch = dealer.recv_multipart()
+        assert (empty, topic, number) == (b"", b"t", bytes(8))
+        ts, events, rank = msgspec.msgpack.decode(batch)
+        assert before <= ts <= time.time()
+        assert (events, rank) == (
+            [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}],
+            0,
+        )
+        assert dealer.poll(TIMEOUT_S * 1000)
+        assert dealer.recv_multipart() == [b"", b"", b"\xff" * 8, b""]
+
+
+def test_whole_hashes_are_sent_when_asked_for(open_publisher, subscribe):
+    publisher = open_publisher(block_hashes="bytes")
+    whole = bytes(range(32))
+    publisher.publish([BlockRemoved(block_hashes=[whole], medium="GPU")])
+    _, received = first_heard(publisher, subscribe(publisher))
+    assert hashes(received) == [whole]
+
+
+@pytest.mark.parametrize(
+    "frames", [(b"",), (b"", b"short"), (b"", bytes(8), b"more"), (b"x", bytes(8))]
+)
+def test_bad_replay_request_is_ignored_and_others_are_served(open_publisher, subscribe, frames):
+    publisher = open_publisher()
+    publisher.publish([removed(0)])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(publisher.replay_endpoint)
+        dealer.send_multipart(frames)
+        _, received = first_heard(publisher, subscribe(publisher))
+        assert received.number == 0
+        assert not dealer.poll(0)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        (b"", bytes(8)),
+        (b"", b"1", msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[]))),
+        (b"", bytes(8), b"\xc1"),
+        (b"", bytes(8), msgspec.msgpack.encode([0.0, [{"type": "Unheard"}]])),
+    ],
+)
+def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        with CacheEventSubscriber.open(f"tcp://127.0.0.1:{port}") as subscriber:
+            good = (b"", bytes(8), msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[])))
+            deadline = time.monotonic() + TIMEOUT_S
+            while subscriber.receive(0.02) is None:
+                assert time.monotonic() < deadline
+                publisher.send_multipart(good)
+            while subscriber.receive(0.1) is not None:
+                pass
+            publisher.send_multipart(frames)
+            publisher.send_multipart(good)
+            with pytest.raises(DecodeError, match="KV cache events: "):
+                subscriber.receive(TIMEOUT_S)
+            assert subscriber.receive(TIMEOUT_S).batch.ts == 1.0
+
+
+def test_silent_replay_socket_does_not_hold_batches_back(open_publisher, subscribe):
+    publisher = open_publisher()
+    publisher.publish([removed(0)])
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        port = mute.bind_to_random_port("tcp://127.0.0.1")
+        with CacheEventSubscriber.open(
+            publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}", replay_timeout_s=0.05
+        ) as subscriber:
+            _, received = first_heard(publisher, subscriber)
+            assert not received.is_gapless
+
+
+@pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
+def test_taken_port_is_a_named_error(open_publisher, key):
+    first = open_publisher()
+    addresses = {"endpoint": FREE, "replay_endpoint": FREE, key: first.endpoint}
+    with pytest.raises(PortInUseError, match=rf"kv_events\.{key}: .* is taken"):
+        CacheEventPublisher.open(KVEventsConfig(**addresses))
+
+
+def test_address_of_another_machine_is_a_named_error():
+    with pytest.raises(HostError, match=r"cannot listen on '192\.0\.2\.1'"):
+        CacheEventPublisher.open(KVEventsConfig(endpoint="tcp://192.0.2.1:0"))
+
+
+def test_closing_twice_is_harmless_and_frees_the_ports(open_publisher):
+    first = open_publisher()
+    first.close()
+    first.close()
+    again = open_publisher(endpoint=first.endpoint, replay_endpoint=first.replay_endpoint)
+    assert (again.endpoint, again.replay_endpoint) == (first.endpoint, first.replay_endpoint)
