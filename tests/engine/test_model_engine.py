@@ -12,7 +12,7 @@ from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
 
-GREEDY = SamplingParams(max_tokens=10)
+GREEDY = SamplingParams(max_tokens=24)
 MODELS = {
     "hybrid": {"num_layers": 5, "sliding_window": 6},
     "sparse": {"num_layers": 5, "sliding_window": 9, "full_attention_every": 4},
@@ -52,7 +52,7 @@ def open_engine(tiny_folder, worker_spec):
         ({"max_num_batched_tokens": 7}, {"num_blocks": 300, "tp": 2, "layout": "BLHNC"}),
         ({"max_num_batched_tokens": 9}, {"num_blocks": 300, "pp": 2, "block_size": 3}),
         ({}, {"num_blocks": 60}),
-        ({"max_num_batched_tokens": 9}, {"num_blocks": 25, "layout": "HND"}),
+        ({"max_num_batched_tokens": 9}, {"num_blocks": 30, "layout": "HND"}),
     ],
     ids=["whole", "chunks-tp2", "chunks-pp2", "tight", "preempted"],
 )
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_an_engine_that_keeps_everything(
         stats = engine.stats().scheduler
         assert stats.free_blocks == shape["num_blocks"] - 1
     assert shape["num_blocks"] < 300 or found[3].num_cached_tokens > 24
-    assert shape["num_blocks"] > 25 or model == "windows alone" or stats.preemptions
+    assert shape["num_blocks"] > 30 or model == "windows alone" or stats.preemptions
 
 
 def test_more_groups_than_one_of_each_kind(open_engine, prompts):
