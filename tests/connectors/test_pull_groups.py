@@ -45,11 +45,13 @@ def open_pair() -> Iterator[OpenPair]:
     """Opens pairs that are closed at the end of the test."""
     with ExitStack() as stack:
 
-        def open_one(geometries: tuple[Groups, Groups], **extra: Any) -> Pair:
+        def open_one(
+            geometries: tuple[Groups, Groups],
+            roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
+            **extra: Any,
+        ) -> Pair:
             engines = []
-            for name, role, groups in zip(
-                "pd", ("kv_producer", "kv_consumer"), geometries, strict=True
-            ):
+            for name, role, groups in zip("pd", roles, geometries, strict=True):
                 config = KVTransferConfig(
                     kv_connector="PullConnector",
                     kv_role=role,  # type: ignore[arg-type]
@@ -248,6 +250,19 @@ def test_where_the_target_keeps_no_more_than_the_source_no_group_is_named(
     assert pair.consumer.scheduler.partial_groups(request) == set()
     pair.finish(request)
     pair.settle()
+
+
+def test_blocks_that_could_not_be_filled_are_not_lent_on(open_pair: OpenPair) -> None:
+    for name, lends in (("windows-whole", False), ("equal", True)):
+        pair = open_pair(HYBRID_GEOMETRIES[name], roles=("kv_both", "kv_both"))
+        source = pair.prefill("r", 40)
+        assert source.response_params is not None
+        source.response_params |= {"do_remote_decode": True}
+        request = pair.decode(source)
+        pair.finish(request)
+        assert not request.failed
+        assert (request.response_params is not None) == lends
+        pair.settle()
 
 
 def test_the_fake_engine_finds_a_group_that_should_have_been_named(

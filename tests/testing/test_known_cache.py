@@ -52,6 +52,44 @@ def test_cells_depend_on_the_whole_prefix_and_on_the_salt():
     assert cache.wrong_cells(TABLE, TOKENS, 4, 8, salt=1) != []
 
 
+WINDOW_TABLE = [0, 0, 7, 1, 4]
+
+
+def test_nothing_is_written_to_the_null_block_and_it_is_never_right():
+    cache = cache_of("NHD")
+    cache.write(WINDOW_TABLE, TOKENS, 0, 20)
+    assert cache.touched(range(8)) == [1, 4, 7]
+    assert cache.wrong_cells(WINDOW_TABLE, TOKENS, 8, 20) == []
+    assert cache.wrong_cells(WINDOW_TABLE, TOKENS, 7, 20) != []
+
+
+def test_cells_that_nobody_wrote_are_known_within_a_block():
+    cache = cache_of("HND")
+    cache.write(WINDOW_TABLE, TOKENS, 10, 20)
+    assert cache.is_spoilt(WINDOW_TABLE, 0, 10)
+    assert not cache.is_spoilt(WINDOW_TABLE, 0, 11)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_layers_can_be_asked_for(layout):
+    parallel = ParallelShape(tp=2)
+    cache = cache_of(layout, parallel=parallel, layer_indices=(1, 4, 6))
+    cache.write(TABLE, TOKENS, 0, 18)
+    views = cache.registered(by_layer=True)
+    views["layer.4"][:] = 0
+    assert cache.wrong_cells(TABLE, TOKENS, 0, 18, layers={1, 6}) == []
+    assert all("layer 4" in line for line in cache.wrong_cells(TABLE, TOKENS, 0, 18))
+    assert cache.wrong_cells(TABLE, TOKENS, 0, 18, layers={4}) != []
+
+
+def test_a_rank_without_layers_of_the_group_has_no_cells():
+    parallel = ParallelShape(tp=2, pp=2)
+    cache = cache_of("NHD", layer_indices=(1, 4, 6), layer_split=(0, 3), parallel=parallel)
+    cache.write(TABLE, TOKENS, 0, 18)
+    assert cache.registered(by_layer=True) == {}
+    assert cache.touched(range(8)) == []
+
+
 def test_two_ranks_agree_on_the_head_that_both_hold():
     changes = {"num_kv_heads": 1, "parallel": ParallelShape(tp=2), "dtype": "uint8"}
     first, second = (cache_of("NHD", rank, **changes) for rank in (0, 1))

@@ -242,7 +242,7 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
-        self._partial.pop(request.request_id, None)
+        partial = self._partial.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
@@ -254,6 +254,8 @@ class PullScheduler(SchedulerConnector):
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
             return False, None
+        if partial:
+            return False, None  # the next target could not know which blocks were never filled
         ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
         if ends_here or not request.finished_cleanly or not self._context.config.is_producer:
             return False, None
