@@ -3,6 +3,7 @@
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ from kvferry.connectors.base import SchedulerConnector
 from kvferry.connectors.registry import connector_context
 from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.cache_groups import engine_cache
-from kvferry.engine.engine import Engine
+from kvferry.engine.engine import Engine, EventSink
 from kvferry.engine.executor import Executor, InProcessExecutor
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.weights import fingerprint, load_model_config
@@ -72,15 +73,33 @@ def build_engine(
         kv_transfer_config=transfer,
         threads=config.threads,
     )
-    # The connector first: a port that is taken shows at once, weights take their time.
-    connector = None if transfer is None else _open_scheduler_half(transfer, spec)
-    try:
-        ranks = _open_executor(executor, spec)
-    except BaseException:
+    with ExitStack() as opened:
+        # Sockets first: a port that is taken shows at once, weights take their time.
+        events = _open_events(config)
+        if events is not None:
+            opened.callback(events.close)
+        connector = None if transfer is None else _open_scheduler_half(transfer, spec)
         if connector is not None:
-            connector.close()
-        raise
-    return Engine.open(options, cache.config, ranks, connector)
+            opened.callback(connector.close)
+        ranks = _open_executor(executor, spec)
+        opened.pop_all()  # from here on they are the engine's
+    return Engine.open(options, cache.config, ranks, connector, events)
+
+
+def _open_events(config: EngineConfig) -> EventSink | None:
+    events = config.kv_events
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    from kvferry.control.cache_events import CacheEventPublisher
+
+    publisher = CacheEventPublisher.open(events)
+    logger.info(
+        "engine %r publishes KV cache events on %s, replays on %s",
+        config.name,
+        publisher.endpoint,
+        publisher.replay_endpoint,
+    )
+    return publisher
 
 
 def _model_len(config: EngineConfig, model: DecoderConfig) -> int:

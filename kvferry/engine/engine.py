@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvferry.cache import KVCacheConfig
+from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
 from kvferry.engine.admission import SchedulerOptions
@@ -60,6 +61,16 @@ class StepExecutor(Protocol):
 
     def close(self) -> None:
         """Ends the ranks. Idempotent."""
+
+
+class EventSink(Protocol):
+    """Who is told what the prefix cache holds."""
+
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """Takes the events of one step; called on the engine's thread, and must not block it."""
+
+    def close(self) -> None:
+        """Ends it. Idempotent."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,11 +131,16 @@ class Engine(Closing):
         kv_cache_config: KVCacheConfig,
         executor: StepExecutor,
         connector: SchedulerConnector | None,
+        events: EventSink | None,
     ) -> None:
+        """Use :meth:`open`."""
         self.options = options
         self._executor = executor
         self._connector = connector
-        self._scheduler = Scheduler(options, kv_cache_config, connector)
+        self._events = events
+        self._scheduler = Scheduler(
+            options, kv_cache_config, connector, enable_kv_cache_events=events is not None
+        )
         self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
         self._records: deque[TransferRecord] = deque(maxlen=_MAX_RECORDS)
         self._progress: dict[str, tuple[int, int]] = {}
@@ -140,18 +156,19 @@ class Engine(Closing):
         kv_cache_config: KVCacheConfig,
         executor: StepExecutor,
         connector: SchedulerConnector | None = None,
+        events: EventSink | None = None,
     ) -> "Engine":
-        """Joins the parts; from here on the engine owns executor and connector, and closes them.
+        """Joins the parts; from here on the engine owns all but the options, and closes them.
 
         Raises:
             KVFerryError: the connector cannot use what the ranks told it. All parts are closed.
         """
         try:
-            engine = cls(options, kv_cache_config, executor, connector)
+            engine = cls(options, kv_cache_config, executor, connector, events)
             if connector is not None:
                 connector.set_worker_handshakes(executor.handshakes())
         except BaseException:
-            _close(connector, executor)
+            _close(connector, executor, events)
             raise
         return engine
 
@@ -214,6 +231,7 @@ class Engine(Closing):
             raise self._failure
         try:
             self._run_step()
+            self._publish()
         except BaseException as error:
             # Whatever it was: the ranks may have missed a step, or have an answer to it pending.
             if isinstance(error, KVFerryError):
@@ -252,6 +270,10 @@ class Engine(Closing):
         gaps = {name: gap for rank in ranks if rank for name, gap in rank.gaps.items()}
         self._scheduler.update(output, sampled, gaps, report)
         self._totals["output"] += len(sampled)
+
+    def _publish(self) -> None:
+        if self._events is not None:
+            self._events.publish(self._scheduler.take_events())
 
     def _count_step(self, output: SchedulerOutput) -> None:
         tokens = sum(len(part.token_ids) for part in output.requests)
@@ -331,19 +353,27 @@ class Engine(Closing):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; ``False`` while any block is in use."""
-        return self._scheduler.reset_prefix_cache()
+        is_reset = self._scheduler.reset_prefix_cache()
+        self._publish()
+        return is_reset
 
     def close(self) -> None:
         """Ends connector and ranks; live requests are dropped. Idempotent."""
         if self._failure is None:
             self._failure = EngineError("the engine is closed")
-        _close(self._connector, self._executor)
+        _close(self._connector, self._executor, self._events)
 
 
-def _close(connector: SchedulerConnector | None, executor: StepExecutor) -> None:
+def _close(
+    connector: SchedulerConnector | None, executor: StepExecutor, events: EventSink | None
+) -> None:
     # Peers are told first; the ranks' memory goes last.
     try:
         if connector is not None:
             connector.close()
     finally:
-        executor.close()
+        try:
+            if events is not None:
+                events.close()
+        finally:
+            executor.close()

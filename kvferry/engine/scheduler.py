@@ -25,6 +25,7 @@ from enum import Enum, auto
 import msgspec
 
 from kvferry.cache import KVCacheConfig, KVCacheManager
+from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
 from kvferry.engine.admission import SchedulerOptions, check_request, output_limit
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
@@ -90,10 +91,15 @@ class Scheduler:
         options: SchedulerOptions,
         kv_cache_config: KVCacheConfig,
         connector: SchedulerConnector | None = None,
+        *,
+        enable_kv_cache_events: bool = False,
     ) -> None:
         self._options = options
         self._manager = KVCacheManager(
-            kv_cache_config, options.max_model_len, enable_caching=options.enable_prefix_caching
+            kv_cache_config,
+            options.max_model_len,
+            enable_caching=options.enable_prefix_caching,
+            enable_kv_cache_events=enable_kv_cache_events,
         )
         self._usable_blocks = kv_cache_config.num_blocks - 1
         self._transfers = KVTransfers(connector, self._manager)
@@ -175,6 +181,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; refused (``False``) while any block is in use."""
         return self._manager.reset_prefix_cache()
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the prefix cache holds and has given up since the last call, in order.
+
+        Always empty without ``enable_kv_cache_events``.
+        """
+        return self._manager.take_events()
 
     # -- a step is put together --------------------------------------------------------------
 

@@ -1,10 +1,15 @@
 """From an engine's configuration to an engine that answers."""
 
+import re
 import socket
 
+import msgspec
 import pytest
 
-from kvferry.config import EngineConfig
+from kvferry.cache import Request
+from kvferry.cache.events import AllBlocksCleared
+from kvferry.config import EngineConfig, KVEventsConfig
+from kvferry.control.cache_events import CacheEventSubscriber
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import ConfigError, ModelError, PortInUseError
@@ -106,3 +111,45 @@ def test_a_port_that_is_taken_is_named(folder):
 def test_a_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ModelError, match="cannot be read"):
         build_engine(config(), tmp_path, dtype="float64", executor="inprocess")
+
+
+def test_engine_publishes_what_later_requests_will_hit(folder, prompts, caplog):
+    free = "tcp://127.0.0.1:0"
+    events = KVEventsConfig(endpoint=free, replay_endpoint=free, block_hashes="bytes")
+    (prompt,) = prompts(21)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    with (
+        caplog.at_level("INFO", logger="kvferry.engine.builder"),
+        build_engine(
+            config(kv_events=events), folder, dtype="float64", executor="inprocess", connect=False
+        ) as engine,
+    ):
+        addresses = re.findall(r"tcp://127\.0\.0\.1:\d+", caplog.text)
+        with CacheEventSubscriber.open(addresses[0], replay_endpoint=addresses[1]) as subscriber:
+            (done,) = engine.generate([prompt], sampling)
+            hits, received = set(), None
+            while received is None:  # until the subscription has arrived; the rest is replayed
+                assert engine.reset_prefix_cache()
+                received = subscriber.receive(0.02)
+            while received is not None and received.batch.events != [AllBlocksCleared()]:
+                for event in received.batch.events:
+                    hits |= set(event.block_hashes)
+                assert received.is_gapless
+                received = subscriber.receive(10.0)
+    # The KV of the last token is never computed.
+    computed = Request("r", [*prompt, *done.token_ids[:-1]], hash_block_size=4)
+    assert received is not None
+    assert hits == set(computed.block_hashes)
+
+
+def test_events_port_that_is_taken_shows_before_anything_is_started(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        events = KVEventsConfig(endpoint=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(PortInUseError, match=r"kv_events\.endpoint: "):
+            build_engine(config(kv_events=events), folder, dtype="float64", executor="inprocess")
+        off = msgspec.structs.replace(events, enable_kv_cache_events=False)
+        build_engine(
+            config(kv_events=off), folder, dtype="float64", executor="inprocess", connect=False
+        ).close()
