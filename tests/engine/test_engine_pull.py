@@ -16,7 +16,7 @@ from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
-from kvferry.testing.toy_cache import reference_tokens, toy_geometry
+from kvferry.testing.toy_cache import reference_tokens, toy_groups
 from kvferry.topology.description import ModelFingerprint
 
 VOCAB = 64
@@ -34,7 +34,7 @@ TOY = ModelFingerprint(
 )
 
 
-def open_engine(role, transport, policy, *, num_blocks, block_size, world_size):
+def open_engine(role, transport, policy, windows, *, num_blocks, block_size, world_size):
     config = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role=role,
@@ -46,7 +46,7 @@ def open_engine(role, transport, policy, *, num_blocks, block_size, world_size):
     plugin, context = connector_context(
         config,
         incarnation=secrets.token_hex(8),
-        groups=(toy_geometry(block_size, world_size),),
+        groups=toy_groups(block_size, world_size, windows),
         model=TOY,
         num_blocks=num_blocks,
         world_size=world_size,
@@ -55,13 +55,15 @@ def open_engine(role, transport, policy, *, num_blocks, block_size, world_size):
     executor = SimulatedExecutor(
         num_blocks,
         block_size,
+        windows=windows,
         workers=[plugin.worker(context, rank) for rank in range(world_size)],
         metadata=plugin.Metadata,
     )
     options = SchedulerOptions(
         load_failure_policy=policy, max_num_batched_tokens=32, max_num_seqs=8, vocab_size=VOCAB
     )
-    return Engine.open(options, toy_cache_config(num_blocks, block_size), executor, scheduler_half)
+    config = toy_cache_config(num_blocks, block_size, windows)
+    return Engine.open(options, config, executor, scheduler_half)
 
 
 class Pair:
@@ -131,14 +133,28 @@ class Pair:
         return self.live or self.prefill.has_work() or self.decode.has_work()
 
 
+ALL, HYBRID, WINDOW = (None,), (None, 6), (7,)
+"""For each KV cache group, the tokens that it keeps."""
+
+
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, transport):
+@pytest.mark.parametrize(
+    ("transport", "windows"),
+    [
+        ("shm", (ALL, ALL)),
+        ("tcp", (ALL, ALL)),
+        ("shm", (HYBRID, HYBRID)),
+        ("shm", ((None, None), HYBRID)),
+        ("shm", (WINDOW, WINDOW)),
+    ],
+    ids=["shm", "tcp", "hybrid", "whole-to-hybrid", "window"],
+)
+def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, transport, windows):
     rng = random.Random(seed)
     policy = rng.choice(["fail", "recompute"])
     shapes = [
         {
-            "num_blocks": rng.randint(24, 50),
+            "num_blocks": rng.randint(24, 50) * max(map(len, windows)),
             "block_size": rng.choice(sizes),
             "world_size": rng.randint(1, 3),
         }
@@ -149,8 +165,8 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, trans
         for i in range(30)
     ]
     with (
-        open_engine("kv_producer", transport, policy, **shapes[0]) as prefill,
-        open_engine("kv_consumer", transport, policy, **shapes[1]) as decode,
+        open_engine("kv_producer", transport, policy, windows[0], **shapes[0]) as prefill,
+        open_engine("kv_consumer", transport, policy, windows[1], **shapes[1]) as decode,
     ):
         pair = Pair(prefill, decode, rng)
         deadline = time.monotonic() + TIMEOUT_S
