@@ -1,0 +1,256 @@
+"""The state machine sees mistakes: each of these, made on purpose, must be found."""
+
+import sys
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvferry.cache import BlockPool, KVCacheManager
+from kvferry.cache import request as request_module
+from kvferry.cache.coordinator import KVCacheCoordinator
+from kvferry.cache.single_type import FullAttentionManager, MambaManager, SingleTypeManager
+from kvferry.cache.single_type import windowed as windowed_module
+from kvferry.cache.single_type.windowed import WindowedManager
+from tests.cache.slow.machine import machine_of
+from tests.cache.test_manager_state_machine import FAMILIES, QUICK
+
+SEARCH = settings(
+    QUICK,
+    max_examples=1000,
+    phases=[Phase.generate],
+    database=None,
+    derandomize=True,
+    print_blob=False,
+    report_multiple_bugs=False,
+)
+
+MISTAKES = {}
+
+
+def mistake(owner, attribute, *families):
+    """Registers a replacement for ``owner.attribute``, made from the original."""
+
+    def register(make):
+        MISTAKES[make.__name__] = (owner, attribute, make, families)
+        return make
+
+    return register
+
+
+# -- The pool
+
+
+@mistake(BlockPool, "touch", "full", "two groups")
+def touch_without_unlinking(original):
+    def touch(pool, blocks):
+        for block in blocks:
+            block.ref_cnt += block is not pool.null_block
+
+    return touch
+
+
+@mistake(BlockPool, "_evict", "full", "window")
+def evict_the_youngest(original):
+    def evict(pool, num_blocks):
+        ring = pool._ring
+        ring.prev, ring.next = ring.next, ring.prev
+        block = ring.next
+        while block is not ring:
+            block.prev, block.next = block.next, block.prev
+            block = block.next
+        return original(pool, num_blocks)
+
+    return evict
+
+
+@mistake(BlockPool, "_forget", "full", "chunk")
+def keep_the_hash_of_an_evicted_block(original):
+    def forget(pool, block):
+        block.block_hash = None
+
+    return forget
+
+
+@mistake(BlockPool, "free_blocks", "full", "window")
+def free_head_first(original):
+    return lambda pool, blocks: original(pool, reversed(list(blocks)))
+
+
+@mistake(BlockPool, "cache_full_blocks", "two groups", "full and window")
+def share_hits_between_groups(original):
+    def cache(pool, blocks, hashes, first, last, group_id=0, **options):
+        original(pool, blocks, hashes, first, last, 0, **options)
+
+    return cache
+
+
+@mistake(BlockPool, "reset_prefix_cache", "full", "mla, sinks")
+def reset_without_forgetting(original):
+    return lambda pool: pool.get_num_free_blocks() == len(pool.blocks) - 1
+
+
+# -- Hashes
+
+
+@mistake(request_module, "chain_root", "full", "window")
+def hash_without_the_salt(original):
+    return lambda cache_salt=None, lora_name=None: original(None, lora_name)
+
+
+@mistake(request_module, "chain_root", "full", "window")
+def hash_without_the_adapter(original):
+    return lambda cache_salt=None, lora_name=None: original(cache_salt, None)
+
+
+@mistake(request_module, "extend_chain", "window")
+def hash_without_images(original):
+    return lambda chain, root, tokens, size, mm_inputs=(): original(chain, root, tokens, size)
+
+
+# -- Hits
+
+
+@mistake(FullAttentionManager, "find_longest_hit", "full", "mla, sinks")
+def hit_includes_the_last_token(original):
+    return lambda manager, hashes, most, known: original(manager, hashes, most + 1, known + 1)
+
+
+@mistake(WindowedManager, "find_longest_hit", "window")
+def hit_lacks_the_oldest_block_of_its_window(original):
+    def find(manager, *args):
+        hits = original(manager, *args)
+        real = [index for index, block in enumerate(hits) if not block.is_null]
+        return [manager.pool.null_block if i in real[:1] else b for i, b in enumerate(hits)]
+
+    return find
+
+
+@mistake(KVCacheCoordinator, "find_longest_hit", "full and window", "two groups")
+def groups_do_not_agree_on_the_hit(original):
+    def find(coordinator, request, most):
+        hashes = coordinator.hash_blocks(request)
+        hits = [manager.find_longest_hit(hashes, most, most) for manager in coordinator.managers]
+        return tuple(hits), len(hits[0]) * coordinator.managers[0].block_size
+
+    return find
+
+
+@mistake(SingleTypeManager, "_aligned", "two groups", "three groups")
+def hit_ends_within_another_groups_block(original):
+    return lambda manager, num_blocks: num_blocks
+
+
+@mistake(SingleTypeManager, "__init__", "full", "full and window")
+def drafter_gets_no_block_computed_again(original):
+    def init(manager, *args):
+        original(manager, *args)
+        manager._num_beyond = 0
+
+    return init
+
+
+@mistake(MambaManager, "_look_up", "state")
+def state_is_read_in_the_step_that_writes_it(original):
+    return WindowedManager._look_up
+
+
+# -- What becomes a hit
+
+
+@mistake(SingleTypeManager, "cache_blocks", "full", "state")
+def hash_one_block_too_many(original):
+    def cache_blocks(manager, table, request, num_tokens):
+        original(manager, table, request, min(num_tokens + 1, request.num_tokens))
+
+    return cache_blocks
+
+
+@mistake(SingleTypeManager, "first_whole_block", "window", "chunk", "two groups")
+def share_the_block_that_a_load_filled_in_part(original):
+    return lambda manager, first_token: first_token // manager.block_size
+
+
+@mistake(KVCacheCoordinator, "never_cache", "full and window", "context parallel")
+def share_what_the_source_did_not_have(original):
+    return lambda coordinator, tables, group_ids: None
+
+
+@mistake(KVCacheManager, "allocate_slots", "full", "window")
+def share_a_load_before_it_has_come(original):
+    def allocate(manager, *args, delay_cache_blocks=False, **options):
+        return original(manager, *args, **options)
+
+    return allocate
+
+
+# -- Blocks
+
+
+@mistake(SingleTypeManager, "count_free_hits", "full")
+def forget_that_free_hits_cost(original):
+    return lambda manager, hits, room: 0
+
+
+@mistake(KVCacheCoordinator, "add_hits", "two groups", "full and window")
+def a_group_allocates_before_all_have_their_hits(original):
+    def add_hits(coordinator, tables, hits, room):
+        for manager, table, group_hits in zip(
+            coordinator.managers, tables.groups, hits, strict=True
+        ):
+            manager.add_hits(table, group_hits, room)
+            manager.grow(table, room)
+
+    return add_hits
+
+
+@mistake(windowed_module, "first_kept_token", "window", "chunk")
+def window_ends_a_token_early(original):
+    return lambda num_computed, **sizes: min(num_computed, original(num_computed, **sizes) + 1)
+
+
+@mistake(SingleTypeManager, "drop_passed", "window", "chunk", "state")
+def passed_blocks_are_kept(original):
+    return lambda manager, table, num_computed: False
+
+
+@mistake(SingleTypeManager, "drop_passed", "window", "state")
+def passed_blocks_stay_in_the_table(original):
+    def drop(manager, table, num_computed):
+        blocks = table.blocks.copy()
+        dropped = original(manager, table, num_computed)
+        table.blocks[:] = blocks
+        return dropped
+
+    return drop
+
+
+@mistake(SingleTypeManager, "peak_blocks", "full")
+def peak_is_a_block_too_low(original):
+    return lambda manager, num_tokens, step: original(manager, num_tokens, step) - 1
+
+
+@mistake(KVCacheCoordinator, "settle", "window", "state", "full")
+def quiet_for_a_token_too_long(original):
+    def settle(coordinator, tables):
+        original(coordinator, tables)
+        for name in ("num_slots", "quiet_until", "next_hashed"):
+            setattr(tables, name, min(getattr(tables, name) + 1, sys.maxsize))
+
+    return settle
+
+
+@mistake(KVCacheCoordinator, "count_missing_for_all", "full", "window")
+def full_sequence_always_fits(original):
+    return lambda coordinator, *args: 0
+
+
+CASES = [(name, family) for name, (*_, families) in MISTAKES.items() for family in families]
+
+
+@pytest.mark.parametrize(("name", "family"), CASES, ids=map(": ".join, CASES))
+def test_machine_finds_a_mistake_made_on_purpose(name, family, monkeypatch):
+    owner, attribute, make, _ = MISTAKES[name]
+    monkeypatch.setattr(owner, attribute, make(getattr(owner, attribute)))
+    with pytest.raises((AssertionError, ValueError, AttributeError, IndexError, KeyError)):
+        run_state_machine_as_test(machine_of(FAMILIES[family]), settings=SEARCH)
