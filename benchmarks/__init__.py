@@ -10,6 +10,7 @@ module              what is in it
 ``transports``      all of them, interleaved round by round
 ``binding``         how long ``bind`` takes
 ``confirm``         how long a confirm takes
+``managers``        our KV cache manager beside vLLM's; ``peers`` has both
 ``figures``         medians, ratios, goals
 ``report``, ``plot``  table, JSON, Markdown and picture
 ==================  ============================================================

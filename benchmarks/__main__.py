@@ -12,11 +12,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks import managers
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
 from benchmarks.figures import CaseResult
-from benchmarks.machine import describe_machine
+from benchmarks.machine import Machine, describe_machine
+from benchmarks.peers.process import PeerError
 from benchmarks.plot import write_plot
 from benchmarks.report import Results, show, write
 from benchmarks.transports import TransportBenchmark, why_no_nixl
@@ -30,6 +32,7 @@ class Part(enum.StrEnum):
     TRANSPORTS = "transports"
     BIND = "bind"
     CONFIRM = "confirm"
+    MANAGERS = "managers"
 
 
 def main(
@@ -39,15 +42,22 @@ def main(
     quick: Annotated[bool, typer.Option(help="Tiny cache, two rounds: a test of it all.")] = False,
     nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
 ) -> None:
-    """Compares the transports with NIXL and memcpy; times bind and the confirm."""
+    """Compares the transports with NIXL and memcpy, and the cache manager with vLLM's; times bind
+    and the confirm.
+    """
     console = Console()
     if not console.is_terminal:
         console.width = 180  # the table's; nothing else could say how wide a log file is
     parts = set(only or Part)
     machine = describe_machine()
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
+    if Part.MANAGERS in parts:
+        _compare_managers(console, command, machine, rounds, quick, out)
+    if parts == {Part.MANAGERS}:
+        return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []
     confirm: list[ConfirmResult] = []
@@ -68,7 +78,7 @@ def main(
                 console.print(f"[red]wrong data[/]: {error}", highlight=False)
                 raise typer.Exit(1) from error
     results = Results(
-        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        command=command,
         rounds=rounds,
         machine=machine,
         shape=shape,
@@ -83,6 +93,21 @@ def main(
     write(results, out)
     if transports:
         write_plot(results, out / "transport.png")
+    console.print(f"written to {out}")
+
+
+def _compare_managers(
+    console: Console, command: str, machine: Machine, rounds: int, quick: bool, out: Path
+) -> None:
+    """The part that stands alone; without vLLM's environment it says so and leaves it out."""
+    try:
+        with _saying(console) as say:
+            results = managers.measure(command, machine, rounds, quick, say)
+    except PeerError as error:
+        console.print(f"[yellow]![/] cache managers are left out: {error}", highlight=False)
+        return
+    managers.show(results, console)
+    managers.write(results, out)
     console.print(f"written to {out}")
 
 

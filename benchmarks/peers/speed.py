@@ -40,9 +40,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_setup(groups: Sequence[Group], load: Load, rounds: int) -> Setup:
-    """A pool that has room for what is live and for two batches: all else was evicted."""
-    tokens = load.live * (load.longest + load.steps * (rounds + 1)) + load.hit_tokens
-    tokens += 2 * load.batch * load.longest
+    """A pool that has room for what is live and for some batches."""
+    tokens = load.live * (load.mean + load.steps * (rounds + 2)) + load.hit_tokens
+    tokens += 3 * load.batch * load.longest
     return Setup(
         groups=tuple(groups),
         num_blocks=sum(tokens // group.block_size for group in groups),
@@ -64,6 +64,7 @@ class Busy:
         self._asked = self._request([*prompt, 1])
         self._live = self._requests(load.live)
         self._admit(self._live)
+        self._grow()  # windows give back what the prompts' tokens needed
         self._fill()
 
     def round(self) -> dict[str, float]:
