@@ -60,9 +60,9 @@ class KVCacheCoordinator:
         num_token_shards: ranks that hold different tokens of one request (DCP times PCP); a block
             of layers that keep tokens spans as many times its tokens.
         use_eagle: whether the last block that matches is dropped from every hit.
-        enable_caching: whether requests share blocks; without effect in a model with cross
-            attention, where what the decoder keeps depends on the encoder's input, which no hash
-            covers.
+        max_hit: most tokens that a hit may have; 0 without caching. Nothing is hashed where it is
+            too short for any hit, nor in a model with cross attention, where what the decoder
+            keeps depends on the encoder's input, which no hash covers.
 
     Raises:
         ValueError: a spec that no manager serves, or sinks that do not fit into the pool.
@@ -74,14 +74,12 @@ class KVCacheCoordinator:
         pool: BlockPool,
         num_token_shards: int = 1,
         use_eagle: bool = False,
-        enable_caching: bool = True,
+        max_hit: int = NEVER,
     ) -> None:
         specs = [layer_spec(group.kv_cache_spec) for group in config.kv_cache_groups]
         kinds = [manager_kind(spec, group_id) for group_id, spec in enumerate(specs)]
         self.has_cross_attention = not all(kind.is_cacheable for kind in kinds)
         """Whether a group holds an encoder's output."""
-        self.enable_caching = enable_caching and not self.has_cross_attention
-        """Whether requests share blocks."""
         sizes = [
             table_block_size(kind, spec, num_token_shards)
             for kind, spec in zip(kinds, specs, strict=True)
@@ -89,6 +87,8 @@ class KVCacheCoordinator:
         self.hash_block_size = gcd(*sizes)
         """Tokens per block hash."""
         rules = HitRules(self.hash_block_size, lcm(*sizes), use_eagle)
+        self.enable_caching = rules.alignment <= max_hit and not self.has_cross_attention
+        """Whether requests share blocks."""
         self.managers = tuple(
             kind(spec, group_id, pool, num_token_shards, rules)
             for group_id, (kind, spec) in enumerate(zip(kinds, specs, strict=True))
@@ -152,12 +152,46 @@ class KVCacheCoordinator:
                 break
         return tuple(hits), num_tokens
 
-    def check_hits(self, request: CacheRequest, hits: BlockLists, num_tokens: int) -> None:
-        """Refuses hits that are not the request's, or not any more.
+    def check_fits(
+        self, request: CacheRequest, tables: RequestTables | None, hits: BlockLists, room: Room
+    ) -> None:
+        """Refuses what does not go together.
+
+        Args:
+            request: running, or about to be.
+            tables: what it holds; ``None`` if nothing.
+            hits: blocks of its local hit; empty lists if there is none.
+            room: what it asks for.
 
         Raises:
-            ValueError: they do not fit; see ``SingleTypeManager.check_hits``.
+            ValueError: hits or external tokens for a request that holds blocks, hits that are not
+                the request's, or computed tokens that its blocks do not hold.
         """
+        num_computed = request.num_computed_tokens
+        name = f"request {request.request_id!r}"
+        if tables is not None:
+            if any(hits) or room.num_ready != num_computed:
+                raise ValueError(
+                    f"{name} holds blocks already; give the hit and external tokens when it is "
+                    "admitted"
+                )
+            if num_computed < tables.quiet_from:
+                raise ValueError(
+                    f"{name} has {num_computed} computed tokens, but its windows hold what follows "
+                    f"{tables.quiet_from} or more; free it and admit it again"
+                )
+            return
+        if num_computed:
+            raise ValueError(
+                f"{name} has {num_computed} computed tokens and no blocks; set "
+                "num_computed_tokens to 0 when a request is freed"
+            )
+        if self.enable_caching:
+            self.hash_blocks(request)  # so that what can fail has done so by now
+        if any(hits) or room.num_local:
+            self._check_hits(request, hits, room.num_local)
+
+    def _check_hits(self, request: CacheRequest, hits: BlockLists, num_tokens: int) -> None:
         if len(hits) != len(self.managers):
             raise ValueError(
                 f"new_computed_blocks: blocks of {len(hits)} KV cache groups, but there are "

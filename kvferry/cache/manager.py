@@ -38,8 +38,8 @@ class KVCacheManager:
         kv_cache_config: blocks and groups.
         max_model_len: longest sequence, prompt and answer, in tokens.
         enable_caching: whether blocks are hashed and shared at all. Without effect in a model with
-            cross attention: what its decoder keeps depends on the encoder's input, which the
-            hashes do not cover.
+            cross attention (what its decoder keeps depends on the encoder's input, which the
+            hashes do not cover) and where a block is as long as the longest sequence.
         use_eagle: whether the last block that matches is dropped from every hit, so that a drafter
             gets the model's output for it.
         log_stats: whether :meth:`make_prefix_cache_stats` has something to say.
@@ -83,7 +83,7 @@ class KVCacheManager:
             self.block_pool,
             dcp_world_size * pcp_world_size,
             use_eagle,
-            enable_caching,
+            max_hit=max_model_len - 1 if enable_caching else 0,
         )
         self.enable_caching = self._coordinator.enable_caching
         """Whether requests share blocks."""
@@ -202,28 +202,22 @@ class KVCacheManager:
         ):
             return self._no_blocks
 
-        coordinator, pool = self._coordinator, self.block_pool
+        hits = new_computed_blocks
+        if hits is None or not any(hits.blocks):
+            hits = self._no_blocks
         num_local = num_computed + num_new_computed_tokens
         room = Room(num_local, num_ready, num_slots, num_encoder_tokens)
-        hits = self._check_hits(request, tables, new_computed_blocks, room)
-        num_free_hits = coordinator.count_free_hits(hits.blocks, room)
+        coordinator = self._coordinator
+        coordinator.check_fits(request, tables, hits.blocks, room)
         if tables is None:
             tables = coordinator.new_tables()
         coordinator.drop_passed(tables, num_computed)
+        max_step_tokens = None
         if full_sequence_must_fit:
             # Only a load adds no token to be computed; the step after it computes the rest.
-            max_step = num_new_tokens or max(1, request.num_tokens - num_ready)
-            num_needed = coordinator.count_missing_for_all(
-                tables,
-                room,
-                hits.blocks,
-                min(request.num_tokens, self.max_model_len),
-                max_step + num_lookahead_tokens,
-            )
-            if num_needed + num_free_hits > pool.get_num_free_blocks():
-                return None
-        num_needed = coordinator.count_missing(tables, room, hits.blocks)
-        if num_needed + num_free_hits > pool.get_num_free_blocks() - reserved_blocks:
+            max_step_tokens = num_new_tokens or max(1, request.num_tokens - num_ready)
+            max_step_tokens += num_lookahead_tokens
+        if not self._has_blocks(request, tables, hits, room, reserved_blocks, max_step_tokens):
             return None
 
         if held is None:
@@ -394,45 +388,29 @@ class KVCacheManager:
         """No blocks, one list per KV cache group."""
         return self._no_blocks
 
-    def _check_hits(
+    def _has_blocks(
         self,
         request: CacheRequest,
-        tables: RequestTables | None,
-        new_computed_blocks: KVCacheBlocks | None,
+        tables: RequestTables,
+        hits: KVCacheBlocks,
         room: Room,
-    ) -> KVCacheBlocks:
-        """The hits, none if none were given, once they and the request are known to fit.
+        reserved_blocks: int,
+        max_step_tokens: int | None,
+    ) -> bool:
+        """Whether enough blocks are free for ``room``, and ``reserved_blocks`` others.
 
-        Raises:
-            ValueError: see :meth:`allocate_slots`.
+        With ``max_step_tokens``, the bound of the steps to come, all tokens that the request has
+        so far must fit as well.
         """
-        hits = new_computed_blocks
-        if hits is None or not any(hits.blocks):
-            hits = self._no_blocks
-        num_computed = request.num_computed_tokens
-        name = f"request {request.request_id!r}"
-        if tables is not None:
-            if hits is not self._no_blocks or room.num_ready != num_computed:
-                raise ValueError(
-                    f"{name} holds blocks already; give the hit and external tokens when it is "
-                    "admitted"
-                )
-            if num_computed < tables.quiet_from:
-                raise ValueError(
-                    f"{name} has {num_computed} computed tokens, but its windows hold what follows "
-                    f"{tables.quiet_from} or more; free it and admit it again"
-                )
-            return hits
-        if num_computed:
-            raise ValueError(
-                f"{name} has {num_computed} computed tokens and no blocks; set "
-                "num_computed_tokens to 0 when a request is freed"
-            )
-        if self.enable_caching:
-            self._coordinator.hash_blocks(request)  # so that what can fail has done so by now
-        if hits is not self._no_blocks or room.num_local:
-            self._coordinator.check_hits(request, hits.blocks, room.num_local)
-        return hits
+        coordinator, blocks = self._coordinator, hits.blocks
+        num_free = self.block_pool.get_num_free_blocks() - coordinator.count_free_hits(blocks, room)
+        if max_step_tokens is not None:
+            num_tokens = min(request.num_tokens, self.max_model_len)
+            if num_free < coordinator.count_missing_for_all(
+                tables, room, blocks, num_tokens, max_step_tokens
+            ):
+                return False
+        return coordinator.count_missing(tables, room, blocks) <= num_free - reserved_blocks
 
     def _bad_counts(
         self, request: CacheRequest, num_total: int, num_encoder_tokens: int

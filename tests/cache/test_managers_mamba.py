@@ -114,3 +114,10 @@ def test_peak_is_never_exceeded(make_group_manager, num_speculative, max_step, s
     for step in steps:
         grow(manager, request, min(step, max_step))
         assert manager.num_held_blocks("r") <= manager.peak_blocks(128, max_step)
+
+
+def test_nothing_is_hashed_where_one_state_serves_a_whole_request(make_group_manager):
+    manager = make_group_manager(("full",), ("mamba", 0, 130), max_model_len=130)
+    assert not manager.enable_caching
+    grow(manager, Request("r", range(9), hash_block_size=4), 9)  # not 2, which divides both
+    assert not manager.block_pool.cached_blocks(0)

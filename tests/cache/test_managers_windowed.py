@@ -213,6 +213,21 @@ def test_load_allocates_only_what_the_window_keeps(make_group_manager):
     assert manager.num_held_blocks("r") == 7
 
 
+def test_load_needs_no_blocks_for_what_the_window_passes(make_group_manager):
+    manager = make_group_manager(("window", 6), num_blocks=3)
+    request = Request("r", range(21))
+    assert load(manager, request, 20, reserved_blocks=1) is None
+    assert load(manager, request, 20, full_sequence_must_fit=True) is None  # and one token more
+    assert load(manager, request, 20) is not None
+
+
+def test_whole_sequence_that_runs_counts_what_its_window_still_holds(make_group_manager):
+    manager = make_group_manager(("window", 6), num_blocks=5)
+    request = Request("r", range(64))
+    for _ in range(8):
+        assert grow(manager, request, 8, full_sequence_must_fit=True) is not None
+
+
 def test_block_that_a_load_fills_in_part_never_becomes_a_hit(make_group_manager):
     manager = make_group_manager(("window", 4))
     request = Request("r", range(30))
@@ -272,6 +287,18 @@ def test_local_hits_that_the_load_passes_are_not_taken(make_group_manager):
     load(manager, request, 8)  # 8 tokens hit, 8 loaded, of which the window keeps 13 to 15
     assert nulls(manager, request, 1) == [True, True, True, False]
     assert manager.block_pool.get_num_free_blocks() == free - 4 - 1
+
+
+def test_free_hits_that_the_load_passes_use_no_capacity(make_group_manager):
+    manager = make_group_manager(("window", 4), num_blocks=3)
+    first = Request("first", range(8))
+    grow(manager, first, 8)
+    manager.free(first)
+    grow(manager, Request("other", range(50, 54)), 4)
+    request = Request("r", range(17))
+    assert manager.get_computed_blocks(request)[1] == 4  # in the only free block
+    assert load(manager, request, 12) is not None
+    assert nulls(manager, request) == [True, True, True, False]
 
 
 def test_failed_load_of_a_window_cannot_go_on_from_a_part_of_it(make_group_manager):
