@@ -165,6 +165,14 @@ def test_drafter_has_the_last_matched_block_computed_again(make_group_manager, k
     assert manager.get_computed_blocks(Request("other", [*range(12), *range(90, 99)]))[1] == 8
 
 
+def test_drafter_drops_the_last_block_of_a_prompt_once_where_groups_are_several(
+    make_group_manager,
+):
+    manager = make_group_manager(("full",), ("window", 5), use_eagle=True)
+    admit(manager, Request("first", range(16)))
+    assert manager.get_computed_blocks(Request("same", range(16)))[1] == 12
+
+
 @pytest.mark.parametrize("shards", [{"dcp_world_size": 3}, {"pcp_world_size": 3}])
 def test_ranks_that_split_tokens_make_blocks_longer(make_group_manager, shards):
     manager = make_group_manager(("full",), ("window", 5), **shards)

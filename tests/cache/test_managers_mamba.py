@@ -62,6 +62,13 @@ def test_drafts_have_states_of_their_own(make_group_manager):
     assert manager.peak_blocks(64, 8) == 5
 
 
+def test_states_of_drafts_are_no_room_for_tokens(make_group_manager):
+    manager = make_group_manager(("mamba", 2), enable_caching=False)
+    request = Request("r", range(6))
+    grow(manager, request, 4)
+    assert grow(manager, request, 1).get_block_ids() == ([4],)
+
+
 def test_loaded_state_is_whole_and_becomes_a_hit_where_a_block_ends(make_group_manager):
     manager = make_group_manager(("full",), ("mamba",))
     request = Request("r", range(30))

@@ -228,6 +228,20 @@ def test_whole_sequence_that_runs_counts_what_its_window_still_holds(make_group_
         assert grow(manager, request, 8, full_sequence_must_fit=True) is not None
 
 
+def test_whole_sequence_after_a_hit_needs_what_the_window_will_hold(make_group_manager):
+    manager = make_group_manager(("window", 8), num_blocks=5)
+    first = Request("first", range(16))
+    grow(manager, first, 16)
+    manager.free(first)
+    request = Request("r", range(64))
+    blocks, num_hits = manager.get_computed_blocks(request)
+    assert blocks.get_block_ids() == ([0, 0, 3, 4],)
+    # Steps of 8 tokens hold 5 blocks at most, and there are 4; this one takes 2 beside the hit.
+    options = {"num_new_computed_tokens": num_hits, "new_computed_blocks": blocks}
+    assert manager.allocate_slots(request, 8, full_sequence_must_fit=True, **options) is None
+    assert manager.allocate_slots(request, 8, **options) is not None
+
+
 def test_block_that_a_load_fills_in_part_never_becomes_a_hit(make_group_manager):
     manager = make_group_manager(("window", 4))
     request = Request("r", range(30))
