@@ -9,6 +9,7 @@ from tests.cache.slow.configs import (
     cross,
     full,
     mla,
+    only_state,
     setups,
     sink,
     state,
@@ -24,7 +25,7 @@ FAMILIES = {
     "mla, sinks": setups((mla, sink)),
     "window": setups((window,)),
     "chunk": setups((chunk,)),
-    "state": setups((state,)),
+    "state": setups((state, state, state, only_state)),
     "uniform": setups((uniform,)),
     "cross": setups((full,), (cross,)),
     "full and window": setups((full,), (window,), sizes=(1, 2, 4)),
@@ -34,7 +35,7 @@ FAMILIES = {
 }
 
 QUICK = settings(
-    max_examples=80,
+    max_examples=100,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

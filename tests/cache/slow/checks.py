@@ -6,9 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from kvferry.cache import KVCacheManager, Request
 from kvferry.cache.events import AllBlocksCleared, BlockRemoved
+from tests.cache.slow.configs import MAX_MODEL_LEN
 from tests.cache.slow.model import SlowManager, needed
-
-MAX_MODEL_LEN = 24
 
 
 @dataclass
@@ -41,7 +40,11 @@ class SideBySide(RuleBasedStateMachine):
             pcp_world_size=setup.pcp,
         )
         self.model = SlowManager(
-            setup.groups, setup.num_blocks, setup.enable_caching, setup.use_eagle
+            setup.groups,
+            setup.num_blocks,
+            MAX_MODEL_LEN,
+            setup.enable_caching,
+            setup.use_eagle,
         )
         # Groups whose cells the memory plays; an encoder's output is not made of these tokens.
         self.token_groups = [g for g, group in enumerate(setup.groups) if group.kind != "cross"]

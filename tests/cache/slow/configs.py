@@ -20,6 +20,8 @@ from kvferry.cache import (
 )
 from tests.cache.slow.model import Group
 
+MAX_MODEL_LEN = 24
+
 # Small pages, padded to one size so that groups of any block sizes may share memory.
 SHAPE = {"num_kv_heads": 1, "head_size": 1, "dtype": "float32", "page_size_padded": 4096}
 
@@ -80,7 +82,7 @@ def chunk(draw: st.DrawFn, size: int) -> Member:
     return spec, Group("chunk", size, reach)
 
 
-def state(draw: st.DrawFn, size: int) -> Member:
+def state(draw: st.DrawFn, size: int, mode: str = "all") -> Member:
     spare = draw(st.sampled_from([0, 0, 1, 2]))
     spec = MambaSpec(
         size,
@@ -88,9 +90,14 @@ def state(draw: st.DrawFn, size: int) -> Member:
         dtypes=["float32"],
         page_size_padded=4096,
         num_speculative_blocks=spare,
-        mamba_cache_mode="all",
+        mamba_cache_mode=mode,
     )
     return spec, Group("state", size, spare=spare)
+
+
+def only_state(draw: st.DrawFn, size: int) -> Member:
+    """One block stands for all tokens, so nothing is a hit."""
+    return state(draw, MAX_MODEL_LEN, mode="none")
 
 
 def cross(draw: st.DrawFn, size: int) -> Member:
@@ -101,7 +108,7 @@ def uniform(draw: st.DrawFn, size: int) -> Member:
     """Layers with pages of different sizes and one block table."""
     spec, group = draw(st.sampled_from([full, mla, sink, window, chunk, state]))(draw, size)
     specs = {f"uniform.{i}": replace(spec, page_size_padded=4096 * (i + 1)) for i in range(2)}
-    return UniformTypeKVCacheSpecs(size, specs), group
+    return UniformTypeKVCacheSpecs(spec.block_size, specs), group
 
 
 Kind = Callable[[st.DrawFn, int], Member]

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from kvferry.cache import MultiModalInput, Request
-from tests.cache.slow.checks import MAX_MODEL_LEN, Life, SideBySide
+from tests.cache.slow.checks import Life, SideBySide
+from tests.cache.slow.configs import MAX_MODEL_LEN
 from tests.cache.slow.model import needed, prefix
 
 POSITIONS = st.integers(0, MAX_MODEL_LEN)
@@ -22,8 +23,8 @@ class ManagerMachine(SideBySide):
 
     @precondition(lambda self: len(self.lives) < 8)
     @rule(
-        prompt=st.lists(TOKENS, min_size=1, max_size=MAX_MODEL_LEN - 2),
-        prefix_length=POSITIONS,
+        prompt=st.just([]) | st.lists(TOKENS, max_size=MAX_MODEL_LEN - 2),
+        prefix_length=st.just(MAX_MODEL_LEN) | POSITIONS,
         salt=st.sampled_from([None] * 9 + ["a"]),
         lora=st.sampled_from([None] * 9 + ["a"]),
         image=st.none() | st.none() | st.tuples(st.sampled_from("xy"), POSITIONS),
@@ -41,7 +42,7 @@ class ManagerMachine(SideBySide):
             shown = [MultiModalInput(*image, IMAGE_LENGTHS[image[0]])]
         request = Request(
             f"r{self.count}",
-            prompt,
+            prompt or [0],
             cache_salt=salt,
             lora_name=lora,
             mm_inputs=[i for i in shown if i.offset + i.length <= len(prompt)],
@@ -60,14 +61,44 @@ class ManagerMachine(SideBySide):
     def admit(self, data, must_fit, reserved):
         self.admit_to_compute(choose(data, self.in_state("waiting")), data, must_fit, reserved)
 
-    def admit_to_compute(self, life, data, must_fit=False, reserved=0):
+    def admit_to_compute(self, life, data, must_fit=False, reserved=0, hit=None):
         request = life.request
-        hit = self.look_up(request)
+        hit = hit or self.look_up(request)
         num_new = data.draw(st.integers(1, request.num_tokens - hit[2]))
         if self.allocate(life, num_new, hit, must_fit=must_fit, reserved=reserved):
             life.state, life.was_admitted = "running", True
             request.num_computed_tokens = hit[2]
             self.compute(life, num_new)
+
+    @precondition(lambda self: len(self.in_state("waiting")) > 1)
+    @rule(data=st.data())
+    def admit_with_a_hit_looked_up_earlier(self, data):
+        """What was found may be somebody else's by now."""
+        life, other = data.draw(st.permutations(self.in_state("waiting")))[:2]
+        blocks, rows, num_hits = hit = self.look_up(life.request)
+        self.admit_to_compute(other, data)
+        if self.model.is_still_there(life.request, rows):
+            self.admit_to_compute(life, data, hit=hit)
+        else:
+            with pytest.raises(ValueError, match="call get_computed_blocks again"):
+                self.manager.allocate_slots(life.request, 1, num_hits, blocks)
+
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data())
+    def bad_calls_change_nothing(self, data):
+        request = choose(data, self.lives).request
+        allocate, cache_blocks = self.manager.allocate_slots, self.manager.cache_blocks
+        for bad_call in (
+            lambda: allocate(request, 0),
+            lambda: allocate(request, -1),
+            lambda: allocate(request, MAX_MODEL_LEN + 1),
+            lambda: allocate(request, 1, reserved_blocks=-1),
+            lambda: allocate(request, 1, self.model.unit * 99),
+            lambda: cache_blocks(request, request.num_tokens + 1),
+            lambda: cache_blocks(request, 0, skip_groups=[len(self.model.groups)]),
+        ):
+            with pytest.raises(ValueError, match=f"{request.request_id}|skip_groups"):
+                bad_call()
 
     def draw_load(self, request, num_hits, data):
         """Tokens after the hit that come from outside, if any can."""

@@ -85,14 +85,20 @@ class SlowManager:
     """Blocks as plain lists of ids, for any groups."""
 
     def __init__(
-        self, groups: Sequence[Group], num_blocks: int, enable_caching: bool, use_eagle: bool
+        self,
+        groups: Sequence[Group],
+        num_blocks: int,
+        max_model_len: int,
+        enable_caching: bool,
+        use_eagle: bool,
     ) -> None:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.use_eagle = use_eagle
-        # What a decoder keeps depends on what its encoder saw, which is in no request's tokens.
-        self.enable_caching = enable_caching and all(g.kind != "cross" for g in groups)
         self.unit = lcm(*(group.block_size for group in groups))
+        # What a decoder keeps depends on what its encoder saw, which is in no request's tokens.
+        has_encoder = any(group.kind == "cross" for group in groups)
+        self.enable_caching = enable_caching and not has_encoder and self.unit < max_model_len
         self.num_reserved = sum(group.reserved for group in groups)
         self.free = list(range(1 + self.num_reserved, num_blocks))  # in the order of reuse
         self.content: dict[int, tuple[object, ...]] = {}  # hashed block → group and prefix
@@ -142,6 +148,14 @@ class SlowManager:
         """The block that was hashed first of those that end with this token."""
         holders = self.holders.get((g, prefix(request, num_tokens)))
         return holders[0] if holders and holders[0] not in self.unwritten else None
+
+    def is_still_there(self, request: Any, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether no block of a hit was taken by somebody else since it was looked up."""
+        return all(
+            not block or self.content.get(block) == (g, prefix(request, (i + 1) * group.block_size))
+            for g, (group, row) in enumerate(zip(self.groups, rows, strict=True))
+            for i, block in enumerate(row)
+        )
 
     # -- Allocating
 
