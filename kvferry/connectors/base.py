@@ -262,6 +262,16 @@ class SchedulerConnector(ABC):
         """
         return frozenset()
 
+    def first_filled_tokens(self, request: RequestView) -> tuple[int, ...] | None:
+        """For each KV cache group, the token from which on the load that just ended well filled it.
+
+        Asked with :meth:`partial_groups`. A group with a window needs its tokens from
+        ``first_kept_token`` on only, which may lie within a block; a block that the load filled
+        from its beginning may become a prefix hit, another one never does. Tokens of the local
+        hit count as filled. Default: ``None``, no more than was needed.
+        """
+        return None
+
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
         """What each rank's ``handshake_metadata`` returned, by rank; once, at start."""
 

@@ -99,8 +99,7 @@ def bind_error(error: zmq.ZMQError, host: str, port: int, key: str = "kv_port") 
         )
     if error.errno == errno.EACCES:
         return HostError(
-            f"{key}: {host}:{port} needs privileges that this process lacks; take a port "
-            "above 1023"
+            f"{key}: {host}:{port} needs privileges that this process lacks; take a port above 1023"
         )
     return HostError(
         f"host: cannot listen on {host!r}, port {port}: {error}; name an address of "

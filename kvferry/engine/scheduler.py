@@ -418,7 +418,9 @@ class Scheduler:
     def _load_ended(self, ended: EndedLoad) -> None:
         request = ended.request
         request.timings.load_finished = time.time()
-        self._manager.cache_blocks(request, ended.valid_tokens, ended.partial_groups)
+        self._manager.cache_blocks(
+            request, ended.valid_tokens, ended.partial_groups, ended.first_filled
+        )
         if not ended.cause:
             if not request.num_output_tokens:  # not one that was preempted and loaded again
                 request.num_external_tokens = ended.external_tokens

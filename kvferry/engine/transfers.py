@@ -48,6 +48,8 @@ class EndedLoad:
     """Leading tokens of the request whose KV is in its blocks."""
     partial_groups: frozenset[int]
     """KV cache groups of whose blocks only a part was filled."""
+    first_filled: tuple[int, ...] | None
+    """For each group, the token from which on it was filled; ``None`` for what was needed."""
     cause: str
     """Why it failed; empty if it did not."""
 
@@ -241,6 +243,7 @@ class KVTransfers:
         cause = self._causes.pop(request.request_id, "the connector gave no reason")
         valid = load.local_tokens + load.external_tokens
         partial: frozenset[int] = frozenset()
+        first_filled = None
         if failed:
             valid = load.local_tokens
         elif load.invalid_block_ids:
@@ -248,8 +251,11 @@ class KVTransfers:
         else:
             assert self._connector is not None
             partial = self._connector.partial_groups(request)
+            first_filled = self._connector.first_filled_tokens(request)
             cause = ""
-        return EndedLoad(request, synchronous, load.external_tokens, valid, partial, cause)
+        return EndedLoad(
+            request, synchronous, load.external_tokens, valid, partial, first_filled, cause
+        )
 
     def _valid_tokens(self, request: EngineRequest, load: RemoteLoad) -> int:
         """Tokens before the first block that was not filled; the local hit is always valid."""

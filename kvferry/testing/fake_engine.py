@@ -310,8 +310,14 @@ class FakeEngine:
             f"{request.request_id}: partial_groups names {sorted(partial)}, there are "
             f"{len(self.groups)} groups",
         )
+        filled = self.scheduler.first_filled_tokens(request)
+        promise(
+            filled is None or len(filled) == len(self.groups),
+            f"{request.request_id}: first_filled_tokens says {filled}, there are "
+            f"{len(self.groups)} groups",
+        )
         for rank in self.ranks:
-            rank.check_whole(request, partial)
+            rank.check_whole(request, partial, filled)
 
     def _end(self, request: FakeRequest, reason: str) -> None:
         request.finish_reason = reason

@@ -133,17 +133,24 @@ class FakeRank:
         for line in self._wrong(request, self._windows):
             promise(False, f"{request.request_id}: the load is not what the source held: {line}")
 
-    def check_whole(self, request: FakeRequest, partial: Collection[int]) -> None:
+    def check_whole(
+        self, request: FakeRequest, partial: Collection[int], filled: Sequence[int] | None
+    ) -> None:
         """Checks every cell that a group keeps, as anybody's prefix hit may need it.
+
+        Args:
+            request: whose load ended well.
+            partial: groups that it left tokens out of.
+            filled: for each group, the token from which on it says to have filled it.
 
         Raises:
             ContractBrokenError: cells of a group that is not ``partial`` are wrong.
         """
-        for line in self._wrong(request, {}, partial=partial):
+        for line in self._wrong(request, {}, partial=partial, filled=filled):
             promise(
                 False,
                 f"{request.request_id}: the load left tokens out, and partial_groups names "
-                f"{sorted(partial)} only: {line}",
+                f"{sorted(partial)} only, first_filled_tokens says {filled}: {line}",
             )
 
     def _wrong(
@@ -152,13 +159,15 @@ class FakeRank:
         windows: Mapping[int, int],
         salt: int = 0,
         partial: Collection[int] = (),
+        filled: Sequence[int] | None = None,
     ) -> Iterable[str]:
         """Wrong cells of a request's local hit (salt ``LOCAL``) or of what was loaded behind it."""
         local, end = request.local_tokens, request.local_tokens + request.external_tokens
         for group, cache in enumerate(self.caches):
             if group in partial:
                 continue
-            for first, layers in _by_first_token(cache, end, windows).items():
+            for needed, layers in _by_first_token(cache, end, windows).items():
+                first = needed if filled is None else min(needed, filled[group])
                 span = (min(first, local), local) if salt == LOCAL else (max(first, local), end)
                 tokens, table = request.prompt_token_ids, request.tables[group]
                 lines = cache.wrong_cells(table, tokens, *span, salt, layers)

@@ -82,15 +82,30 @@ def records_of(engine: FakeEngine, direction: str) -> list[Any]:
     return [record for record in records if record.direction == direction]
 
 
-def bytes_that_must_move(consumer: FakeEngine, num_tokens: int, local: int) -> int:
-    """Counted cell by cell: of layers with a window, what token ``num_tokens`` still sees."""
+def first_moved(pair: Pair, source: FakeRequest, layer: int, num_tokens: int, local: int) -> int:
+    """Token by token: back from the window's first to the beginning of the target's block, as long
+    as the source has them."""
+    (target,) = (group for group in pair.consumer.groups if layer in group.model_layers)
+    (lender,) = (i for i, group in enumerate(pair.producer.groups) if layer in group.model_layers)
+    window = WINDOW if layer in WINDOWED else target.sliding_window
+    first = max(local, first_kept_token(num_tokens, sliding_window=window))
+    if first == num_tokens or target.sliding_window is None:
+        return first
+    assert source.response_params is not None
+    table = source.response_params["remote_block_ids"][lender]
+    size = pair.producer.groups[lender].block_size
+    while first > local and first % target.block_size and table[(first - 1) // size]:
+        first -= 1
+    return first
+
+
+def bytes_that_must_move(pair: Pair, source: FakeRequest, num_tokens: int, local: int) -> int:
+    """Counted cell by cell over the ranks of the target."""
     total = 0
-    for group in consumer.groups:
+    for group in pair.consumer.groups:
         for rank in range(group.world_size):
             for layer in group.layers(rank):
-                window = WINDOW if layer in WINDOWED else group.sliding_window
-                kept = first_kept_token(num_tokens, sliding_window=window)
-                tokens = num_tokens - max(local, kept)
+                tokens = num_tokens - first_moved(pair, source, layer, num_tokens, local)
                 total += tokens * len(group.heads(rank)) * BYTES_PER_HEAD
     return total
 
@@ -102,31 +117,36 @@ def bytes_that_must_move(consumer: FakeEngine, num_tokens: int, local: int) -> i
 @pytest.mark.parametrize(
     ("num_tokens", "local_blocks"), [(5, 0), (WINDOW, 0), (40, 0), (40, 2), (33, 4)]
 )
-def test_no_byte_outside_the_windows_moves(
+def test_no_block_outside_the_windows_moves(
     open_pair: OpenPair, geometries: tuple[Groups, Groups], num_tokens: int, local_blocks: int
 ) -> None:
     pair = open_pair(geometries)
-    request = loaded(pair, pair.prefill("r", num_tokens), local_blocks=local_blocks)
+    source = pair.prefill("r", num_tokens)
+    request = loaded(pair, source, local_blocks=local_blocks)
     moved = sum(record.nbytes for record in records_of(pair.consumer, "recv"))
-    assert moved == bytes_that_must_move(pair.consumer, num_tokens, request.local_tokens)
+    assert moved == bytes_that_must_move(pair, source, num_tokens, request.local_tokens)
     pair.finish(request)
     pair.settle()
 
 
 @ALL_GEOMETRIES
-def test_a_block_that_begins_behind_the_window_gets_nothing_there(
+def test_a_block_in_which_a_window_begins_is_whole_where_the_source_has_the_rest(
     open_pair: OpenPair, geometries: tuple[Groups, Groups]
 ) -> None:
     pair = open_pair(geometries)
-    request = loaded(pair, pair.prefill("r", 40))
-    checked = 0
-    for rank in pair.consumer.ranks:
-        for cache, table in zip(rank.caches, request.tables, strict=True):
-            first = cache.geometry.first_kept_token(40)
-            assert cache.is_spoilt(table, 0, first)
-            checked += first % cache.geometry.block_size
-    assert checked or geometries == HYBRID_GEOMETRIES["windows-whole"]
+    source = pair.prefill("r", 40)
+    request = loaded(pair, source)
+    filled = pair.consumer.scheduler.first_filled_tokens(request)
+    assert filled is not None
+    for group, geometry in enumerate(pair.consumer.groups):
+        firsts = {first_moved(pair, source, layer, 40, 0) for layer in geometry.model_layers}
+        assert filled[group] == max(firsts)
+        for rank in pair.consumer.ranks:
+            cache, table = rank.caches[group], request.tables[group]
+            assert not cache.wrong_cells(table, request.prompt_token_ids, max(firsts), 40)
+            assert cache.is_spoilt(table, 0, min(firsts))
     pair.finish(request)
+    assert pair.consumer.scheduler.first_filled_tokens(request) is None
     pair.settle()
 
 
@@ -271,6 +291,15 @@ def test_the_fake_engine_finds_a_group_that_should_have_been_named(
     monkeypatch.setattr(PullScheduler, "partial_groups", lambda self, request: frozenset())
     pair = open_pair(HYBRID_GEOMETRIES["windows-whole"])
     with pytest.raises(ContractBrokenError, match="partial_groups"):
+        loaded(pair, pair.prefill("r", 40))
+
+
+def test_the_fake_engine_finds_a_block_that_was_not_filled_from_its_beginning(
+    open_pair: OpenPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PullScheduler, "first_filled_tokens", lambda self, request: (0, 28))
+    pair = open_pair(EQUAL)
+    with pytest.raises(ContractBrokenError, match=r"first_filled_tokens says \(0, 28\)"):
         loaded(pair, pair.prefill("r", 40))
 
 

@@ -87,12 +87,17 @@ def test_latent_attention_gives_the_tokens_of_the_undivided_engine(
     pair.settle()
 
 
+def _first_block(num_tokens: int, block_size: int) -> int:
+    """The block in which the window of the next token begins."""
+    return max(0, num_tokens - WINDOW + 1) // block_size
+
+
 @pytest.mark.parametrize("model_folder", ["hybrid", "mla"], indirect=True)
 @pytest.mark.parametrize(
     ("prefill", "decode"), [("2x1 16 NHD", "1x2 8 HND"), ("1x2 8 HND", "3x1 12 NHD")]
 )
 def test_prefix_hits_on_either_side_change_no_token_and_what_is_here_is_not_fetched(
-    open_pair: Any, undivided: Any, prefill: str, decode: str
+    open_pair: Any, undivided: Any, request: Any, prefill: str, decode: str
 ) -> None:
     pair = open_pair(shape(prefill), shape(decode))
     for questions in (prompts(3, seed=5, shared=100), prompts(3, seed=5, shared=100)[::-1]):
@@ -100,9 +105,18 @@ def test_prefix_hits_on_either_side_change_no_token_and_what_is_here_is_not_fetc
         assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
         for question, answer in zip(questions, answers, strict=True):
             assert answer.num_cached_tokens + answer.num_external_tokens == len(question)
-    # The second time round, D has each prompt but for its last, unfinished block.
+    # The second time round, D has each prompt but for its last, unfinished block. Of layers with
+    # windows it has the blocks from the one on in which the window of the whole prompt began.
     block_size = int(decode.split()[1])
-    assert all(answer.num_external_tokens < block_size for answer in answers)
+    again = [
+        answer.num_external_tokens < block_size
+        for question, answer in zip(questions, answers, strict=True)
+        if request.node.callspec.params["model_folder"] == "mla"
+        or _first_block(len(question) // block_size * block_size, block_size)
+        == _first_block(len(question), block_size)
+    ]
+    assert again
+    assert all(again)
     longer = [[*question, *range(3, 60)] for question in questions]
     answers = pair.generate(longer, MAX_TOKENS)
     assert [answer.token_ids for answer in answers] == undivided(longer, MAX_TOKENS)
@@ -120,7 +134,7 @@ def test_prefix_hits_on_either_side_change_no_token_and_what_is_here_is_not_fetc
         ("1x2 5 HND whole", "3x1 32 NHD"),
     ],
 )
-def test_nothing_outside_the_windows_moves(
+def test_no_block_outside_the_windows_moves(
     open_pair: Any, undivided: Any, prefill: str, decode: str
 ) -> None:
     pair = open_pair(shape(prefill), shape(decode))
@@ -128,10 +142,13 @@ def test_nothing_outside_the_windows_moves(
     answers = pair.generate(questions, MAX_TOKENS)
     assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
     moved = sum(record.nbytes for record in pair.records if record.direction == "recv")
-    cells = sum(
-        FULL_LAYERS * len(question) + WINDOW_LAYERS * min(len(question), WINDOW - 1)
-        for question in questions
+    per_layer = [min(len(question), WINDOW - 1) for question in questions]
+    needed = sum(
+        FULL_LAYERS * len(question) + WINDOW_LAYERS * tokens
+        for question, tokens in zip(questions, per_layer, strict=True)
     )
+    # The rest of the block in which a window begins may come along.
+    rest = WINDOW_LAYERS * len(questions) * (int(decode.split()[1]) - 1)
     bytes_per_token_and_layer = 2 * 3 * 16 * 8  # k and v, heads, elements, float64
-    assert moved == cells * bytes_per_token_and_layer
+    assert needed <= moved // bytes_per_token_and_layer <= needed + rest
     pair.settle()

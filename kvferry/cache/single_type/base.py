@@ -238,6 +238,13 @@ class SingleTypeManager(ABC):
             table.first_token = kept
             table.num_cached = self.first_whole_block(kept)
 
+    def note_filled(self, table: GroupTable, first_filled: int) -> None:
+        """A load has filled a table from a token on: the blocks that begin no earlier are whole."""
+        first = -(-first_filled // self.block_size)
+        while first < table.num_cached < NEVER and table.blocks[first].block_hash is not None:
+            first += 1  # it was a hit before the load
+        table.num_cached = min(table.num_cached, first)
+
     # -- Growth
 
     def drop_passed(self, table: GroupTable, num_computed: int) -> bool:

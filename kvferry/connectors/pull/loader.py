@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvferry.connectors.base import TransferRecord
-from kvferry.connectors.pull.groups import first_moved_token
 from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.control.client import ControlClient
@@ -303,7 +302,7 @@ class Loader:
                 spec.source_block_ids[group.pair.source_group],
                 spec.target_block_ids[group.pair.target_group],
                 spec.num_tokens,
-                first_moved_token(group.pair, spec.first_token, spec.num_tokens),
+                spec.starts[group.index],
             )
             if not len(copies.runs):
                 continue  # all that moves lies behind the window

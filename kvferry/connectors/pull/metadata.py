@@ -23,8 +23,9 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whole block tables here, one list per group of ours."""
     first_token: int
     num_tokens: int
-    """The load moves the tokens ``[first_token, num_tokens)``, of layers with a window only those
-    of them that are still seen."""
+    """The load is of the tokens ``[first_token, num_tokens)``."""
+    starts: tuple[int, ...]
+    """For each pair of groups, the first of them that moves."""
     source_num_tokens: int
     """Tokens that the source has; both sides' digests begin where its windows do."""
 

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 class GroupPlan:
     """How the layers that a group of the source shares with one of ours move to this rank."""
 
+    index: int
+    """Of the pair among all pairs of the two engines."""
     pair: GroupPair
     plan: TransferPlan
     tiles: Mapping[int, Tiles]
@@ -71,7 +73,7 @@ class SourcePeer:
         """
         source = SourceGroups.of(description, groups)
         plans = []
-        for pair in source.pairs:
+        for index, pair in enumerate(source.pairs):
             plan = plan_transfer(
                 source=source.geometries[pair.source_group],
                 target=groups[pair.target_group],
@@ -85,6 +87,7 @@ class SourcePeer:
             theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
             plans.append(
                 GroupPlan(
+                    index=index,
                     pair=pair,
                     plan=plan,
                     tiles=plan.lower(theirs, ours),

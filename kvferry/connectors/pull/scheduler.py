@@ -60,6 +60,7 @@ class PullScheduler(SchedulerConnector):
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
         self._partial: dict[str, frozenset[int]] = {}
+        self._filled: dict[str, tuple[int, ...]] = {}
         self._progress: dict[str, tuple[int, int, float]] = {}
 
     @classmethod
@@ -200,6 +201,8 @@ class PullScheduler(SchedulerConnector):
         num_tokens = _num_loadable(load, request)
         first_token = num_tokens - num_external_tokens
         assert load.groups is not None  # tokens were offered, so the lease was had
+        starts = load.groups.starts(load.ticket, first_token, num_tokens)
+        self._filled[request.request_id] = load.groups.first_filled(starts)
         if partial := load.groups.partial_targets(first_token, num_tokens):
             self._partial[request.request_id] = partial
         self._sources.start(load)
@@ -214,6 +217,7 @@ class PullScheduler(SchedulerConnector):
                 target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
                 first_token=first_token,
                 num_tokens=num_tokens,
+                starts=starts,
                 source_num_tokens=load.ticket.num_tokens,
             )
         )
@@ -221,6 +225,10 @@ class PullScheduler(SchedulerConnector):
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """See :meth:`SchedulerConnector.partial_groups`."""
         return self._partial.get(request.request_id, frozenset())
+
+    def first_filled_tokens(self, request: RequestView) -> tuple[int, ...] | None:
+        """See :meth:`SchedulerConnector.first_filled_tokens`."""
+        return self._filled.get(request.request_id)
 
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
@@ -243,6 +251,7 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
         partial = self._partial.pop(request.request_id, None)
+        self._filled.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
