@@ -258,6 +258,20 @@ class KVCacheCoordinator:
         for manager, table in zip(self.managers, tables.groups, strict=True):
             manager.cache_blocks(table, request, num_tokens)
 
+    def note_filled(self, tables: RequestTables, first_filled: Sequence[int]) -> None:
+        """A load has filled each group's table from a token on, a block's beginning for example.
+
+        Raises:
+            ValueError: there are more or fewer groups. Nothing has happened then.
+        """
+        if len(first_filled) != len(self.managers):
+            raise ValueError(
+                f"first_filled: {len(first_filled)} numbers for {len(self.managers)} KV cache "
+                "groups; give one per group"
+            )
+        for manager, table, first in zip(self.managers, tables.groups, first_filled, strict=True):
+            manager.note_filled(table, first)
+
     def never_cache(self, tables: RequestTables, group_ids: Collection[int]) -> None:
         """From now on, no block of these groups' tables becomes a hit.
 
@@ -290,12 +304,10 @@ class KVCacheCoordinator:
             manager.free(table)
 
     def reset_prefix_cache(self) -> bool:
-        """See :meth:`kvferry.cache.KVCacheManager.reset_prefix_cache`; no request holds blocks."""
-        sinks = [
-            manager for manager in self.managers if isinstance(manager, SinkFullAttentionManager)
-        ]
-        # The pool is reset only while nothing is in use. They come back in the order in which
-        # they go, so every group has its own again, and the attention finds their content.
+        """See :meth:`kvferry.cache.KVCacheManager.reset_prefix_cache`."""
+        sinks = [one for one in self.managers if isinstance(one, SinkFullAttentionManager)]
+        # The pool is reset only while nothing is in use. Unhashed blocks are reused last freed
+        # first, so every group gets its own again, and the attention finds their content.
         for manager in reversed(sinks):
             self._pool.free_blocks(reversed(manager.sink_blocks))
         is_reset = self._pool.reset_prefix_cache()

@@ -1,6 +1,6 @@
 """The KV cache manager: the scheduler's one door to blocks."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from weakref import WeakSet
 
 from kvferry.cache.block_pool import BlockPool
@@ -233,7 +233,11 @@ class KVCacheManager:
         return new_blocks
 
     def cache_blocks(
-        self, request: CacheRequest, num_computed_tokens: int, skip_groups: Collection[int] = ()
+        self,
+        request: CacheRequest,
+        num_computed_tokens: int,
+        skip_groups: Collection[int] = (),
+        first_filled: Sequence[int] | None = None,
     ) -> None:
         """Makes a request's full blocks hits, after what fills them has done so.
 
@@ -245,10 +249,15 @@ class KVCacheManager:
                 failed in part, those before the first block that is missing.
             skip_groups: KV cache groups of which the load filled a part only. Their blocks never
                 become hits while this request holds them, those that it computes included.
+            first_filled: for each group, the token from which on a load has filled it. Where a
+                group has a window that begins within a block, a load need not fill what lies
+                before it in that block, and unless this says that it did, that block never
+                becomes a hit.
 
         Raises:
             ValueError: the request holds no blocks, or too few for these tokens, or has fewer
-                tokens, or there is no such group. Nothing has changed.
+                tokens, or there is no such group, or there are more or fewer than
+                ``first_filled``. Nothing has changed.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -263,6 +272,8 @@ class KVCacheManager:
                 f"it has {request.num_tokens} tokens and blocks "
                 f"{[len(table.blocks) for table in tables.groups]}"
             )
+        if first_filled is not None:
+            coordinator.note_filled(tables, first_filled)
         coordinator.never_cache(tables, skip_groups)
         if self.enable_caching:
             coordinator.cache_blocks(tables, request, num_computed_tokens)
@@ -306,7 +317,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hits, for example after new weights; ``False`` while blocks are held."""
-        if self._tables or not self._coordinator.reset_prefix_cache():
+        if not self._coordinator.reset_prefix_cache():
             return False
         self._stats.reset = True
         return True

@@ -42,6 +42,12 @@ def test_encoder_tokens_get_their_blocks_once(make_group_manager):
     assert manager.block_pool.get_num_free_blocks() == 40
 
 
+def test_every_rank_holds_all_encoder_tokens(make_group_manager):
+    manager = make_group_manager(("full",), ("cross",), dcp_world_size=2)
+    grow(manager, Request("r", range(16)), 16, num_encoder_tokens=16)
+    assert [len(ids) for ids in manager.get_block_ids("r")] == [2, 4]
+
+
 def test_encoder_tokens_count_before_anything_is_taken(make_group_manager):
     manager = make_group_manager(("full",), ("cross",), num_blocks=5)
     request = Request("r", range(4))

@@ -129,6 +129,26 @@ def test_whole_sequence_counts_what_a_window_holds_at_most(make_group_manager):
     assert manager.allocate_slots(first, 8, full_sequence_must_fit=True) is not None
 
 
+def test_whole_sequence_counts_the_lookahead_of_its_steps(make_group_manager):
+    manager = make_group_manager(("window", 8), num_blocks=5)
+    options = {"num_lookahead_tokens": 4, "full_sequence_must_fit": True}
+    assert manager.allocate_slots(Request("r", range(64)), 4, **options) is None
+    assert manager.allocate_slots(Request("r", range(64)), 4, full_sequence_must_fit=True)
+
+
+def test_reset_passes_over_requests_that_hold_null_blocks_alone(make_group_manager):
+    manager = make_group_manager(("chunk", 8))
+    first, request = Request("first", range(8)), Request("r", range(20))
+    grow(manager, first, 8)
+    manager.free(first)
+    manager.allocate_slots(request, 0, num_external_computed_tokens=8)
+    request.num_computed_tokens = 8
+    assert manager.get_block_ids("r") == ([0, 0],)
+    assert manager.reset_prefix_cache()
+    assert not manager.block_pool.cached_blocks()
+    assert grow(manager, request, 4) is not None
+
+
 # -- Hits
 
 
@@ -365,3 +385,25 @@ def test_external_tokens_come_with_admission_only(make_group_manager):
     grow(manager, request, 8)
     with pytest.raises(ValueError, match="holds blocks already; give the hit and external tokens"):
         manager.allocate_slots(request, 1, num_external_computed_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("first_filled", "num_hit"), [(None, 0), ((0, 0), 20), ((0, 8), 20), ((0, 9), 0)]
+)
+def test_a_block_that_a_load_filled_from_its_beginning_is_a_hit_and_no_other(
+    make_group_manager, first_filled, num_hit
+):
+    manager = make_group_manager(("full",), ("window", 10))
+    request = Request("r", range(21))
+    load(manager, request, 20)
+    manager.cache_blocks(request, 20, first_filled=first_filled)
+    # A hit of 20 tokens needs those from 11 on, which lie in the blocks from token 8 on.
+    assert manager.get_computed_blocks(Request("s", range(21)))[1] == num_hit
+
+
+def test_a_load_that_speaks_of_other_groups_is_refused(make_group_manager):
+    manager = make_group_manager(("full",), ("window", 10))
+    request = Request("r", range(21))
+    load(manager, request, 20)
+    with pytest.raises(ValueError, match="first_filled: 1 numbers for 2 KV cache groups"):
+        manager.cache_blocks(request, 20, first_filled=(0,))

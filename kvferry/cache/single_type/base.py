@@ -241,8 +241,12 @@ class SingleTypeManager(ABC):
     def note_filled(self, table: GroupTable, first_filled: int) -> None:
         """A load has filled a table from a token on: the blocks that begin no earlier are whole."""
         first = -(-first_filled // self.block_size)
-        while first < table.num_cached < NEVER and table.blocks[first].block_hash is not None:
-            first += 1  # it was a hit before the load
+        null = self.pool.null_block
+        while first < table.num_cached < NEVER:
+            block = table.blocks[first]
+            if block is not null and block.block_hash is None:
+                break
+            first += 1  # it was a hit before the load, or there is none
         table.num_cached = min(table.num_cached, first)
 
     # -- Growth
