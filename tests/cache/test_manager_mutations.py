@@ -150,6 +150,11 @@ def drafter_gets_no_block_computed_again(original):
     return init
 
 
+@mistake(FullAttentionManager, "find_longest_hit", "full and window")
+def proof_for_a_drafter_leaves_the_last_token_out(original):
+    return lambda manager, hashes, most, known: original(manager, hashes, most, min(most, known))
+
+
 @mistake(MambaManager, "_look_up", "state")
 def state_is_read_in_the_step_that_writes_it(original):
     return WindowedManager._look_up

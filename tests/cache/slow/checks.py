@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
-from kvferry.cache import KVCacheManager, Request
+from kvferry.cache import KVCacheManager, PrefixCacheStats, Request
 from kvferry.cache.events import AllBlocksCleared, BlockRemoved
 from tests.cache.slow.configs import MAX_MODEL_LEN
 from tests.cache.slow.model import SlowManager, needed
@@ -53,7 +53,7 @@ class SideBySide(RuleBasedStateMachine):
         self.told = [{} for _ in setup.groups]  # per group, hash → tokens, from events alone
         self.lives = []
         self.count = 0
-        self.lookups = 0
+        self.stats = PrefixCacheStats()
 
     def in_state(self, *states):
         return [life for life in self.lives if life.state in states]
@@ -63,7 +63,8 @@ class SideBySide(RuleBasedStateMachine):
         length, rows = self.model.look_up(request)
         assert num_hits == length
         assert blocks.get_block_ids() == tuple(rows)
-        self.lookups += self.model.enable_caching and request.prompt_logprobs is None
+        if self.model.enable_caching and request.prompt_logprobs is None:
+            self.stats.record(queries=request.num_tokens, hits=length)
         # Every cell of a hit, needed or not, is what the request itself would have computed.
         for g in self.token_groups:
             for token in range(num_hits):
@@ -133,6 +134,7 @@ class SideBySide(RuleBasedStateMachine):
         pool = self.manager.block_pool
         assert pool.get_free_block_ids() == self.model.free
         assert pool.get_num_free_blocks() == len(self.model.free)
+        assert self.manager.usage == 1 - len(self.model.free) / (self.setup.num_blocks - 1)
         assert 0 not in self.model.free
 
     @invariant()
@@ -140,7 +142,12 @@ class SideBySide(RuleBasedStateMachine):
         none = [[] for _ in self.model.groups]
         for life in self.lives:
             expected = self.model.tables.get(life.request.request_id, none)
-            assert self.manager.get_block_ids(life.request.request_id) == tuple(expected)
+            blocks = self.manager.get_blocks(life.request.request_id)
+            assert blocks.get_block_ids() == tuple(expected)
+            assert blocks.get_unhashed_block_ids_all_groups() == tuple(
+                [block for block in row if block and block not in self.model.content]
+                for row in expected
+            )
             held = [block for row in expected for block in row if block]
             assert len(set(held)) == len(held)
             assert self.manager.num_held_blocks(life.request.request_id) == len(held)
@@ -222,8 +229,7 @@ class SideBySide(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "manager"):
             return
-        stats = self.manager.make_prefix_cache_stats()
-        assert stats.requests == self.lookups
+        assert self.manager.make_prefix_cache_stats() == self.stats
         for life in self.in_state("running", "loading"):
             self.manager.free(life.request)
         num_free = self.manager.block_pool.get_num_free_blocks()
