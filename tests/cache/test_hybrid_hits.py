@@ -156,6 +156,14 @@ def test_blocks_that_no_hit_can_need_are_not_hashed(make_group_manager):
     assert [block.block_hash is not None for block in full] == [True, False]
 
 
+def test_block_after_a_hit_is_hashed_for_a_drafter(make_group_manager):
+    manager = make_group_manager(("full", 0, 8), ("window", 3, 2), use_eagle=True)
+    admit(manager, Request("first", range(17)))
+    window = manager.get_blocks("first").blocks[1]
+    assert [i for i, block in enumerate(window) if block.block_hash is not None] == [3, 4, 7]
+    assert manager.get_computed_blocks(Request("second", range(17)))[1] == 8
+
+
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_drafter_has_the_last_matched_block_computed_again(make_group_manager, kind):
     manager = make_group_manager((kind, 5), use_eagle=True)
