@@ -271,6 +271,7 @@ class KVCacheCoordinator:
             )
         for manager, table, first in zip(self.managers, tables.groups, first_filled, strict=True):
             manager.note_filled(table, first)
+        self.settle(tables)
 
     def never_cache(self, tables: RequestTables, group_ids: Collection[int]) -> None:
         """From now on, no block of these groups' tables becomes a hit.

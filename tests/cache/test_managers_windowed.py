@@ -401,6 +401,14 @@ def test_a_block_that_a_load_filled_from_its_beginning_is_a_hit_and_no_other(
     assert manager.get_computed_blocks(Request("s", range(21)))[1] == num_hit
 
 
+def test_a_last_block_that_a_load_filled_from_its_beginning_is_a_hit_at_once(make_group_manager):
+    manager = make_group_manager(("window", 4))
+    request = Request("r", range(21))
+    load(manager, request, 20)  # the window has tokens 17 to 19, the load brought the whole block
+    manager.cache_blocks(request, 20, first_filled=(16,))
+    assert manager.get_computed_blocks(Request("s", range(21)))[1] == 20
+
+
 def test_a_load_that_speaks_of_other_groups_is_refused(make_group_manager):
     manager = make_group_manager(("full",), ("window", 10))
     request = Request("r", range(21))
