@@ -9,6 +9,7 @@ from kvferry.cache import (
     KVCacheGroupSpec,
     KVCacheManager,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     Request,
     SlidingWindowSpec,
@@ -26,9 +27,13 @@ class KvferryPeer(CachePeer):
             for index, group in enumerate(setup.groups)
         ]
         config = KVCacheConfig(setup.num_blocks, [], groups)
-        super().__init__(
-            setup, KVCacheManager(config, setup.max_model_len, use_eagle=setup.use_eagle)
+        manager = KVCacheManager(
+            config,
+            setup.max_model_len,
+            use_eagle=setup.use_eagle,
+            dcp_world_size=setup.dcp_world_size,
         )
+        super().__init__(setup, manager)
 
     def request(self, request_id: str, token_ids: list[int]) -> Request:
         """See :meth:`~benchmarks.peers.peer.CachePeer.request`."""
@@ -46,3 +51,5 @@ def _spec(group: Group) -> KVCacheSpec:
             return SlidingWindowSpec(size, 1, 8, "float32", sliding_window=span)
         case "chunk":
             return ChunkedLocalAttentionSpec(size, 1, 8, "float32", attention_chunk_size=span)
+        case "mamba":
+            return MambaSpec(size, [(1, 16)], ["float32"], mamba_cache_mode="all")

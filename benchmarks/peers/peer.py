@@ -42,6 +42,10 @@ class CachePeer:
         """
         raise NotImplementedError
 
+    def new_step(self) -> None:
+        """All that was allocated so far has been computed."""
+        self.manager.new_step_starts()
+
     def lookup(self, request: Any) -> Hit:
         """What of a request is cached."""
         found = self.manager.get_computed_blocks(request)

@@ -9,7 +9,7 @@ import msgspec
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that share a block table."""
 
-    kind: Literal["full", "window", "chunk", "mla"]
+    kind: Literal["full", "window", "chunk", "mla", "mamba"]
     block_size: int
     """Tokens per block."""
     span: int = 0
@@ -25,18 +25,27 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     """Tokens."""
     use_eagle: bool = False
+    dcp_world_size: int = 1
 
     @property
     def hash_block_size(self) -> int:
         """Tokens per block hash."""
-        return math.gcd(*(group.block_size for group in self.groups))
+        return math.gcd(*self._block_sizes)
 
     @property
     def hit_block_size(self) -> int:
         """Hits are multiples of this many tokens."""
-        return math.lcm(*(group.block_size for group in self.groups))
+        return math.lcm(*self._block_sizes)
 
     @property
     def has_windows(self) -> bool:
         """Whether a group gives blocks back as a request moves on."""
-        return any(group.span for group in self.groups)
+        return any(group.span or group.kind == "mamba" for group in self.groups)
+
+    @property
+    def _block_sizes(self) -> list[int]:
+        """Tokens of an entry of each group's block tables; a recurrent state is not divided."""
+        return [
+            group.block_size * (1 if group.kind == "mamba" else self.dcp_world_size)
+            for group in self.groups
+        ]

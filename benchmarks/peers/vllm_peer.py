@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -40,6 +41,7 @@ class VllmPeer(CachePeer):
             scheduler_block_size=setup.hit_block_size,
             hash_block_size=setup.hash_block_size,
             use_eagle=setup.use_eagle,
+            dcp_world_size=setup.dcp_world_size,
         )
         super().__init__(setup, manager)
         self._hasher = get_request_block_hasher(setup.hash_block_size, sha256)
@@ -70,3 +72,7 @@ def _spec(group: Group) -> KVCacheSpec:
             return SlidingWindowSpec(**one, sliding_window=span)
         case "chunk":
             return ChunkedLocalAttentionSpec(**one, attention_chunk_size=span)
+        case "mamba":
+            return MambaSpec(
+                block_size=size, shapes=((1, 16),), dtypes=(dtype,), mamba_cache_mode="all"
+            )

@@ -98,6 +98,7 @@ class _Run:
 
     def _admit(self, live: _Live) -> None:
         request = live.request
+        self._peer.new_step()
         hit = self._peer.lookup(request)
         external = self._external_tokens(request.num_tokens, hit.num_tokens)
         missing = request.num_tokens - hit.num_tokens

@@ -4,6 +4,7 @@ vLLM 0.32 runs in an environment of its own, ``.venv-vllm``, which ``make test S
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,12 @@ def chunk(span: int, block_size: int = 4) -> Group:
     return Group(kind="chunk", block_size=block_size, span=span)
 
 
-def setup_of(groups: tuple[Group, ...], num_blocks: int, use_eagle: bool = False) -> Setup:
-    return Setup(groups=groups, num_blocks=num_blocks, max_model_len=160, use_eagle=use_eagle)
+def mamba(block_size: int = 4) -> Group:
+    return Group(kind="mamba", block_size=block_size)
+
+
+def setup_of(groups: tuple[Group, ...], num_blocks: int, **options: Any) -> Setup:
+    return Setup(groups=groups, num_blocks=num_blocks, max_model_len=160, **options)
 
 
 # Pools so small that requests are refused and preempted, and hits evicted.
@@ -69,6 +74,9 @@ SETUPS = {
     "window of much larger blocks": setup_of((full(4), window(16, 12)), 90),
     "window of smaller blocks": setup_of((full(8), window(13, 4)), 60),
     "blocks of 12 and 8": setup_of((full(12), window(16, 8)), 40),
+    "recurrent": setup_of((mamba(),), 30),
+    "full and recurrent": setup_of((full(), mamba()), 80),
+    "tokens over two ranks": setup_of((full(2),), 60, dcp_world_size=2),
     "eagle: full": setup_of((full(),), 60, use_eagle=True),
     "eagle: window": setup_of((window(12),), 45, use_eagle=True),
     "eagle: full and window": setup_of((full(), window(12)), 90, use_eagle=True),
@@ -89,6 +97,9 @@ LOADS = {
     "full and window": (4, 0),
     "window and full": (4, 1),
     "full and chunk": (1, 0),
+    "recurrent": (1, 0),
+    "full and recurrent": (1, 0),
+    "tokens over two ranks": (1, 0),
     "eagle: full": (1, 0),
     "eagle: full and window": (4, 3),
 }
