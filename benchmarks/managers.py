@@ -183,7 +183,12 @@ def _cells(results: ManagerResults) -> Iterator[tuple[str, ...]]:
     for row in results.rows:
         ours, theirs = statistics.median(row.ours), statistics.median(row.theirs)
         ratio = f"{row.ratio:.2f} ({min(row.ratios):.2f}–{max(row.ratios):.2f}) ≥ {GOAL_ROW}"
-        yield (row.case, row.operation, f"{ours * 1e6:.3g} µs", f"{theirs * 1e6:.3g} µs", ratio)
+        yield (row.case, row.operation, _us(ours), _us(theirs), ratio)
+
+
+def _us(seconds: float) -> str:
+    us = seconds * 1e6
+    return f"{us:,.0f} µs" if us >= 100 else f"{us:.3g} µs"
 
 
 def _summary(results: ManagerResults) -> Iterator[str]:

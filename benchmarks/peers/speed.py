@@ -75,6 +75,15 @@ class Busy:
         - ``free``: give a request's blocks back
         - ``lookup``: find that all blocks of a long prompt are cached
         """
+        # The garbage collector's work depends on what else the process has imported.
+        gc.collect()
+        gc.disable()
+        try:
+            return self._round()
+        finally:
+            gc.enable()
+
+    def _round(self) -> dict[str, float]:
         load = self._load
         batch = self._requests(load.batch)
         free, lookup = self._peer.manager.free, self._peer.manager.get_computed_blocks
@@ -140,18 +149,10 @@ def _for_each(do: Callable[[Any], Any], items: Sequence[Any]) -> None:
 
 
 def _timed(do: Callable[[], None]) -> float:
-    """Seconds of the processor: what else runs on the machine does not count.
-
-    The garbage collector waits, since its work depends on what else the process has imported.
-    """
-    gc.collect()
-    gc.disable()
-    try:
-        began = time.process_time()
-        do()
-        return time.process_time() - began
-    finally:
-        gc.enable()
+    """Seconds of the processor: what else runs on the machine does not count."""
+    began = time.process_time()
+    do()
+    return time.process_time() - began
 
 
 def bytes_per_block(make: Callable[[Setup], CachePeer], block_size: int = 16) -> dict[str, float]:
