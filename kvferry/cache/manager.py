@@ -316,8 +316,9 @@ class KVCacheManager:
         self._coordinator.new_step_starts()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all hits, for example after new weights; ``False`` while blocks are held."""
-        if not self._coordinator.reset_prefix_cache():
+        """Forgets all hits, for example after new weights; ``False`` while requests are admitted,
+        even those that hold null blocks alone."""
+        if self._tables or not self._coordinator.reset_prefix_cache():
             return False
         self._stats.reset = True
         return True
