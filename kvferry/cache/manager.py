@@ -317,7 +317,8 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all hits, for example after new weights; ``False`` while requests are admitted,
-        even those that hold null blocks alone."""
+        even those that hold null blocks alone.
+        """
         if self._tables or not self._coordinator.reset_prefix_cache():
             return False
         self._stats.reset = True
