@@ -65,6 +65,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor-parallel ranks of the source; for information."""
     pp: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Pipeline stages of the source; for information."""
+    first_tokens: tuple[Count, ...] = ()
+    """For each KV cache group, a token before which its blocks hold nothing, though the one in
+    which it lies is not null: so after a load of a window. Empty if there is none."""
 
     @property
     def address(self) -> str:

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.connectors.records import digest_mismatch
 from kvferry.control.client import fetch_status
 from kvferry.control.tickets import sign, verify
-from kvferry.errors import IncompatibleError, NullBlockError
+from kvferry.errors import IncompatibleError, NullBlockError, TicketError
 from kvferry.testing.connector_conformance import Pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.fake_rank import ContractBrokenError
@@ -25,6 +26,7 @@ from kvferry.testing.hybrid_conformance import (
     WINDOWED,
     hybrid_group,
 )
+from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
 
 KEY = "k" * 32
@@ -283,6 +285,45 @@ def test_blocks_that_could_not_be_filled_are_not_lent_on(open_pair: OpenPair) ->
         assert not request.failed
         assert (request.response_params is not None) == lends
         pair.settle()
+
+
+@pytest.mark.parametrize("block_sizes", [(1, 4, 4), (3, 4, 4), (2, 6, 5)])
+@pytest.mark.parametrize("num_tokens", range(21, 26))
+def test_what_a_load_left_unfilled_below_a_window_does_not_move_on_as_if_it_were_there(
+    open_pair: OpenPair, block_sizes: tuple[int, int, int], num_tokens: int
+) -> None:
+    first, second, third = (
+        (hybrid_group([3], "NHD", size), hybrid_group(WINDOWED, "NHD", size, window=WINDOW))
+        for size in block_sizes
+    )
+    pair = open_pair((first, second), roles=("kv_producer", "kv_both"))
+    source = pair.prefill("r", num_tokens)
+    assert source.response_params is not None
+    source.response_params |= {"do_remote_decode": True}
+    request = pair.decode(source)
+    pair.finish(request)
+    onward = Pair(pair.consumer, open_pair((third, third), roles=("kv_both", "kv_consumer")).producer, pair.timeout_s)
+    last = loaded(onward, request)  # every cell that it calls filled is looked at
+    assert last.external_tokens > 0
+    onward.finish(last)
+    onward.settle()
+
+
+def test_a_ticket_that_says_what_is_there_for_other_groups_is_refused(open_pair: OpenPair) -> None:
+    pair = open_pair(EQUAL)
+    source = pair.prefill("r", 33)
+    assert source.response_params is not None
+    ticket = verify(source.response_params["ticket"], KEY.encode())
+    groups = SourceGroups("p", EQUAL[0], EQUAL[1], pair_groups(*EQUAL))
+    for first_tokens, error, message in (
+        ((0, 0, 0), TicketError, "first tokens for 3 KV cache groups"),
+        ((0, 29), NullBlockError, "no longer keeps token 27"),
+    ):
+        changed = msgspec.structs.replace(ticket, first_tokens=first_tokens)
+        with pytest.raises(error, match=message):
+            groups.check_kept(changed, 0, 33)
+    pair.finish(pair.decode(source))
+    pair.settle()
 
 
 def test_the_fake_engine_finds_a_group_that_should_have_been_named(

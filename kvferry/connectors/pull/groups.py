@@ -26,6 +26,27 @@ def first_needed_token(pair: GroupPair, first_token: int, num_tokens: int) -> in
 
 
 @dataclass(frozen=True, slots=True)
+class Filled:
+    """What a load fills of our groups."""
+
+    first_token: int
+    """The tokens before it were here already."""
+    starts: tuple[int, ...]
+    """For each group, the token from which on the load fills it."""
+    partial: frozenset[int]
+    """Groups of which it leaves out tokens that they keep themselves."""
+
+    @property
+    def first_tokens(self) -> tuple[int, ...]:
+        """For each group, the first token that is there at all: nothing was, or all before it.
+
+        >>> Filled(first_token=8, starts=(8, 11), partial=frozenset()).first_tokens
+        (0, 11)
+        """
+        return tuple(start if start > self.first_token else 0 for start in self.starts)
+
+
+@dataclass(frozen=True, slots=True)
 class SourceGroups:
     """A source engine's groups, paired with ours."""
 
@@ -53,15 +74,19 @@ class SourceGroups:
         """Checks that the source still keeps what a load of ``[first_token, num_tokens)`` moves.
 
         Raises:
-            TicketError: the ticket has block tables for another number of groups.
+            TicketError: the ticket is for another number of groups.
             BlockTableError: a table is too short.
             NullBlockError: a block was let go, because the source computed on past its window.
         """
-        if len(ticket.block_ids) != len(self.geometries):
-            raise TicketError(
-                f"ticket: it has block tables for {len(ticket.block_ids)} KV cache groups, engine "
-                f"{self.engine_id!r} has {len(self.geometries)}; prefill it again"
-            )
+        for what, number in (
+            ("block tables", len(ticket.block_ids)),
+            ("first tokens", len(ticket.first_tokens) or len(self.geometries)),
+        ):
+            if number != len(self.geometries):
+                raise TicketError(
+                    f"ticket: it has {what} for {number} KV cache groups, engine "
+                    f"{self.engine_id!r} has {len(self.geometries)}; prefill it again"
+                )
         for pair in self.pairs:
             first = first_needed_token(pair, first_token, num_tokens)
             table = ticket.block_ids[pair.source_group]
@@ -73,8 +98,10 @@ class SourceGroups:
                     f"{len(table) * block_size}, not {num_tokens}"
                 )
             needed = table[first // block_size : -(-num_tokens // block_size)]
-            if first < num_tokens and 0 in needed:
-                token = max(first, (first // block_size + needed.index(0)) * block_size)
+            is_unfilled = first < _first_there(ticket, pair)
+            if first < num_tokens and (is_unfilled or 0 in needed):
+                missing = 0 if is_unfilled else needed.index(0)
+                token = max(first, (first // block_size + missing) * block_size)
                 raise NullBlockError(
                     f"{where}: it no longer keeps token {token} of layers "
                     f"{ranges_text(pair.layers)}, but the tokens {first} to {num_tokens - 1} are "
@@ -83,36 +110,34 @@ class SourceGroups:
 
     def starts(self, ticket: Ticket, first_token: int, num_tokens: int) -> tuple[int, ...]:
         """The first token that moves for each pair, once :meth:`check_kept` has passed."""
-        return tuple(
-            self._start(pair, ticket.block_ids[pair.source_group], first_token, num_tokens)
-            for pair in self.pairs
-        )
+        return tuple(self._start(pair, ticket, first_token, num_tokens) for pair in self.pairs)
 
-    def _start(
-        self, pair: GroupPair, table: Sequence[int], first_token: int, num_tokens: int
-    ) -> int:
+    def _start(self, pair: GroupPair, ticket: Ticket, first_token: int, num_tokens: int) -> int:
         needed = first_needed_token(pair, first_token, num_tokens)
         if pair.is_partial or needed == num_tokens:
             return needed  # no block is ever a hit for it, or none moves at all
         source_size = self.geometries[pair.source_group].block_size
         target_size = self.targets[pair.target_group].block_size
-        wanted = max(first_token, needed // target_size * target_size)
+        wanted = max(first_token, _first_there(ticket, pair), needed // target_size * target_size)
+        table = ticket.block_ids[pair.source_group]
         for block in reversed(range(wanted // source_size, needed // source_size)):
             if table[block] == 0:
                 return (block + 1) * source_size
         return wanted
 
-    def first_filled(self, starts: Sequence[int]) -> tuple[int, ...]:
-        """For each group of ours, the token from which on a load with these starts fills it."""
+    def filled(self, starts: Sequence[int], first_token: int, num_tokens: int) -> Filled:
+        """What a load of ``[first_token, num_tokens)`` with these starts fills."""
         firsts = [0] * len(self.targets)
         for pair, start in zip(self.pairs, starts, strict=True):
             firsts[pair.target_group] = max(firsts[pair.target_group], start)
-        return tuple(firsts)
-
-    def partial_targets(self, first_token: int, num_tokens: int) -> frozenset[int]:
-        """Our groups of which such a load leaves out tokens that they keep themselves."""
-        return frozenset(
+        partial = frozenset(
             pair.target_group
             for pair in self.pairs
             if pair.is_partial and first_needed_token(pair, first_token, num_tokens) > first_token
         )
+        return Filled(first_token, tuple(firsts), partial)
+
+
+def _first_there(ticket: Ticket, pair: GroupPair) -> int:
+    """The first token that the source's blocks of a pair can hold."""
+    return ticket.first_tokens[pair.source_group] if ticket.first_tokens else 0

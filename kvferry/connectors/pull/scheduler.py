@@ -18,6 +18,7 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
 from kvferry.connectors.pull.gate import TicketGate
+from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.control.client import ControlClient
@@ -59,8 +60,7 @@ class PullScheduler(SchedulerConnector):
         self._loads: dict[str, Load] = {}
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
-        self._partial: dict[str, frozenset[int]] = {}
-        self._filled: dict[str, tuple[int, ...]] = {}
+        self._filled: dict[str, Filled] = {}
         self._progress: dict[str, tuple[int, int, float]] = {}
 
     @classmethod
@@ -202,9 +202,7 @@ class PullScheduler(SchedulerConnector):
         first_token = num_tokens - num_external_tokens
         assert load.groups is not None  # tokens were offered, so the lease was had
         starts = load.groups.starts(load.ticket, first_token, num_tokens)
-        self._filled[request.request_id] = load.groups.first_filled(starts)
-        if partial := load.groups.partial_targets(first_token, num_tokens):
-            self._partial[request.request_id] = partial
+        self._filled[request.request_id] = load.groups.filled(starts, first_token, num_tokens)
         self._sources.start(load)
         self._step.loads.append(
             LoadSpec(
@@ -224,11 +222,13 @@ class PullScheduler(SchedulerConnector):
 
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """See :meth:`SchedulerConnector.partial_groups`."""
-        return self._partial.get(request.request_id, frozenset())
+        filled = self._filled.get(request.request_id)
+        return frozenset() if filled is None else filled.partial
 
     def first_filled_tokens(self, request: RequestView) -> tuple[int, ...] | None:
         """See :meth:`SchedulerConnector.first_filled_tokens`."""
-        return self._filled.get(request.request_id)
+        filled = self._filled.get(request.request_id)
+        return None if filled is None else filled.starts
 
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
@@ -250,8 +250,7 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
-        partial = self._partial.pop(request.request_id, None)
-        self._filled.pop(request.request_id, None)
+        filled = self._filled.pop(request.request_id, None)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
@@ -263,15 +262,19 @@ class PullScheduler(SchedulerConnector):
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
             return False, None
-        if partial:
+        if filled is not None and filled.partial:
             return False, None  # the next target could not know which blocks were never filled
         ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
         if ends_here or not request.finished_cleanly or not self._context.config.is_producer:
             return False, None
-        return self._lend(request, block_ids)
+        first_tokens = () if filled is None else filled.first_tokens
+        return self._lend(request, block_ids, first_tokens)
 
     def _lend(
-        self, request: RequestView, block_ids: tuple[list[int], ...]
+        self,
+        request: RequestView,
+        block_ids: tuple[list[int], ...],
+        first_tokens: tuple[int, ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
         tables = tuple(
@@ -309,6 +312,7 @@ class PullScheduler(SchedulerConnector):
                 lease_duration_s=lease.duration_s,
                 tp=parallel.tp,
                 pp=parallel.pp,
+                first_tokens=first_tokens if any(first_tokens) else (),
             )
         )
 
@@ -355,6 +359,8 @@ class PullScheduler(SchedulerConnector):
                 self._server.note_error(
                     "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
                 )
+        for request_id in output.failed_recving:
+            self._filled.pop(request_id, None)
         for request_id in output.finished_recving:
             self._loaded(request_id)
 
