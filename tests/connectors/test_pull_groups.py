@@ -302,7 +302,8 @@ def test_what_a_load_left_unfilled_below_a_window_does_not_move_on_as_if_it_were
     source.response_params |= {"do_remote_decode": True}
     request = pair.decode(source)
     pair.finish(request)
-    onward = Pair(pair.consumer, open_pair((third, third), roles=("kv_both", "kv_consumer")).producer, pair.timeout_s)
+    end = open_pair((third, third), roles=("kv_both", "kv_consumer")).producer
+    onward = Pair(pair.consumer, end, pair.timeout_s)
     last = loaded(onward, request)  # every cell that it calls filled is looked at
     assert last.external_tokens > 0
     onward.finish(last)
