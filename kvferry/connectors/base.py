@@ -252,18 +252,18 @@ class SchedulerConnector(ABC):
         """
 
     def partial_groups(self, request: RequestView) -> frozenset[int]:
-        """KV cache groups of which the load that just ended well left tokens out, for good.
+        """KV cache groups of which the load that just ended left tokens out, for good.
 
         A group that keeps every token, fed from one that keeps a window, has blocks that are
         allocated and never filled. They serve this request, whose layers look no further back,
         but nobody else: the engine never makes blocks of these groups prefix hits. Asked once per
-        load, after :meth:`update_connector_output`. Tokens that a group of this engine does not
-        keep itself are no reason to name it. Default: none.
+        load, after :meth:`update_connector_output`, unless all of it failed. Tokens that a group
+        of this engine does not keep itself are no reason to name it. Default: none.
         """
         return frozenset()
 
     def first_filled_tokens(self, request: RequestView) -> tuple[int, ...] | None:
-        """For each KV cache group, the token from which on the load that just ended well filled it.
+        """For each KV cache group, the token from which on the load that just ended filled it.
 
         Asked with :meth:`partial_groups`. A group with a window needs its tokens from
         ``first_kept_token`` on only, which may lie within a block; a block that the load filled

@@ -207,12 +207,13 @@ class KVTransfers:
         block_ids = self._manager.get_block_ids(name)
         if self._connector is not None:
             keep, params = self._connector.request_finished(request, block_ids)
-        num_blocks = self._manager.num_held_blocks(name)
-        if keep and num_blocks:
-            self._held[name] = _Held(request, num_blocks, loading)
+        # Null blocks count: a table may hold nothing else, where a window of one token is loaded.
+        is_admitted = any(block_ids)
+        if keep and is_admitted:
+            self._held[name] = _Held(request, self._manager.num_held_blocks(name), loading)
             if not loading:
                 self._started.append(name)
-        elif num_blocks:
+        elif is_admitted:
             self._manager.free(request)
         return params
 
@@ -246,13 +247,15 @@ class KVTransfers:
         first_filled = None
         if failed:
             valid = load.local_tokens
-        elif load.invalid_block_ids:
-            valid = self._valid_tokens(request, load)
         else:
             assert self._connector is not None
+            # Of what came before a block that failed, too, some may have been left out.
             partial = self._connector.partial_groups(request)
             first_filled = self._connector.first_filled_tokens(request)
-            cause = ""
+            if load.invalid_block_ids:
+                valid = self._valid_tokens(request, load)
+            else:
+                cause = ""
         return EndedLoad(
             request, synchronous, load.external_tokens, valid, partial, first_filled, cause
         )

@@ -31,7 +31,8 @@ def drain(engine, limit=3000):
 
 
 def opened(policy="fail", **kwargs):
-    options = {key: kwargs.pop(key) for key in list(kwargs) if key.startswith("max_")}
+    names = SchedulerOptions.__struct_fields__
+    options = {key: kwargs.pop(key) for key in list(kwargs) if key in names}
     return open_simulated(
         SchedulerOptions(load_failure_policy=policy, **options), scripted=True, **kwargs
     )
@@ -208,6 +209,15 @@ def test_recompute_keeps_what_came_before_the_first_block_that_failed():
     assert computed(executor, "r") == 18 - 8 + 4  # two of the loaded blocks were whole
 
 
+def test_recompute_keeps_nothing_of_a_group_that_the_load_was_to_leave_holes_in():
+    engine, executor, connector = opened("recompute")
+    connector.partial_groups = lambda request: frozenset({0})
+    add(engine, "r", prompt(18), external=18, valid=9, report_blocks=True)
+    tokens, _ = drain(engine)
+    assert tokens["r"] == reference_tokens(prompt(18), 5, VOCAB)
+    assert computed(executor, "r") == 18 + 4
+
+
 def test_when_all_that_is_known_is_failure_only_the_local_hit_is_kept():
     engine, executor, _ = opened("recompute")
     add(engine, "before", prompt(5))
@@ -313,6 +323,20 @@ def test_a_request_can_be_aborted_before_during_and_after_its_load(after, world_
     assert last["r"].finish_reason == "abort"
     assert connector.calls.count(("request_finished", "r")) == 1
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_a_request_whose_tables_hold_null_blocks_alone_can_be_aborted_too(after):
+    # Behind a window of one token, a load of whole blocks needs none.
+    engine, _, _ = opened(windows=(1,), enable_prefix_caching=False)
+    for _ in range(2):
+        add(engine, "r", prompt(9), external=8, load_steps=3)
+        for _ in range(after):
+            engine.step()
+        assert engine.abort("r")
+        drain(engine)
+        assert_idle(engine)
+    assert engine.reset_prefix_cache()
 
 
 def test_an_id_stays_taken_while_its_blocks_are_lent():
