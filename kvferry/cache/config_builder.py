@@ -56,6 +56,10 @@ def build_kv_cache_config(
     _check_states(specs, limits)
     slots = _page_slots(groups)
     block_bytes = sum(slot.nbytes for slot in slots)
+    if num_blocks is not None and num_blocks < 2:
+        raise ValueError(
+            f"num_blocks: {num_blocks} leaves nothing beside the null block; take 2 or more"
+        )
     if num_blocks is None:
         needed = _needed_blocks(groups, limits)
         num_blocks = available_bytes // block_bytes

@@ -27,6 +27,7 @@ import zmq
 
 from kvferry.cache.events import KVCacheEvent, KVEventBatch, with_short_hashes
 from kvferry.config import KVEventsConfig, split_endpoint
+from kvferry.control.messages import decode_with
 from kvferry.control.sockets import Wakeup, bind_error, bound_port, endpoint
 from kvferry.errors import DecodeError
 from kvferry.lifetimes import Closing
@@ -34,6 +35,7 @@ from kvferry.lifetimes import Closing
 logger = logging.getLogger(__name__)
 
 _END = -1
+_batch: msgspec.msgpack.Decoder[KVEventBatch] = msgspec.msgpack.Decoder(KVEventBatch)
 
 
 def _packed(number: int) -> bytes:
@@ -322,8 +324,5 @@ def _decoded(frames: list[bytes]) -> tuple[int, KVEventBatch]:
             f"KV cache events: {len(frames)} frames; a message is a topic, a sequence number of "
             "8 bytes and a batch"
         )
-    try:
-        batch = msgspec.msgpack.decode(frames[2], type=KVEventBatch)
-    except msgspec.DecodeError as error:
-        raise DecodeError(f"KV cache events: not a batch: {error}") from error
+    batch = decode_with(_batch, frames[2], "KV cache events: a batch")
     return int.from_bytes(frames[1], "big", signed=True), batch

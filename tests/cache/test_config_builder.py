@@ -79,8 +79,9 @@ def test_number_of_blocks_may_be_given():
     config = build_kv_cache_config(named(FULL), 0, LIMITS, num_blocks=5)
     assert config.num_blocks == 5
     assert config.kv_cache_tensors == (KVCacheTensor(5 * 256, ["layer.0"]),)
-    with pytest.raises(ValueError, match="num_blocks: 1 leaves nothing"):
-        build_kv_cache_config(named(FULL), 10**6, LIMITS, num_blocks=1)
+    for num_blocks in (-1, 0, 1):
+        with pytest.raises(ValueError, match=rf"^num_blocks: {num_blocks} leaves nothing"):
+            build_kv_cache_config(named(FULL), 10**6, LIMITS, num_blocks=num_blocks)
 
 
 def test_without_hybrid_groups_there_is_one():

@@ -195,6 +195,12 @@ def test_bad_replay_request_is_ignored_and_others_are_served(open_publisher, sub
         (b"", b"1", msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[]))),
         (b"", bytes(8), b"\xc1"),
         (b"", bytes(8), msgspec.msgpack.encode([0.0, [{"type": "Unheard"}]])),
+        (b"", bytes(8), b"\x92\x00\x91\x81\xa4type\xa1\xff"),  # not UTF-8
+        (
+            b"",
+            bytes(8),  # very deep
+            b"\x92\x00\x91\x82\xa4type\xabBlockStored\xaaextra_keys\x91" + b"\x91" * 100_000,
+        ),
     ],
 )
 def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
