@@ -258,34 +258,36 @@ class KVCacheCoordinator:
         for manager, table in zip(self.managers, tables.groups, strict=True):
             manager.cache_blocks(table, request, num_tokens)
 
-    def note_filled(self, tables: RequestTables, first_filled: Sequence[int]) -> None:
-        """A load has filled each group's table from a token on, a block's beginning for example.
+    def note_load(
+        self,
+        tables: RequestTables,
+        skip_groups: Collection[int],
+        first_filled: Sequence[int] | None,
+    ) -> None:
+        """Notes what a load has filled: see :meth:`kvferry.cache.KVCacheManager.cache_blocks`.
 
         Raises:
-            ValueError: there are more or fewer groups. Nothing has happened then.
+            ValueError: there is no such group, or ``first_filled`` is for more or fewer groups.
+                Nothing has happened then.
         """
-        if len(first_filled) != len(self.managers):
-            raise ValueError(
-                f"first_filled: {len(first_filled)} numbers for {len(self.managers)} KV cache "
-                "groups; give one per group"
-            )
-        for manager, table, first in zip(self.managers, tables.groups, first_filled, strict=True):
-            manager.note_filled(table, first)
-        self.settle(tables)
-
-    def never_cache(self, tables: RequestTables, group_ids: Collection[int]) -> None:
-        """From now on, no block of these groups' tables becomes a hit.
-
-        Raises:
-            ValueError: there is no such group. Nothing has happened then.
-        """
-        unknown = [group for group in group_ids if not 0 <= group < len(self.managers)]
+        unknown = [group for group in skip_groups if not 0 <= group < len(self.managers)]
         if unknown:
             raise ValueError(
                 f"skip_groups: {unknown} are no KV cache groups; there are {len(self.managers)}"
             )
-        for group in group_ids:
+        if first_filled is not None:
+            if len(first_filled) != len(self.managers):
+                raise ValueError(
+                    f"first_filled: {len(first_filled)} numbers for {len(self.managers)} KV cache "
+                    "groups; give one per group"
+                )
+            for manager, table, first in zip(
+                self.managers, tables.groups, first_filled, strict=True
+            ):
+                manager.note_filled(table, first)
+        for group in skip_groups:
             tables.groups[group].num_cached = NEVER
+        self.settle(tables)  # or what is a hit now would not be looked for at once
 
     def settle(self, tables: RequestTables) -> None:
         """Notes until when nothing is to be done to the tables."""

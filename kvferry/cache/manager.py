@@ -272,9 +272,7 @@ class KVCacheManager:
                 f"it has {request.num_tokens} tokens and blocks "
                 f"{[len(table.blocks) for table in tables.groups]}"
             )
-        if first_filled is not None:
-            coordinator.note_filled(tables, first_filled)
-        coordinator.never_cache(tables, skip_groups)
+        coordinator.note_load(tables, skip_groups, first_filled)
         if self.enable_caching:
             coordinator.cache_blocks(tables, request, num_computed_tokens)
         coordinator.settle(tables)
@@ -358,6 +356,9 @@ class KVCacheManager:
     ) -> int:
         """Free blocks that a request takes at most until all its tokens so far are computed.
 
+        Those of an encoder's output left out, and as long as it shares no block that a window of
+        its own passes meanwhile: others may keep such a block, and then another one is taken.
+
         Args:
             request: holds blocks, or is about to be admitted with the hit that follows.
             max_step_tokens: most tokens that one call of :meth:`allocate_slots` adds.
@@ -370,7 +371,7 @@ class KVCacheManager:
         hits = self._no_blocks if new_computed_blocks is None else new_computed_blocks
         num_local = request.num_computed_tokens + num_new_computed_tokens
         num_ready = num_local + num_external_computed_tokens
-        room = Room(num_local, num_ready, num_ready, num_ready)
+        room = Room(num_local, num_ready, num_ready)
         num_missing = coordinator.count_missing_for_all(
             tables, room, hits.blocks, request.num_tokens, max_step_tokens
         )
