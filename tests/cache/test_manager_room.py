@@ -1,5 +1,7 @@
 """What a manager says of room holds: the most that a request takes, and that it can finish."""
 
+from collections.abc import Callable
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,3 +44,56 @@ def test_a_request_whose_whole_sequence_fits_gets_to_its_end(setup, num_tokens, 
             return
         assert blocks is not None
         request.num_computed_tokens += num_new
+
+
+@LAW
+@given(
+    setup=setups(ANY, ANY),
+    num_before=st.integers(0, 40),
+    num_external=st.integers(0, 20),
+    num_tokens=st.integers(1, 60),
+    step=st.integers(1, 20),
+)
+def test_a_request_takes_no_more_blocks_than_were_said_to_come(
+    setup, num_before, num_external, num_tokens, step
+):
+    manager = manager_over(setup, 60)
+    before = Request("before", list(range(num_before + 1)))
+    if manager.allocate_slots(before, num_before + 1) is not None:
+        manager.free(before)
+    request = Request("r", list(range(num_tokens)))
+    hits, num_local = manager.get_computed_blocks(request)
+    num_external = min(num_external, num_tokens - 1 - num_local)
+    num_free = manager.block_pool.get_num_free_blocks()
+    to_come = manager.blocks_to_come(request, step, num_local, hits, num_external)
+    counts = [step] * (num_tokens // step + 1)
+    if num_external:
+        counts = [0, *counts]
+    admission = {
+        "num_new_computed_tokens": num_local,
+        "new_computed_blocks": hits,
+        "num_external_computed_tokens": num_external,
+    }
+    for count in counts:
+        ready = request.num_computed_tokens + sum(
+            n for name, n in admission.items() if name.startswith("num")
+        )
+        num_new = min(count, num_tokens - ready)
+        if ready == num_tokens:
+            break
+        if manager.allocate_slots(request, num_new, **admission) is None:
+            assert to_come > num_free
+            break
+        request.num_computed_tokens = ready + num_new
+        admission = {}
+        assert num_free - manager.block_pool.get_num_free_blocks() <= to_come
+
+
+def test_an_encoders_output_is_no_block_to_come(
+    make_group_manager: Callable[..., KVCacheManager],
+) -> None:
+    manager = make_group_manager(("full",), ("cross",))
+    request = Request("r", list(range(12)))
+    manager.allocate_slots(request, 8, num_encoder_tokens=4)
+    request.num_computed_tokens = 8
+    assert manager.blocks_to_come(request, 4) == 1
