@@ -86,7 +86,7 @@ class KVCacheCoordinator:
         ]
         self.hash_block_size = gcd(*sizes)
         """Tokens per block hash."""
-        rules = HitRules(self.hash_block_size, lcm(*sizes), use_eagle)
+        rules = HitRules(self.hash_block_size, lcm(*sizes), use_eagle, len(specs))
         self.enable_caching = rules.alignment <= max_hit and not self.has_cross_attention
         """Whether requests share blocks."""
         self.managers = tuple(
@@ -267,7 +267,7 @@ class KVCacheCoordinator:
         """Notes what a load has filled: see :meth:`kvferry.cache.KVCacheManager.cache_blocks`.
 
         Raises:
-            ValueError: there is no such group, or ``first_filled`` is for more or fewer groups.
+            ValueError: there is no such group, or ``first_filled`` is not one token per group.
                 Nothing has happened then.
         """
         unknown = [group for group in skip_groups if not 0 <= group < len(self.managers)]
@@ -276,10 +276,10 @@ class KVCacheCoordinator:
                 f"skip_groups: {unknown} are no KV cache groups; there are {len(self.managers)}"
             )
         if first_filled is not None:
-            if len(first_filled) != len(self.managers):
+            if len(first_filled) != len(self.managers) or min(first_filled) < 0:
                 raise ValueError(
-                    f"first_filled: {len(first_filled)} numbers for {len(self.managers)} KV cache "
-                    "groups; give one per group"
+                    f"first_filled: {tuple(first_filled)} for {len(self.managers)} KV cache "
+                    "groups; give one token for each, 0 or more"
                 )
             for manager, table, first in zip(
                 self.managers, tables.groups, first_filled, strict=True

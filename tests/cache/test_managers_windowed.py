@@ -410,5 +410,6 @@ def test_a_load_that_speaks_of_other_groups_is_refused(make_group_manager):
     manager = make_group_manager(("full",), ("window", 10))
     request = Request("r", range(21))
     load(manager, request, 20)
-    with pytest.raises(ValueError, match="first_filled: 1 numbers for 2 KV cache groups"):
-        manager.cache_blocks(request, 20, first_filled=(0,))
+    for wrong in ((0,), (0, 0, 0), (0, -9)):
+        with pytest.raises(ValueError, match="first_filled: .* for 2 KV cache groups"):
+            manager.cache_blocks(request, 20, first_filled=wrong)
