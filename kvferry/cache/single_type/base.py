@@ -65,6 +65,8 @@ class HitRules:
     """Whether the block after a hit must be known too. A drafter (EAGLE, MTP) needs the model's
     output for the tokens right before those it continues, so the last block that matches is
     dropped from the hit and computed again."""
+    num_groups: int = 1
+    """KV cache groups of the config."""
 
 
 class Limits(NamedTuple):
@@ -180,11 +182,15 @@ class SingleTypeManager(ABC):
         first = self.first_kept(num_tokens) // self.block_size
         needed = hits[first:] if first else hits
         wanted = list(block_hashes[(first + 1) * stride - 1 : end : stride])
-        if [block.block_hash for block in needed] != wanted:
+        is_own = [block.block_hash for block in needed] == wanted
+        if is_own and self._rules.num_groups > 1:
+            # By now a block may hold the same tokens for another group.
+            is_own = [block.group_id for block in needed].count(self.group_id) == len(needed)
+        if not is_own:
             stale = next(
                 block
                 for block, block_hash in zip(needed, wanted, strict=True)
-                if block.block_hash != block_hash
+                if (block.block_hash, block.group_id) != (block_hash, self.group_id)
             )
             raise ValueError(
                 f"new_computed_blocks: block {stale.block_id} does not hold the request's "
