@@ -155,6 +155,14 @@ def proof_for_a_drafter_leaves_the_last_token_out(original):
     return lambda manager, hashes, most, known: original(manager, hashes, most, min(most, known))
 
 
+@mistake(FullAttentionManager, "find_longest_hit", "full", "mla, sinks")
+def proof_for_a_drafter_takes_the_last_token_in(original):
+    def find(manager, hashes, most, known):
+        return original(manager, hashes, most, len(hashes) * manager._rules.hash_block_size)
+
+    return find
+
+
 @mistake(MambaManager, "_look_up", "state")
 def state_is_read_in_the_step_that_writes_it(original):
     return WindowedManager._look_up
@@ -176,11 +184,27 @@ def share_the_block_that_a_load_filled_in_part(original):
     return lambda manager, first_token: first_token // manager.block_size
 
 
-@mistake(KVCacheCoordinator, "never_cache", "full and window", "context parallel")
+@mistake(KVCacheCoordinator, "note_load", "full and window", "context parallel")
 def share_what_the_source_did_not_have(original):
-    return lambda coordinator, tables, group_ids: (
-        None if 0 in group_ids else original(coordinator, tables, group_ids)
-    )
+    def note_load(coordinator, tables, skip_groups, first_filled):
+        kept = [group for group in skip_groups if group != 0]
+        original(coordinator, tables, kept, first_filled)
+
+    return note_load
+
+
+@mistake(KVCacheCoordinator, "note_load", "window")
+def a_refused_call_changes_something(original):
+    def note_load(coordinator, tables, skip_groups, first_filled):
+        original(coordinator, tables, (), first_filled)
+        original(coordinator, tables, skip_groups, first_filled)
+
+    return note_load
+
+
+@mistake(SingleTypeManager, "note_filled", "window", "chunk")
+def share_a_block_of_which_a_little_more_came(original):
+    return lambda manager, table, first: original(manager, table, first - manager.block_size + 1)
 
 
 @mistake(KVCacheManager, "allocate_slots", "full", "window")

@@ -86,7 +86,7 @@ class ManagerMachine(SideBySide):
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
     def bad_calls_change_nothing(self, data):
-        request = choose(data, self.lives).request
+        request = choose(data, self.in_state("loading") or self.lives).request
         allocate, cache_blocks = self.manager.allocate_slots, self.manager.cache_blocks
         for bad_call in (
             lambda: allocate(request, 0),
@@ -96,8 +96,10 @@ class ManagerMachine(SideBySide):
             lambda: allocate(request, 1, self.model.unit * 99),
             lambda: cache_blocks(request, request.num_tokens + 1),
             lambda: cache_blocks(request, 0, skip_groups=[len(self.model.groups)]),
+            lambda: cache_blocks(request, 0, first_filled=[0] * (len(self.model.groups) + 1)),
+            lambda: cache_blocks(request, 0, [99], first_filled=[0] * len(self.model.groups)),
         ):
-            with pytest.raises(ValueError, match=f"{request.request_id}|skip_groups"):
+            with pytest.raises(ValueError, match=f"{request.request_id}|groups"):
                 bad_call()
 
     def draw_load(self, request, num_hits, data):
@@ -158,6 +160,21 @@ class ManagerMachine(SideBySide):
                     return False
         return True
 
+    def fill_more(self, life, data):
+        """Fills more of the block in which a window begins; returns where each group's load did."""
+        first_filled = []
+        for g, group in enumerate(self.model.groups):
+            tokens = [t for t in needed(group, life.load.stop) if t in life.load]
+            first = least = min(tokens, default=life.load.stop)
+            if group.kind in {"window", "chunk"}:
+                block_start = first // group.block_size * group.block_size
+                least = data.draw(st.integers(max(block_start, life.load.start), first))
+            for token in range(least, first):
+                self.model.write(life.request, g, token, prefix(life.request, token + 1))
+            self.model.clean(life.request, g, least)
+            first_filled.append(least)
+        return first_filled
+
     def resume(self, life, num_computed, **options):
         """The load got so far; the request runs from there on."""
         request = life.request
@@ -174,6 +191,12 @@ class ManagerMachine(SideBySide):
     def load_succeeds(self, data):
         life = choose(data, self.in_state("loading"))
         self.resume(life, life.load.stop)
+
+    @precondition(lambda self: self.in_state("loading"))
+    @rule(data=st.data())
+    def load_succeeds_and_fills_more_than_the_windows(self, data):
+        life = choose(data, self.in_state("loading"))
+        self.resume(life, life.load.stop, first_filled=self.fill_more(life, data))
 
     @precondition(lambda self: self.in_state("loading") and len(self.setup.groups) > 1)
     @rule(data=st.data())
@@ -193,6 +216,9 @@ class ManagerMachine(SideBySide):
     def load_fails_and_the_rest_is_recomputed(self, data):
         life = choose(data, self.in_state("loading"))
         num_computed = data.draw(st.integers(life.load.start, life.load.stop - 1))
+        assert self.manager.can_resume(life.request, num_computed) == self.can_run(
+            life, num_computed
+        )
         if self.can_run(life, num_computed):
             self.resume(life, num_computed)
             return

@@ -247,6 +247,15 @@ class SlowManager:
                 if group.cell(token) not in loaded:
                     self.tainted[request.request_id].add((g, token // group.block_size))
 
+    def clean(self, request: Any, g: int, first: int) -> None:
+        """Notes that a load has filled all of a group's blocks that begin no earlier."""
+        start = -(-first // self.groups[g].block_size)
+        self.tainted[request.request_id] -= {
+            (of, index)
+            for of, index in self.tainted[request.request_id]
+            if of == g and index >= start
+        }
+
     def share(self, request: Any, num_tokens: int) -> None:
         """Makes full blocks of these tokens hits, if a hit can be as long and needs them."""
         if not self.enable_caching:
