@@ -66,15 +66,17 @@ class Saving:
     def effort(self) -> tuple[int, int]:
         """What is to be changed, small before large.
 
-        TP decides more than transfers, and not every engine keeps all layers in one tensor: these
-        come last.
+        TP decides more than transfers, and not every engine can keep all layers in one tensor, or k
+        and v packed: what people run anyway comes first.
         """
         sides = self.source, self.target
-        deep = sum(
-            (side.tp is not None) + (side.layout is not None and side.layout.is_cross_layer)
-            for side in sides
-        )
-        return deep, sum(side.num_values for side in sides)
+        return max(map(_depth, sides)), sum(side.num_values for side in sides)
+
+
+def _depth(side: SideChange) -> int:
+    if side.tp is not None or (side.layout is not None and side.layout.is_cross_layer):
+        return 2
+    return int(side.layout not in (None, Layout.named("NHD"), Layout.named("HND")))
 
 
 def find_savings(

@@ -155,7 +155,8 @@ def test_plan_prints_a_table_per_pair(kvferry, cluster_file):
 
     assert "d0 reads 64 tokens from p0" in outcome.out
     assert "d1 reads 64 tokens from p0" in outcome.out
-    assert outcome.out.count("192.0 KiB") == 2  # all cells of 64 tokens, in all and in each engine
+    totals = [line for line in outcome.out.splitlines() if line.startswith("│ all")]
+    assert [line.split("│")[5].strip() for line in totals] == ["192.0 KiB"] * 2  # all their cells
 
 
 # ---- keys -------------------------------------------------------------------------------------
