@@ -77,7 +77,7 @@ def _ask(addresses: Sequence[str], keys: Path | None, timeout_s: float) -> list[
         kind = kinds.pop() if len(kinds) == 1 else PeerLostError
         raise kind(
             "\n  ".join(
-                f"{address}: {answer}{_hint(answer)}"
+                _failure_text(address, answer)
                 for address, answer in zip(plain, answers, strict=True)
                 if isinstance(answer, KVFerryError)
             )
@@ -85,10 +85,11 @@ def _ask(addresses: Sequence[str], keys: Path | None, timeout_s: float) -> list[
     return [answer for answer in answers if isinstance(answer, DescriptionReply)]
 
 
-def _hint(error: KVFerryError) -> str:
+def _failure_text(address: str, error: KVFerryError) -> str:
+    text = str(error) if str(error).startswith(address) else f"{address}: {error}"
     if isinstance(error, NotReadyError):
-        return ""
-    return "; is it the kv_port of an engine of this release?"
+        return text
+    return f"{text}; is it the kv_port of an engine of this release?"
 
 
 def _pairs(answers: Sequence[DescriptionReply]) -> list[tuple[DescriptionReply, DescriptionReply]]:

@@ -118,11 +118,11 @@ def _windows(text: Mapping[str, Any], layers: int, where: str) -> dict[int, int]
     """Layer → window; which layers have one is written in several ways."""
     kinds = text.get("layer_types")
     if kinds is not None:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if unknown or len(kinds) != layers:
+        named = [str(kind) for kind in kinds] if isinstance(kinds, list | tuple) else [str(kinds)]
+        if len(named) != layers or not set(named) <= {"full_attention", "sliding_attention"}:
             raise ModelError(
-                f"{where}: layer_types: {len(kinds)} for {layers} layers, of the kinds "
-                f"{', '.join(sorted(set(kinds)))}; planned are full_attention and sliding_attention"
+                f"{where}: layer_types: {len(named)} for {layers} layers, of the kinds "
+                f"{', '.join(sorted(set(named)))}; planned are full_attention and sliding_attention"
             )
         windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
         return dict.fromkeys(windowed, _count(text, "sliding_window", where)) if windowed else {}

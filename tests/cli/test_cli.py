@@ -30,7 +30,7 @@ def test_the_command_line_starts_without_heavy_modules():
 
 def test_commands_are_listed_without_arguments(kvferry):
     outcome = kvferry("--help")
-    for command in ("serve", "demo", "plan", "status", "keys"):
+    for command in ("serve", "demo", "plan", "check", "status", "keys"):
         assert command in outcome.out
 
 
