@@ -13,6 +13,9 @@ WORTH = 1.5
 TRIAL_TOKENS = 4096
 """Tokens of the request that is tried at most: counts grow with the tokens, ratios hardly do."""
 
+TRIAL_RANKS = 64
+"""Target ranks that are tried at most; of larger engines as many, evenly spaced."""
+
 
 @dataclass(frozen=True, slots=True)
 class SideChange:
@@ -87,7 +90,8 @@ def find_savings(
     """The changes that pay: each saves more than every other one that is no more work.
 
     Tried are every layout with a name and those in use on both sides, either side's block size and
-    TP on both sides, and the best layouts together with either block size.
+    (unless only a sample of the ranks is tried) TP on both sides, and the best layouts together
+    with either block size.
 
     >>> from kvferry.topology import ParallelShape
     >>> hnd = EngineGeometry(num_layers=2, num_kv_heads=4, head_size=8, dtype="float32",
@@ -108,15 +112,20 @@ def find_savings(
     Raises:
         ValueError: the geometries can never match.
     """
-    num_tokens = min(num_tokens, TRIAL_TOKENS)
-    nbytes, now = count_segments(source=source, target=target, num_tokens=num_tokens)
+    num_ranks = target[0].world_size
+    sample = range(0, num_ranks, -(-num_ranks // TRIAL_RANKS))
+
+    def count(one: Sequence[EngineGeometry], two: Sequence[EngineGeometry]) -> tuple[int, int]:
+        ranks = None if len(sample) == num_ranks else sample
+        tokens = min(num_tokens, TRIAL_TOKENS)
+        return count_segments(source=one, target=two, num_tokens=tokens, target_ranks=ranks)
+
+    nbytes, now = count(source, target)
 
     def tried(changes: Iterable[tuple[SideChange, SideChange]]) -> Iterator[Saving]:
         for one, two in changes:
             try:
-                moved, segments = count_segments(
-                    source=one.apply(source), target=two.apply(target), num_tokens=num_tokens
-                )
+                moved, segments = count(one.apply(source), two.apply(target))
             except ValueError:
                 continue  # no such engine: a layout without tokens or heads, say
             if moved == nbytes:  # else the engines hold other cells, which is no saving
@@ -124,7 +133,8 @@ def find_savings(
 
     layouts = _worthwhile(tried(_layout_changes(source[0], target[0])))
     blocks = list(_block_changes(source[0], target[0]))
-    others = tried([*blocks, *_tp_changes(source[0], target[0])])
+    shapes = _tp_changes(source[0], target[0]) if len(sample) == num_ranks else ()
+    others = tried([*blocks, *shapes])
     both = tried(
         (_merged(saving.source, one), _merged(saving.target, two))
         for saving in layouts

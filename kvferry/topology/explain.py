@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -151,8 +152,17 @@ def count_segments(
     num_tokens: int,
     target_engine_id: str = "",
     seed: int = 0,
+    target_ranks: Sequence[int] | None = None,
 ) -> tuple[int, int]:
     """The sums of :func:`explain_transfer`, for less work.
+
+    Args:
+        source: as there, like what follows.
+        target: see above.
+        num_tokens: see above.
+        target_engine_id: see above.
+        seed: see above.
+        target_ranks: only what these read; all of them if left out.
 
     Returns:
         Bytes, and contiguous copies after merging if both block tables are shuffled.
@@ -161,7 +171,7 @@ def count_segments(
         ValueError: see :func:`explain_transfer`.
     """
     nbytes = segments = 0
-    for part in _parts(source, target, num_tokens, target_engine_id):
+    for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
         runs = part.runs(seed)
         nbytes += part.plan.bytes_per_token * (num_tokens - part.first_token)
         segments += sum(_count(tiles, runs) for tiles in part.tiles(None, None).values())
@@ -181,13 +191,13 @@ class _Part:
     def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
         plan = self.plan
         givers = {
-            rank: self._dense(plan.source, rank)
+            rank: _dense(plan.source, rank, self.num_tokens)
             if source is None
             else source[rank][self.source_group]
             for rank in plan.source_ranks
         }
         taker = (
-            self._dense(plan.target, plan.target_rank)
+            _dense(plan.target, plan.target_rank, self.num_tokens)
             if target is None
             else target[plan.target_rank][self.target_group]
         )
@@ -227,11 +237,19 @@ class _Part:
                 staging_bytes=0 if is_whole else nbytes,
             )
 
-    def _dense(self, geometry: EngineGeometry, rank: int) -> RankMemory:
-        return geometry.memory(rank, -(-self.num_tokens // geometry.block_size) + 1)
+
+@lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
+def _dense(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
+    return geometry.memory(rank, -(-num_tokens // geometry.block_size) + 1)
 
 
-def _parts(source: Groups, target: Groups, num_tokens: int, target_engine_id: str) -> list[_Part]:
+def _parts(
+    source: Groups,
+    target: Groups,
+    num_tokens: int,
+    target_engine_id: str,
+    target_ranks: Sequence[int] | None = None,
+) -> Iterator[_Part]:
     """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
 
     Raises:
@@ -241,25 +259,21 @@ def _parts(source: Groups, target: Groups, num_tokens: int, target_engine_id: st
         raise ValueError(f"num_tokens: {num_tokens} is less than 1")
     sources = (source,) if isinstance(source, EngineGeometry) else source
     targets = (target,) if isinstance(target, EngineGeometry) else target
-    return [
-        _Part(
-            plan_transfer(
+    if target_ranks is None:
+        target_ranks = range(targets[0].world_size)
+    for pair in pair_groups(sources, targets):
+        first_token = pair.first_kept_token(num_tokens)
+        if first_token == num_tokens:
+            continue
+        for target_rank in target_ranks:
+            plan = plan_transfer(
                 source=sources[pair.source_group],
                 target=targets[pair.target_group],
                 target_rank=target_rank,
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
-            ),
-            pair.source_group,
-            pair.target_group,
-            first_token,
-            num_tokens,
-        )
-        for pair in pair_groups(sources, targets)
-        for first_token in (pair.first_kept_token(num_tokens),)
-        if first_token < num_tokens
-        for target_rank in range(targets[pair.target_group].world_size)
-    ]
+            )
+            yield _Part(plan, pair.source_group, pair.target_group, first_token, num_tokens)
 
 
 def _count(tiles: Tiles, runs: Runs) -> int:
