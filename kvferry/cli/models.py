@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.cli.known_models import KNOWN_MODELS, ModelInfo, every_nth_full
+from kvferry.control.handshake import MAX_LAYERS
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError, ModelError
 from kvferry.topology.parts import dtype_name
@@ -82,6 +83,10 @@ def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
     if text.get("is_encoder_decoder"):
         raise ModelError(f"{where}: is_encoder_decoder: only decoders can be planned")
     layers = _count(text, "num_hidden_layers", where)
+    if layers > MAX_LAYERS:
+        raise ModelError(
+            f"{where}: num_hidden_layers is {layers}, at most {MAX_LAYERS} are planned"
+        )
     if text.get("kv_lora_rank") and text.get("qk_rope_head_dim"):
         latent = _count(text, "kv_lora_rank", where) + _count(text, "qk_rope_head_dim", where)
         shape = CacheShape(layers, 1, latent, use_mla=True)

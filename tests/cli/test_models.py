@@ -119,6 +119,7 @@ def test_windows_are_read_however_they_are_written(values, windowed):
     [
         ({}, "num_hidden_layers is missing"),
         (LLAMA | {"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 4096"),
         (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0"),
         (WINDOWED, "nothing says which layers have it"),
         (LLAMA | {"layer_types": ["linear_attention"] * 4}, "of the kinds linear_attention"),

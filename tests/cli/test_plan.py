@@ -1,6 +1,7 @@
 """``kvferry plan``: five pairs that other systems refuse, hybrids, errors, pictures."""
 
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -95,6 +96,10 @@ def test_tp_3_to_tp_2(planned):
         for transfer in pair["transfers"]
     ] == [(0, 0, [0]), (1, 1, [1]), (1, 2, [2])]
     assert pair["balance"]["decode_ranks"]["peak"] == pytest.approx(4 / 3)
+    # In HND a head's tokens are one run on both sides; in NHD those of rank 1, with two heads, not.
+    assert pair["staging_bytes"] == [0, 0]
+    _, nhd = planned("tp=3", "tp=2", "smollm2-135m")
+    assert nhd["staging_bytes"] == [0, 30 * 2 * 2 * 64 * 2 * 512]
     assert "the busiest 1.33 times the mean" in sentence(text, "decode ranks")
 
 
@@ -339,6 +344,39 @@ def test_the_maps_show_every_cell_of_every_decode_rank_once_by_its_source(
     scale = sum(shown.values()) / sum(bytes_of.values())
     for ranks, nbytes in bytes_of.items():
         assert shown[ranks] == pytest.approx(nbytes * scale, rel=0.02), ranks
+
+
+def test_cells_lie_in_their_rank_at_their_layers_and_heads(drawn):
+    root, _ = drawn("tp=4,pp=2", "tp=3", "llama-3-8b", tokens=16)
+
+    rects = root.findall(f"{SVG}rect")
+    frames = [
+        tuple(float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        for rect in rects
+        if rect.get("fill") == "#eeeeee"
+    ]
+    first_of = {"prefill": 0, "decode": 8}
+    assert len(frames) == 8 + 3
+    places = re.compile(r"(\w+) rank (\d+) \w+ layers (\d+)-(\d+), KV heads (\d+)(?:-(\d+))?")
+    seen = 0
+    for rect in rects:
+        title = rect.find(f"{SVG}title")
+        if title is None:
+            continue
+        side, *numbers = places.match(title.text).groups()
+        rank, layer, last_layer, head, last_head = (int(n) if n else None for n in numbers)
+        last_head = head if last_head is None else last_head
+        x, y, width, height = frames[first_of[side] + rank]
+        expected = (
+            x + width * head / 8,
+            y + height * layer / 32,
+            width * (last_head + 1 - head) / 8,
+            height * (last_layer + 1 - layer) / 32,
+        )
+        shown = [float(rect.get(key)) for key in ("x", "y", "width", "height")]
+        assert shown == pytest.approx(expected, abs=0.02), title.text
+        seen += 1
+    assert seen >= 16
 
 
 def test_the_picture_names_ranks_groups_windows_and_blocks(drawn):
