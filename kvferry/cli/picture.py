@@ -236,7 +236,10 @@ def _draw_ribbons(
             f"{cost.source_rank}: {bytes_text(cost.nbytes)}",
         )
         if thickness >= 8:
-            label, size = f"from {cost.source_rank}: {bytes_text(cost.nbytes)}", min(10, thickness)
+            size = min(10.0, thickness)
+            label = f"from {cost.source_rank}"
+            if thickness > size:  # else the label of the rank that reads must do
+                label += f": {bytes_text(cost.nbytes)}"
             canvas.text(right - 6, ends[1, cost] + 0.36 * size, label, size=size, anchor="end")
 
 

@@ -4,6 +4,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
 
+_LEAD = 30.0
+"""Pixels at each end of a ribbon that are straight, so that a label fits on it."""
+
 HATCHED = "url(#hatch)"
 """A fill of white stripes."""
 
@@ -48,14 +51,20 @@ class Canvas:
         *,
         tip: str = "",
     ) -> None:
-        """A band between the middles of its two vertical ends."""
+        """A band between the middles of its two vertical ends, straight for a little at each."""
         (x0, y0), (x1, y1) = start, end
-        middle, half = (x0 + x1) / 2, thickness / 2
+        left, right, half = x0 + _LEAD, x1 - _LEAD, thickness / 2
+        middle = (left + right) / 2
+
+        def edge(*places: tuple[float, float], shift: float) -> str:
+            return " ".join(f"{x:.2f},{y + shift:.2f}" for x, y in places)
+
         self._add(
-            f'<path d="M{x0:.2f},{y0 - half:.2f} C{middle:.2f},{y0 - half:.2f} '
-            f"{middle:.2f},{y1 - half:.2f} {x1:.2f},{y1 - half:.2f} L{x1:.2f},{y1 + half:.2f} "
-            f"C{middle:.2f},{y1 + half:.2f} {middle:.2f},{y0 + half:.2f} {x0:.2f},{y0 + half:.2f} "
-            f'Z" fill="{color}" fill-opacity="0.38"',
+            f'<path d="M{edge((x0, y0), shift=-half)} L{edge((left, y0), shift=-half)} '
+            f"C{edge((middle, y0), (middle, y1), (right, y1), shift=-half)} "
+            f"L{edge((x1, y1), shift=-half)} L{edge((x1, y1), (right, y1), shift=half)} "
+            f"C{edge((middle, y1), (middle, y0), (left, y0), shift=half)} "
+            f'L{edge((x0, y0), shift=half)} Z" fill="{color}" fill-opacity="0.38"',
             "path",
             tip,
         )

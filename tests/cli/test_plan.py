@@ -295,7 +295,7 @@ def drawn(kvferry, tmp_path):
 
 
 def test_the_picture_has_a_band_per_pair_of_ranks_as_thick_as_its_bytes(drawn):
-    root, pair = drawn("tp=8,pp=2,layout=HND", "tp=3,block=64", "llama-3-70b")
+    root, pair = drawn("tp=3,pp=2,layout=HND", "tp=4,block=64", "llama-3-70b")
 
     bands = root.findall(f"{SVG}path")
     assert len(bands) == len(pair["transfers"])
@@ -304,6 +304,14 @@ def test_the_picture_has_a_band_per_pair_of_ranks_as_thick_as_its_bytes(drawn):
             f"decode rank {transfer['decode_rank']} reads layers "
         )
         assert f"from prefill rank {transfer['prefill_rank']}:" in band.find(f"{SVG}title").text
+        points = re.findall(r"([\d.]+),([\d.]+)", band.get("d"))
+        thickness = float(points[-1][1]) - float(points[0][1])  # lower and upper edge at one end
+        most = max(*prefill_bytes(pair), *pair["balance"]["decode_ranks"]["nbytes"])
+        assert thickness == pytest.approx(96 * transfer["nbytes"] / most, abs=0.02)
+
+
+def prefill_bytes(pair):
+    return pair["balance"]["prefill_ranks"]["nbytes"]
 
 
 def areas(root, side):
