@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry import errors
 from kvferry.cli.app import app
+from kvferry.cli.known_models import KNOWN_MODELS
+from kvferry.cli.specs import SPEC_KEYS, parse_spec
 from kvferry.cluster.engine_metrics import EngineMetrics
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.engine.engine import EngineStats
@@ -64,3 +67,44 @@ def test_the_pages_speak_of_commands_that_exist():
     spoken = {name for page in ALL_PAGES for name in re.findall(r"^\$ kvferry (\w+)", page, re.M)}
     assert spoken <= known
     assert known <= shown | spoken
+
+
+def rows_after(text: str) -> list[list[str]]:
+    """The cells of the first table behind ``text`` on the page, its heading left out."""
+    table = re.search(r"(?:^\|.*\n)+", PAGE.partition(text)[2], re.MULTILINE)
+    assert table is not None
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]
+    ]
+
+
+def test_every_key_of_a_spec_has_a_row_with_its_default():
+    shown = {key.strip("`"): default.strip("`") for key, default, _ in rows_after("A spec is")}
+    assert list(shown) == list(SPEC_KEYS)
+    plain = parse_spec("tp=1", "--prefill")
+    axes = ("tp", "pp", "dcp", "pcp")
+    assert shown == {
+        **{axis: str(getattr(plain.parallel, axis)) for axis in axes},
+        "block": str(plain.block_size),
+        "layout": plain.layout,
+        "dtype": "the model's",
+        "hybrid": str(plain.hybrid).lower(),
+    }
+
+
+def test_every_known_model_is_named():
+    (names,) = re.findall(r"^Known models: ((?:.|\n)*?);", PAGE, re.MULTILINE)
+    assert re.findall(r"`([^`]+)`", names) == list(KNOWN_MODELS)
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path, monkeypatch):
+    root = Path(__file__).parents[1]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\$ (kvferry plan .*--picture .*)$", readme, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", command.split())
+    with pytest.raises(SystemExit, match="0"):
+        app()
+    assert (tmp_path / "plan.svg").read_text(encoding="utf-8") == (
+        root / "docs" / "plan.svg"
+    ).read_text(encoding="utf-8")

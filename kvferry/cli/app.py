@@ -24,6 +24,12 @@ ERROR_EXIT_CODE = 2
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER.toml", help="The cluster file.", show_default=False)
 ]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of the request to plan for.")]
+Keys = Annotated[
+    Path | None,
+    typer.Option(help="File of CURVE keys, where the channel has some.", show_default=False),
+]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
@@ -108,14 +114,61 @@ def demo(
 
 @app.command()
 def plan(
-    file: ClusterFile,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of the request to plan for.")] = 2048,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CLUSTER.toml]", help="The cluster file.", show_default=False),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SPEC",
+            help="Instead of a file: the prefill engine, tp=8,pp=2,block=16,layout=HND say.",
+            show_default=False,
+        ),
+    ] = None,
+    decode: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="Likewise the decode engine.", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Likewise the model: a name, or a config.json.", show_default=False
+        ),
+    ] = None,
+    tokens: Tokens = 2048,
     as_json: AsJson = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="PLAN.svg", help="Draw the plan as well.", show_default=False),
+    ] = None,
 ) -> None:
-    """Show who reads what from whom, in how many copies and bytes. Nothing is started."""
+    """Show who reads what from whom, what it costs, and what would be cheaper. Starts nothing."""
+    from kvferry.cli.plan import PlanSource
     from kvferry.cli.plan import plan as command
 
-    command(file, tokens, as_json)
+    command(PlanSource(file, prefill, decode, model), tokens, as_json, picture)
+
+
+@app.command()
+def check(
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT...",
+            help="Control channels (kv_port) of two or more engines.",
+            show_default=False,
+        ),
+    ],
+    keys: Keys = None,
+    timeout: Timeout = 5.0,
+    tokens: Tokens = 2048,
+    as_json: AsJson = False,
+) -> None:
+    """Ask running engines whether, and how, each prefill/decode pair will work. Exit code 1: no."""
+    from kvferry.cli.check import check as command
+
+    command(addresses, keys, timeout, tokens, as_json)
 
 
 @app.command()
@@ -126,11 +179,8 @@ def status(
             metavar="HOST:PORT", help="An engine's control channel (kv_port).", show_default=False
         ),
     ],
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="File of CURVE keys, where the channel has some.", show_default=False),
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")] = 5.0,
+    keys: Keys = None,
+    timeout: Timeout = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Show an engine's peers, leases, transfers and last errors."""

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.rank_map import engine_pairs, show_pair
+from kvferry.cli.explained import cluster_engines, map_pairs
+from kvferry.cli.rank_map import show_pair
 from kvferry.cluster import demo as steps
 from kvferry.cluster.demo import Answer, Prompt, Reference, Result
 from kvferry.cluster.launcher import Cluster
@@ -52,8 +53,8 @@ def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model
     console.print(_table(results))
     shape = load_model_config(folder)
     longest = max(results, key=lambda result: result.tokens_moved)
-    for pair in engine_pairs(config, shape, max(1, longest.tokens_moved)):
-        show_pair(pair, max(1, longest.tokens_moved), console)
+    for pair in map_pairs(*cluster_engines(config, shape), max(1, longest.tokens_moved)):
+        show_pair(pair, console)
     draw(results, out / "timeline.png")
     _write_json(out / "results.json", config, references, answers, results)
     console.print(f"timeline: {out / 'timeline.png'}, all figures: {out / 'results.json'}")

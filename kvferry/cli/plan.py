@@ -1,34 +1,149 @@
 """``kvferry plan``."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import typer
 from rich.console import Console
 
 from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.rank_map import as_json as pairs_as_json
-from kvferry.cli.rank_map import engine_pairs, show_pair
+from kvferry.cli.explained import PlannedEngine, cluster_engines, explain_pair, pair_as_json
+from kvferry.cli.known_models import ModelInfo
+from kvferry.cli.models import find_model
+from kvferry.cli.picture import check_drawable, draw_pairs
+from kvferry.cli.rank_map import show_all
+from kvferry.cli.specs import parse_spec
 from kvferry.cluster.model_shape import model_shape
 from kvferry.config import load_cluster
+from kvferry.errors import ConfigError, HostError
+from kvferry.topology import EngineGeometry
 
 
-def plan(file: Path, tokens: int, as_json: bool) -> None:
-    """Prints who reads what from whom in the cluster of ``file``.
+@dataclass(frozen=True, slots=True)
+class PlanSource:
+    """What is to be planned, as the command line says it: a file, or all of the others."""
+
+    file: Path | None
+    prefill: str | None
+    decode: str | None
+    model: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    model: ModelInfo
+    prefill: list[PlannedEngine]
+    decode: list[PlannedEngine]
+
+
+def plan(wanted: PlanSource, tokens: int, as_json: bool, picture: Path | None) -> None:
+    """Prints, and draws, who reads what from whom.
 
     Raises:
-        ConfigError: the cluster file cannot be used.
+        ConfigError: the options, the cluster file or a spec cannot be used.
         ModelError: the model's files cannot be read.
+        HostError: the picture cannot be written.
     """
-    cluster = load_cluster(file)
-    with PartProgress(Console(stderr=True)) as progress:
-        model = model_shape(cluster.model, partial(progress, "model"))
-    pairs = engine_pairs(cluster, model, tokens)
+    engines = _from_cluster(wanted) if wanted.file is not None else _from_specs(wanted)
+    if picture is not None:
+        check_drawable([*engines.prefill, *engines.decode])
+    try:
+        pairs = [
+            explain_pair(prefill, decode, tokens)
+            for prefill in engines.prefill
+            for decode in engines.decode
+        ]
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if picture is not None:
+        drawing = draw_pairs(pairs, engines.model)
+        try:
+            picture.write_text(drawing, encoding="utf-8")
+        except OSError as error:
+            raise HostError(f"{picture}: cannot be written: {error.strerror}") from error
     if as_json:
-        document = msgspec.json.encode(pairs_as_json(pairs, tokens))
+        document = msgspec.json.encode(
+            {
+                "tokens": tokens,
+                "model": _model_as_json(engines.model),
+                "pairs": [pair_as_json(pair) for pair in pairs],
+            }
+        )
         typer.echo(msgspec.json.format(document, indent=2).decode())
         return
     console = make_console()
-    for pair in pairs:
-        show_pair(pair, tokens, console)
+    console.print(model_text(engines.model), highlight=False, markup=False, soft_wrap=True)
+    show_all(pairs, console)
+    if picture is not None:
+        console.print(f"picture: {picture}", markup=False, soft_wrap=True)
+
+
+def model_text(model: ModelInfo) -> str:
+    """A model in one line."""
+    shape = model.shape
+    cells = (
+        f"a latent of {shape.head_size} per token"
+        if shape.use_mla
+        else f"{shape.num_kv_heads} KV heads of {shape.head_size}"
+    )
+    windows = f", {len(shape.layer_windows)} of them with a window" * bool(shape.layer_windows)
+    return f"{model.name}: {shape.num_layers} layers{windows}, {cells} (from {model.source})"
+
+
+def _from_cluster(wanted: PlanSource) -> _Plan:
+    assert wanted.file is not None
+    if wanted.prefill or wanted.decode or wanted.model:
+        raise ConfigError(
+            f"{wanted.file}: a cluster file names its engines and its model; leave out --prefill, "
+            "--decode and --model, or leave out the file"
+        )
+    cluster = load_cluster(wanted.file)
+    with PartProgress(Console(stderr=True)) as progress:
+        model = model_shape(cluster.model, partial(progress, "model"))
+    prefill, decode = cluster_engines(cluster, model)
+    source = cluster.model.source
+    info = ModelInfo(Path(source).name, source, model.cache_shape, cluster.model.dtype)
+    return _Plan(info, prefill, decode)
+
+
+def _from_specs(wanted: PlanSource) -> _Plan:
+    given = {"--prefill": wanted.prefill, "--decode": wanted.decode, "--model": wanted.model}
+    missing = [option for option, value in given.items() if value is None]
+    if len(missing) == len(given):
+        raise ConfigError(
+            "nothing to plan: give a CLUSTER.toml, or --prefill, --decode and --model, as in "
+            "--prefill tp=8,layout=HND --decode tp=2 --model llama-3-70b"
+        )
+    if missing:
+        raise ConfigError(f"{', '.join(missing)} missing; without a file all three are needed")
+    model = find_model(wanted.model or "")
+    engines = [
+        PlannedEngine(role, _geometries(given[f"--{role}"] or "", f"--{role}", model), role)
+        for role in ("prefill", "decode")
+    ]
+    return _Plan(model, engines[:1], engines[1:])
+
+
+def _geometries(spec: str, where: str, model: ModelInfo) -> tuple[EngineGeometry, ...]:
+    engine = parse_spec(spec, where)
+    try:
+        return engine.geometries(model.shape, model.dtype)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _model_as_json(model: ModelInfo) -> dict[str, Any]:
+    shape = model.shape
+    return {
+        "name": model.name,
+        "source": model.source,
+        "num_layers": shape.num_layers,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_size": shape.head_size,
+        "use_mla": shape.use_mla,
+        "layer_windows": {str(layer): window for layer, window in shape.layer_windows.items()},
+        "dtype": model.dtype,
+    }

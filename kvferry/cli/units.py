@@ -1,4 +1,9 @@
-"""Numbers with units, for people."""
+"""Numbers with units, and lists of numbers, for people."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from kvferry.topology.layer_ranges import ranges_text
 
 
 def bytes_text(count: float) -> str:
@@ -29,3 +34,15 @@ def seconds_text(seconds: float) -> str:
     if seconds < 3600:
         return f"{int(seconds) // 60} min {int(seconds) % 60} s"
     return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Ascending layers; those that a replica gives in turn with others are told by their step.
+
+    >>> layers_text([0, 1, 2, 5]), layers_text([1, 3, 5, 7, 9])
+    ('0-2, 5', '1, 3 ... 9')
+    """
+    steps = {two - one for one, two in pairwise(layers)}
+    if len(steps) == 1 and steps != {1} and len(layers) > 3:
+        return f"{layers[0]}, {layers[1]} ... {layers[-1]}"
+    return ranges_text(layers)

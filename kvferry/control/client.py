@@ -15,6 +15,8 @@ from kvferry import errors
 from kvferry.control.calls import Call, CallThread
 from kvferry.control.handshake import compare, validate
 from kvferry.control.messages import (
+    DescriptionReply,
+    DescriptionRequest,
     ErrorReply,
     Finish,
     FinishAnswer,
@@ -204,6 +206,21 @@ class ControlClient(Closing):
             address, StatusRequest(id=0), lambda reply: _expect(reply, StatusReply).report
         )
 
+    def describe(self, address: str) -> "Future[DescriptionReply]":
+        """Asks an engine to describe itself; unlike a handshake it changes nothing there.
+
+        Returns:
+            A future of the answer, whose description is valid. It raises ``NotReadyError`` while
+            the peer starts.
+        """
+
+        def read(reply: Reply) -> DescriptionReply:
+            described = _expect(reply, DescriptionReply)
+            validate(described.description)
+            return described
+
+        return self._ask(address, DescriptionRequest(id=0), read)
+
     def close(self) -> None:
         """Ends all connections; open futures raise ``CancelledError``. Idempotent."""
         with self._lock:
@@ -292,6 +309,32 @@ def fetch_status(
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     with ControlClient(engine_id="status", incarnation="status", options=options) as client:
         return client.status(address).result()
+
+
+def fetch_descriptions(
+    addresses: Sequence[str], timeout_s: float = 5.0, curve: CurveKeys | None = None
+) -> list[DescriptionReply | KVFerryError]:
+    """Asks engines to describe themselves, all at once; blocks.
+
+    Args:
+        addresses: ``host:port`` of each engine's control channel.
+        timeout_s: seconds to wait for the answers.
+        curve: keys, where the channels have some.
+
+    Returns:
+        Per address the answer, or why there is none: ``PeerLostError`` (nobody answers, or the
+        keys do not fit), ``ProtocolError`` (what answers does not speak this protocol) or
+        ``NotReadyError``.
+    """
+    options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
+    found: list[DescriptionReply | KVFerryError] = []
+    with ControlClient(engine_id="check", incarnation="check", options=options) as client:
+        for future in [client.describe(address) for address in addresses]:
+            try:
+                found.append(future.result())
+            except KVFerryError as error:
+                found.append(error)
+    return found
 
 
 def _expect(reply: Reply, kind: type[T]) -> T:

@@ -13,6 +13,8 @@ from kvferry.control import messages
 from kvferry.control.handshake import compare, validate
 from kvferry.control.leases import LeaseTable, check_rank
 from kvferry.control.messages import (
+    DescriptionReply,
+    DescriptionRequest,
     ErrorEvent,
     ErrorReply,
     FinishAnswer,
@@ -39,7 +41,7 @@ from kvferry.errors import (
     KVFerryError,
     NotReadyError,
 )
-from kvferry.topology.description import EngineDescription
+from kvferry.topology.description import EngineDescription, without_endpoints
 
 TransferProvider = Callable[[], Iterable[TransferStatus]]
 
@@ -176,15 +178,15 @@ class ControlDesk:
                     request.engine_id, request.incarnation, request.lease_ids, keep=request.keep
                 )
                 return Released(id=request.id)
+            case DescriptionRequest():
+                return DescriptionReply(
+                    id=request.id, role=self.role, description=without_endpoints(self._described())
+                )
             case _:
                 return StatusReply(id=request.id, report=self.status())
 
     def _shake_hands(self, request: Handshake) -> HandshakeReply | Refused:
-        ours, theirs = self._description, request.description
-        if ours is None:
-            raise NotReadyError(
-                f"engine {self.engine_id!r} is still starting; ask again in a moment"
-            )
+        ours, theirs = self._described(), request.description
         validate(theirs)
         mismatches = compare(ours, theirs)
         if not mismatches:
@@ -199,6 +201,13 @@ class ControlDesk:
         self.peers.refuse(theirs, reason)
         self.errors.note("IncompatibleError", reason)
         return Refused(id=request.id, engine_id=self.engine_id, mismatches=tuple(mismatches))
+
+    def _described(self) -> EngineDescription:
+        if self._description is None:
+            raise NotReadyError(
+                f"engine {self.engine_id!r} is still starting; ask again in a moment"
+            )
+        return self._description
 
     def _target(self, request: Renew | Finishes | Release) -> Peer:
         """The peer that speaks.

@@ -276,9 +276,14 @@ def _compare_groups(ours: EngineDescription, theirs: EngineDescription) -> list[
     )
 
 
+def common_transports(ours: EngineDescription, theirs: EngineDescription) -> set[str]:
+    """Names of the transports that every rank of both engines serves."""
+    return _transports(ours.ranks) & _transports(theirs.ranks)
+
+
 def _compare_transports(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
-    values = (_transports(ours.ranks), _transports(theirs.ranks))
-    if not values[0] & values[1]:
+    if not common_transports(ours, theirs):
+        values = (_transports(ours.ranks), _transports(theirs.ranks))
         names = tuple(", ".join(sorted(value)) or "none on every rank" for value in values)
         yield _differs(
             "transports", ours, theirs, (names[0], names[1]), "enable one transport on both"

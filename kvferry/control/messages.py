@@ -12,6 +12,7 @@ request             who sends it                        answer
 :class:`Finishes`   target's ranks                      :class:`FinishReply`
 :class:`Release`    target's scheduler half             :class:`Released`
 :class:`StatusRequest`  anyone                          :class:`StatusReply`
+:class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
 Any request may be answered by :class:`ErrorReply`, whose ``name`` is a class of
@@ -102,6 +103,12 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the engine's :class:`StatusReport`."""
+
+    id: int
+
+
+class DescriptionRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks what the engine would say of itself in a handshake; it changes nothing."""
 
     id: int
 
@@ -231,9 +238,26 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     report: StatusReport
 
 
-Request: TypeAlias = Handshake | Renew | Finishes | Release | StatusRequest
+class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers a :class:`DescriptionRequest`."""
+
+    id: int
+    role: str
+    """``kv_producer``, ``kv_consumer`` or ``kv_both``."""
+    description: EngineDescription
+    """Its endpoints are empty: they hold what only a peer may know."""
+
+
+Request: TypeAlias = Handshake | Renew | Finishes | Release | StatusRequest | DescriptionRequest
 Reply: TypeAlias = (
-    HandshakeReply | Refused | Renewed | FinishReply | Released | StatusReply | ErrorReply
+    HandshakeReply
+    | Refused
+    | Renewed
+    | FinishReply
+    | Released
+    | StatusReply
+    | DescriptionReply
+    | ErrorReply
 )
 
 _encoder = msgspec.msgpack.Encoder()

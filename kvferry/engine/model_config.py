@@ -10,17 +10,10 @@ from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from kvferry.cache import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from kvferry.cache import KVCacheGroupSpec, KVCacheSpec
+from kvferry.cache.cache_shape import CacheShape
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
-from kvferry.topology.layer_ranges import default_split, split_of_group
 
 #: Fields that change which tokens are asked for or when an answer ends, but not the KV.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
@@ -111,32 +104,20 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # ---- its KV cache ----------------------------------------------------------------------
 
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What the KV cache depends on."""
+        return CacheShape(
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.kv_head_size,
+            use_mla=self.use_mla,
+            layer_windows=self.layer_windows,
+        )
+
     def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-        """What each layer needs to keep, by the layer's name, first layer first.
-
-        The number of heads is that of the whole model: how many of them a rank holds differs
-        between ranks, and a pool of blocks does not depend on it.
-
-        Args:
-            block_size: tokens per block.
-            dtype: of the cache.
-
-        Raises:
-            ValueError: ``block_size`` or ``dtype`` is none.
-        """
-        return {
-            layer_name(layer): self._layer_spec(layer, block_size, dtype)
-            for layer in range(self.num_hidden_layers)
-        }
-
-    def _layer_spec(self, layer: int, block_size: int, dtype: str) -> KVCacheSpec:
-        heads, size = self.num_kv_heads, self.kv_head_size
-        if self.use_mla:
-            return MLAAttentionSpec(block_size, heads, size, dtype)
-        window = self.layer_windows.get(layer)
-        if window is None:
-            return FullAttentionSpec(block_size, heads, size, dtype)
-        return SlidingWindowSpec(block_size, heads, size, dtype, sliding_window=window)
+        """See :meth:`~kvferry.cache.cache_shape.CacheShape.kv_cache_specs`."""
+        return self.cache_shape.kv_cache_specs(block_size, dtype)
 
     def geometries(
         self,
@@ -145,50 +126,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         layout: Layout | str,
         parallel: ParallelShape,
     ) -> tuple[EngineGeometry, ...]:
-        """The KV cache of an engine, one geometry per group.
-
-        Args:
-            groups: what :func:`kvferry.cache.grouping.group_layers` makes of
-                :meth:`kv_cache_specs`.
-            layout: of every group.
-            parallel: of the engine. Its stages divide the model's layers, whatever groups they
-                are in, so that a stage may have no layer of a group.
-
-        Raises:
-            ValueError: a group is not of this model's layers, or the layout or the shape does not
-                fit, see :class:`EngineGeometry`.
-        """
-        stages = default_split(self.num_hidden_layers, parallel.pp)
-        numbers = {layer_name(layer): layer for layer in range(self.num_hidden_layers)}
-        made = []
-        for group in groups:
-            spec = group.kv_cache_spec
-            unknown = [name for name in group.layer_names if name not in numbers]
-            if unknown or not isinstance(spec, AttentionSpec):
-                raise ValueError(
-                    f"groups: {type(spec).__name__} for {', '.join(unknown or group.layer_names)}; "
-                    f"this model has attention in layer.0 to layer.{self.num_hidden_layers - 1}"
-                )
-            layers = sorted(numbers[name] for name in group.layer_names)
-            is_whole = len(layers) == self.num_hidden_layers
-            made.append(
-                EngineGeometry(
-                    num_layers=len(layers),
-                    num_kv_heads=self.num_kv_heads,
-                    head_size=self.kv_head_size,
-                    dtype=spec.dtype,
-                    block_size=spec.block_size,
-                    layout=layout,
-                    parallel=parallel,
-                    use_mla=self.use_mla,
-                    layer_split=None if is_whole else split_of_group(layers, stages),
-                    layer_indices=None if is_whole else layers,
-                    sliding_window=(
-                        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-                    ),
-                )
-            )
-        return tuple(made)
+        """See :meth:`~kvferry.cache.cache_shape.CacheShape.geometries`."""
+        return self.cache_shape.geometries(groups, layout=layout, parallel=parallel)
 
     # ---- comparison ------------------------------------------------------------------------
 
@@ -280,8 +219,3 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
             for layer, kind in enumerate(self.layer_types)
             if kind == "sliding_attention"
         }
-
-
-def layer_name(layer: int) -> str:
-    """The name of a layer among specs and tensors, which is also a geometry's default."""
-    return f"layer.{layer}"

@@ -10,11 +10,13 @@ Describe, plan, bind, run::
     run_copies          run them between tensors of this process      run.py
     digest              compare two engines' cells                    cell_digest.py
     explain_transfer    what it costs, before anything moves          explain.py
+    find_savings        which other shapes would cost less            advice.py
 """
 
+from kvferry.topology.advice import Saving, SideChange, find_savings
 from kvferry.topology.binding import BoundCopies, check_block_ids
 from kvferry.topology.cell_digest import digest, token_digests
-from kvferry.topology.explain import PairCost, explain_transfer
+from kvferry.topology.explain import Balance, PairCost, explain_transfer
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
 from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
@@ -25,6 +27,7 @@ from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
 from kvferry.topology.run import run_copies
 
 __all__ = [
+    "Balance",
     "BoundCopies",
     "EngineGeometry",
     "GroupPair",
@@ -33,11 +36,14 @@ __all__ = [
     "Part",
     "Piece",
     "RankCoordinates",
+    "Saving",
+    "SideChange",
     "TransferPlan",
     "check_block_ids",
     "default_split",
     "digest",
     "explain_transfer",
+    "find_savings",
     "group_mismatches",
     "memory_of",
     "pair_groups",

@@ -111,3 +111,12 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelFingerprint
     groups: tuple[GroupDescription, ...]
     ranks: tuple[RankDescription, ...]
+
+
+def without_endpoints(description: EngineDescription) -> EngineDescription:
+    """The same, with the names of its transports but none of what a peer connects with."""
+    ranks = tuple(
+        msgspec.structs.replace(rank, endpoints=dict.fromkeys(rank.endpoints, b""))
+        for rank in description.ranks
+    )
+    return msgspec.structs.replace(description, ranks=ranks)

@@ -1,14 +1,23 @@
 """What a transfer between two engines costs, in plain numbers, before anything moves."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.layouts.tiles import Tiles
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import pair_groups
 from kvferry.topology.plan import TransferPlan, plan_transfer
+
+Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
+"""An engine's one group, or its groups."""
+
+Memories: TypeAlias = Sequence[Sequence[RankMemory]]
+"""Rank → group → the rank's memory of that group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +38,81 @@ class PairCost:
     """Contiguous copies after merging, if both block tables are in order."""
     segments_shuffled: int
     """The same if both block tables are shuffled."""
+    staging_bytes: int = 0
+    """Bytes of it that a wire of contiguous segments would want staged: those of which the tokens
+    that share a block on both sides are no contiguous run on both sides."""
+
+    def __add__(self, other: "PairCost") -> "PairCost":
+        """Both groups' costs of the same two ranks."""
+        return PairCost(
+            self.target_rank,
+            self.source_rank,
+            tuple(sorted({*self.layers, *other.layers})),
+            tuple(sorted({*self.heads, *other.heads})),
+            self.nbytes + other.nbytes,
+            self.rows + other.rows,
+            self.segments_ordered + other.segments_ordered,
+            self.segments_shuffled + other.segments_shuffled,
+            self.staging_bytes + other.staging_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """How evenly the bytes of a request are spread over some ranks, or over some links."""
+
+    nbytes: tuple[int, ...]
+    """Bytes of each, 0 for those that move nothing."""
+
+    @property
+    def peak(self) -> float:
+        """The busiest one's bytes in multiples of the mean; 1 is perfect, 0 if nothing moves.
+
+        >>> Balance((30, 10, 0, 0)).peak
+        3.0
+        """
+        total = sum(self.nbytes)
+        return max(self.nbytes) * len(self.nbytes) / total if total else 0.0
+
+    @property
+    def idle(self) -> tuple[int, ...]:
+        """Indices of those that move nothing."""
+        return tuple(index for index, nbytes in enumerate(self.nbytes) if not nbytes)
+
+
+def balance_over_sources(costs: Iterable[PairCost], world_size: int) -> Balance:
+    """What each of the source's ranks gives."""
+    return _balance(((cost.source_rank, cost.nbytes) for cost in costs), world_size)
+
+
+def balance_over_targets(costs: Iterable[PairCost], world_size: int) -> Balance:
+    """What each of the target's ranks takes."""
+    return _balance(((cost.target_rank, cost.nbytes) for cost in costs), world_size)
+
+
+def balance_over_links(costs: Iterable[PairCost]) -> Balance:
+    """What each pair of ranks moves that moves anything, in the order of the costs."""
+    return Balance(tuple(cost.nbytes for cost in costs))
+
+
+def _balance(shares: Iterable[tuple[int, int]], world_size: int) -> Balance:
+    nbytes = [0] * world_size
+    for rank, share in shares:
+        nbytes[rank] += share
+    return Balance(tuple(nbytes))
 
 
 def explain_transfer(
     *,
-    source: EngineGeometry | Sequence[EngineGeometry],
-    target: EngineGeometry | Sequence[EngineGeometry],
+    source: Groups,
+    target: Groups,
     num_tokens: int,
     target_engine_id: str = "",
     seed: int = 0,
+    source_memory: Memories | None = None,
+    target_memory: Memories | None = None,
 ) -> tuple[PairCost, ...]:
-    """Who reads what from whom for a request of ``num_tokens``, in dense memory.
+    """Who reads what from whom for a request of ``num_tokens``.
 
     >>> from kvferry.topology import ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
@@ -54,20 +127,145 @@ def explain_transfer(
         num_tokens: tokens of the request.
         target_engine_id: decides the choice among replicas.
         seed: of the shuffled block tables.
+        source_memory: where the source's cells lie; in dense tensors if left out.
+        target_memory: the same of the target.
 
     Returns:
         One entry per pair of ranks that move anything, by target rank, then by source rank.
 
     Raises:
         ValueError: the geometries can never match, or ``num_tokens`` is less than 1.
+        ProtocolError, BoundsError: a memory does not fit its geometry.
+    """
+    costs: dict[tuple[int, int], PairCost] = {}
+    for part in _parts(source, target, num_tokens, target_engine_id):
+        for cost in part.costs(source_memory, target_memory, seed):
+            ranks = cost.target_rank, cost.source_rank
+            costs[ranks] = costs[ranks] + cost if ranks in costs else cost
+    return tuple(cost for _, cost in sorted(costs.items()))
+
+
+def count_segments(
+    *,
+    source: Groups,
+    target: Groups,
+    num_tokens: int,
+    target_engine_id: str = "",
+    seed: int = 0,
+    target_ranks: Sequence[int] | None = None,
+) -> tuple[int, int]:
+    """The sums of :func:`explain_transfer`, for less work.
+
+    Args:
+        source: as there, like what follows.
+        target: see above.
+        num_tokens: see above.
+        target_engine_id: see above.
+        seed: see above.
+        target_ranks: only what these read; all of them if left out.
+
+    Returns:
+        Bytes, and contiguous copies after merging if both block tables are shuffled.
+
+    Raises:
+        ValueError: see :func:`explain_transfer`.
+    """
+    nbytes = segments = 0
+    for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
+        runs = part.runs(seed)
+        nbytes += part.plan.bytes_per_token * (num_tokens - part.first_token)
+        segments += sum(_count(tiles, runs) for tiles in part.tiles(None, None).values())
+    return nbytes, segments
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one target rank reads for one pair of groups: the tokens from ``first_token`` on."""
+
+    plan: TransferPlan
+    source_group: int
+    target_group: int
+    first_token: int
+    num_tokens: int
+
+    def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
+        plan = self.plan
+        givers = {
+            rank: _dense(plan.source, rank, self.num_tokens)
+            if source is None
+            else source[rank][self.source_group]
+            for rank in plan.source_ranks
+        }
+        taker = (
+            _dense(plan.target, plan.target_rank, self.num_tokens)
+            if target is None
+            else target[plan.target_rank][self.target_group]
+        )
+        return plan.lower(givers, taker)
+
+    def runs(self, seed: int | None) -> Runs:
+        """The runs of a request whose block tables are shuffled, or in order without a seed."""
+        tables = [
+            np.arange(1, -(-self.num_tokens // geometry.block_size) + 1)
+            for geometry in (self.plan.source, self.plan.target)
+        ]
+        if seed is not None:
+            shuffle = np.random.default_rng(seed)
+            tables = [shuffle.permutation(table) for table in tables]
+        return self.plan.bind(tables[0], tables[1], self.num_tokens, self.first_token).runs
+
+    def costs(
+        self, source: Memories | None, target: Memories | None, seed: int
+    ) -> Iterator[PairCost]:
+        ordered, shuffled = self.runs(None), self.runs(seed)
+        longest = ordered[np.argmax(ordered["tokens"])][np.newaxis]
+        num_tokens = self.num_tokens - self.first_token
+        for rank, tiles in self.tiles(source, target).items():
+            given = self.plan.for_source(rank)
+            nbytes = given.bytes_per_token * num_tokens
+            heads = sum(len(piece.heads) for piece in given.pieces)
+            is_whole = _count(tiles, longest) <= len(tiles)
+            yield PairCost(
+                target_rank=self.plan.target_rank,
+                source_rank=rank,
+                layers=tuple(sorted({piece.layer for piece in given.pieces})),
+                heads=tuple(sorted({head for piece in given.pieces for head in piece.heads})),
+                nbytes=nbytes,
+                rows=heads * len(self.plan.target.parts) * num_tokens,
+                segments_ordered=_count(tiles, ordered),
+                segments_shuffled=_count(tiles, shuffled),
+                staging_bytes=0 if is_whole else nbytes,
+            )
+
+
+@lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
+def _dense(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
+    return geometry.memory(rank, -(-num_tokens // geometry.block_size) + 1)
+
+
+def _parts(
+    source: Groups,
+    target: Groups,
+    num_tokens: int,
+    target_engine_id: str,
+    target_ranks: Sequence[int] | None = None,
+) -> Iterator[_Part]:
+    """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
+
+    Raises:
+        ValueError: see :func:`explain_transfer`.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens: {num_tokens} is less than 1")
     sources = (source,) if isinstance(source, EngineGeometry) else source
     targets = (target,) if isinstance(target, EngineGeometry) else target
-    costs: dict[tuple[int, int], PairCost] = {}
+    if target_ranks is None:
+        target_ranks = range(targets[0].world_size)
     for pair in pair_groups(sources, targets):
-        for target_rank in range(targets[pair.target_group].world_size):
+        first_token = pair.first_kept_token(num_tokens)
+        if first_token == num_tokens:
+            continue
+        for target_rank in target_ranks:
             plan = plan_transfer(
                 source=sources[pair.source_group],
                 target=targets[pair.target_group],
@@ -75,64 +273,10 @@ def explain_transfer(
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
             )
-            for cost in _costs(plan, pair.first_kept_token(num_tokens), num_tokens, seed):
-                ranks = cost.target_rank, cost.source_rank
-                costs[ranks] = _sum(costs[ranks], cost) if ranks in costs else cost
-    return tuple(cost for _, cost in sorted(costs.items()))
+            yield _Part(plan, pair.source_group, pair.target_group, first_token, num_tokens)
 
 
-def _costs(plan: TransferPlan, first_token: int, num_tokens: int, seed: int) -> Iterator[PairCost]:
-    """The costs of one pair of groups; none where it keeps no tokens."""
-    if first_token == num_tokens:
-        return
-    source_blocks = -(-num_tokens // plan.source.block_size)
-    target_blocks = -(-num_tokens // plan.target.block_size)
-    tiles = plan.lower(
-        {rank: plan.source.memory(rank, source_blocks + 1) for rank in plan.source_ranks},
-        plan.target.memory(plan.target_rank, target_blocks + 1),
-    )
-    span = first_token, num_tokens
-    for rank in plan.source_ranks:
-        part = plan.for_source(rank)
-        heads = sum(len(piece.heads) for piece in part.pieces)
-        yield PairCost(
-            target_rank=plan.target_rank,
-            source_rank=rank,
-            layers=tuple(sorted({piece.layer for piece in part.pieces})),
-            heads=tuple(sorted({head for piece in part.pieces for head in piece.heads})),
-            nbytes=part.bytes_per_token * (num_tokens - first_token),
-            rows=heads * len(plan.target.parts) * (num_tokens - first_token),
-            segments_ordered=_segments(part, tiles[rank], span, None),
-            segments_shuffled=_segments(part, tiles[rank], span, np.random.default_rng(seed)),
-        )
-
-
-def _sum(one: PairCost, two: PairCost) -> PairCost:
-    return PairCost(
-        target_rank=one.target_rank,
-        source_rank=one.source_rank,
-        layers=tuple(sorted({*one.layers, *two.layers})),
-        heads=tuple(sorted({*one.heads, *two.heads})),
-        nbytes=one.nbytes + two.nbytes,
-        rows=one.rows + two.rows,
-        segments_ordered=one.segments_ordered + two.segments_ordered,
-        segments_shuffled=one.segments_shuffled + two.segments_shuffled,
-    )
-
-
-def _segments(
-    plan: TransferPlan,
-    tiles: Tiles,
-    span: tuple[int, int],
-    shuffle: np.random.Generator | None,
-) -> int:
+def _count(tiles: Tiles, runs: Runs) -> int:
     from kvferry.layouts.copier import count_pieces
 
-    first_token, num_tokens = span
-    tables = [
-        np.arange(1, -(-num_tokens // geometry.block_size) + 1)
-        for geometry in (plan.source, plan.target)
-    ]
-    if shuffle is not None:
-        tables = [shuffle.permutation(table) for table in tables]
-    return count_pieces(tiles, plan.bind(tables[0], tables[1], num_tokens, first_token).runs)
+    return count_pieces(tiles, runs)

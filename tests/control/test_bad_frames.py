@@ -16,6 +16,7 @@ from kvferry.control.client import fetch_status
 from kvferry.control.desk import ControlDesk, ErrorLog
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
+    DescriptionRequest,
     ErrorReply,
     Finish,
     FinishAnswer,
@@ -46,6 +47,7 @@ def requests(describe, hybrid):
         Finishes(**header, items=items),
         Release(**header, lease_ids=("a",), keep=True),
         StatusRequest(id=7),
+        DescriptionRequest(id=7),
     ]
 
 

@@ -1,0 +1,124 @@
+"""The layers of a model as its KV cache sees them: from shapes to groups to geometries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.cache.kv_cache_config import KVCacheGroupSpec
+from kvferry.cache.specs import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+)
+from kvferry.cache.specs_local import SlidingWindowSpec
+from kvferry.layouts.layout import Layout
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology.layer_ranges import default_split, split_of_group
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What the KV cache of a model depends on: its attention layers, nothing of its weights.
+
+    >>> from kvferry.cache import group_layers
+    >>> shape = CacheShape(num_layers=4, num_kv_heads=2, head_size=8, layer_windows={0: 16, 2: 16})
+    >>> groups = group_layers(shape.kv_cache_specs(16, "bfloat16"))
+    >>> [(g.layer_indices, g.sliding_window) for g in
+    ...  shape.geometries(groups, layout="NHD", parallel=ParallelShape(tp=2))]
+    [((0, 2), 16), ((1, 3), None)]
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    """Heads that the cache keeps per token; 1 with MLA."""
+    head_size: int
+    """Elements of a head of k, or of the latent."""
+    use_mla: bool = False
+    """Whether the cache keeps one latent per token in place of keys and values."""
+    layer_windows: Mapping[int, int] = field(default_factory=dict)
+    """Layer → tokens that one of its tokens attends to, itself included; no layer that attends to
+    all."""
+
+    def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+        """What each layer needs to keep, by the layer's name, first layer first.
+
+        The number of heads is that of the whole model: how many of them a rank holds differs
+        between ranks, and a pool of blocks does not depend on it.
+
+        Args:
+            block_size: tokens per block.
+            dtype: of the cache.
+
+        Raises:
+            ValueError: ``block_size`` or ``dtype`` is none.
+        """
+        return {
+            layer_name(layer): self._layer_spec(layer, block_size, dtype)
+            for layer in range(self.num_layers)
+        }
+
+    def _layer_spec(self, layer: int, block_size: int, dtype: str) -> KVCacheSpec:
+        heads, size = self.num_kv_heads, self.head_size
+        if self.use_mla:
+            return MLAAttentionSpec(block_size, heads, size, dtype)
+        window = self.layer_windows.get(layer)
+        if window is None:
+            return FullAttentionSpec(block_size, heads, size, dtype)
+        return SlidingWindowSpec(block_size, heads, size, dtype, sliding_window=window)
+
+    def geometries(
+        self,
+        groups: Sequence[KVCacheGroupSpec],
+        *,
+        layout: Layout | str,
+        parallel: ParallelShape,
+    ) -> tuple[EngineGeometry, ...]:
+        """The KV cache of an engine, one geometry per group.
+
+        Args:
+            groups: what :func:`~kvferry.cache.grouping.group_layers` makes of
+                :meth:`kv_cache_specs`.
+            layout: of every group.
+            parallel: of the engine. Its stages divide the model's layers, whatever groups they
+                are in, so that a stage may have no layer of a group.
+
+        Raises:
+            ValueError: a group is not of this model's layers, or the layout or the shape does not
+                fit, see :class:`EngineGeometry`.
+        """
+        stages = default_split(self.num_layers, parallel.pp)
+        numbers = {layer_name(layer): layer for layer in range(self.num_layers)}
+        made = []
+        for group in groups:
+            spec = group.kv_cache_spec
+            unknown = [name for name in group.layer_names if name not in numbers]
+            if unknown or not isinstance(spec, AttentionSpec):
+                raise ValueError(
+                    f"groups: {type(spec).__name__} for {', '.join(unknown or group.layer_names)}; "
+                    f"this model has attention in layer.0 to layer.{self.num_layers - 1}"
+                )
+            layers = sorted(numbers[name] for name in group.layer_names)
+            is_whole = len(layers) == self.num_layers
+            made.append(
+                EngineGeometry(
+                    num_layers=len(layers),
+                    num_kv_heads=self.num_kv_heads,
+                    head_size=self.head_size,
+                    dtype=spec.dtype,
+                    block_size=spec.block_size,
+                    layout=layout,
+                    parallel=parallel,
+                    use_mla=self.use_mla,
+                    layer_split=None if is_whole else split_of_group(layers, stages),
+                    layer_indices=None if is_whole else layers,
+                    sliding_window=(
+                        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+                    ),
+                )
+            )
+        return tuple(made)
+
+
+def layer_name(layer: int) -> str:
+    """The name of a layer among specs and tensors, which is also a geometry's default."""
+    return f"layer.{layer}"

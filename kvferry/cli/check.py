@@ -1,0 +1,156 @@
+"""``kvferry check``."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from kvferry.cli.console import make_console
+from kvferry.cli.explained import EnginePair, PlannedEngine, explain_pair, pair_as_json
+from kvferry.cli.rank_map import show_explained
+from kvferry.cli.status import load_keys, parse_address
+from kvferry.control.client import fetch_descriptions
+from kvferry.control.handshake import common_transports, compare
+from kvferry.control.messages import DescriptionReply
+from kvferry.errors import ConfigError, KVFerryError, NotReadyError, PeerLostError
+from kvferry.topology import EngineGeometry
+from kvferry.topology.description import EngineDescription
+
+FAILED_EXIT_CODE = 1
+"""The exit code when a pair can never exchange KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """Whether a prefill engine and a decode engine fit."""
+
+    prefill: EngineDescription
+    decode: EngineDescription
+    mismatches: tuple[str, ...]
+    pair: EnginePair | None
+    """``None`` where they do not fit."""
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Names of those that every rank of both serves."""
+        return tuple(sorted(common_transports(self.prefill, self.decode)))
+
+
+def check(
+    addresses: Sequence[str], keys: Path | None, timeout_s: float, tokens: int, as_json: bool
+) -> None:
+    """Prints whether and how each pair of a producer and a consumer will work.
+
+    Raises:
+        ConfigError: an address or the keys cannot be used, or no two engines make a pair.
+        PeerLostError: engines that did not answer, all of them.
+        SystemExit: 1 if a pair does not fit.
+    """
+    verdicts = [
+        _judge(prefill.description, decode.description, tokens)
+        for prefill, decode in _pairs(_ask(addresses, keys, timeout_s))
+    ]
+    if as_json:
+        document = msgspec.json.encode([_as_json(verdict) for verdict in verdicts])
+        typer.echo(msgspec.json.format(document, indent=2).decode())
+    else:
+        _show(verdicts, make_console())
+    if any(verdict.mismatches for verdict in verdicts):
+        sys.exit(FAILED_EXIT_CODE)
+
+
+def _ask(addresses: Sequence[str], keys: Path | None, timeout_s: float) -> list[DescriptionReply]:
+    hosts = [parse_address(address) for address in addresses]
+    plain = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
+    if len(set(plain)) < len(plain):
+        twice = next(address for address in plain if plain.count(address) > 1)
+        raise ConfigError(f"{twice} stands twice; name each engine once")
+    answers = fetch_descriptions(plain, timeout_s, load_keys(keys))
+    if failed := [answer for answer in answers if isinstance(answer, KVFerryError)]:
+        kinds = {type(error) for error in failed}
+        kind = kinds.pop() if len(kinds) == 1 else PeerLostError
+        raise kind(
+            "\n  ".join(
+                _failure_text(address, answer)
+                for address, answer in zip(plain, answers, strict=True)
+                if isinstance(answer, KVFerryError)
+            )
+        )
+    return [answer for answer in answers if isinstance(answer, DescriptionReply)]
+
+
+def _failure_text(address: str, error: KVFerryError) -> str:
+    text = str(error) if str(error).startswith(address) else f"{address}: {error}"
+    if isinstance(error, NotReadyError):
+        return text
+    return f"{text}; is it the kv_port of an engine of this release?"
+
+
+def _pairs(answers: Sequence[DescriptionReply]) -> list[tuple[DescriptionReply, DescriptionReply]]:
+    pairs = [
+        (prefill, decode)
+        for prefill in answers
+        for decode in answers
+        if prefill is not decode
+        and prefill.role in ("kv_producer", "kv_both")
+        and decode.role in ("kv_consumer", "kv_both")
+    ]
+    if not pairs:
+        found = ", ".join(
+            f"{answer.description.engine_id!r} is {answer.role}" for answer in answers
+        )
+        raise ConfigError(f"no pair to check: {found}; name at least one producer and one consumer")
+    return pairs
+
+
+def _judge(prefill: EngineDescription, decode: EngineDescription, tokens: int) -> _Verdict:
+    mismatches = tuple(compare(prefill, decode))
+    pair = None
+    if not mismatches:
+        pair = explain_pair(_engine(prefill), _engine(decode), tokens)
+    return _Verdict(prefill, decode, mismatches, pair)
+
+
+def _engine(description: EngineDescription) -> PlannedEngine:
+    return PlannedEngine(
+        name=description.engine_id,
+        groups=tuple(EngineGeometry.from_description(group) for group in description.groups),
+        engine_id=description.engine_id,
+        memory=tuple(rank.memory for rank in description.ranks),
+    )
+
+
+def _as_json(verdict: _Verdict) -> dict[str, Any]:
+    return {
+        "prefill": verdict.prefill.engine_id,
+        "decode": verdict.decode.engine_id,
+        "fits": not verdict.mismatches,
+        "mismatches": verdict.mismatches,
+        "transports": verdict.transports,
+        "plan": None if verdict.pair is None else pair_as_json(verdict.pair),
+    }
+
+
+def _show(verdicts: Sequence[_Verdict], console: Console) -> None:
+    for number, verdict in enumerate(verdicts):
+        if number:
+            console.print()
+        names = f"{verdict.prefill.engine_id} → {verdict.decode.engine_id}"
+        # As plain text: names and mismatches come from other machines, and may look like markup.
+        if verdict.pair is None:
+            console.print(Text(f"{names}: will not work", style="bold red"), soft_wrap=True)
+            for mismatch in verdict.mismatches:
+                console.print(Text(f"  {mismatch}"), soft_wrap=True)
+            continue
+        over = ", ".join(verdict.transports)
+        console.print(Text(f"{names}: will work, over {over}", style="bold green"), soft_wrap=True)
+        show_explained(verdict.pair, console)
+    failed = sum(bool(verdict.mismatches) for verdict in verdicts)
+    console.print()
+    console.print(f"{len(verdicts) - failed} of {len(verdicts)} pairs will work")

@@ -1,0 +1,138 @@
+"""What differs between two engines, and what becomes of it on the way, in sentences."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from msgspec import structs
+
+from kvferry.cli.explained import EnginePair, PlannedEngine, layout_text
+from kvferry.layouts import Layout
+from kvferry.topology import EngineGeometry, pair_groups, ranges_text
+from kvferry.topology.description import PartStrides
+
+
+def difference_texts(pair: EnginePair) -> list[str]:
+    """One sentence per difference that shapes the transfer of a pair; none where they are alike."""
+    prefill, decode = pair.prefill.groups[0], pair.decode.groups[0]
+    return [
+        *_layouts(prefill, decode),
+        *_blocks(prefill, decode),
+        *_heads(pair, prefill, decode),
+        *_stages(pair),
+        *_windows(pair),
+    ]
+
+
+def _layouts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+    if prefill.layout == decode.layout:
+        return
+    names = layout_text(prefill.layout), layout_text(decode.layout)
+    if _alike(decode, prefill.layout) and _alike(prefill, decode.layout):
+        yield f"layout: {names[0]} and {names[1]} lie alike here, with one head per rank"
+    else:
+        yield f"layout: {names[0]} becomes {names[1]} on the way"
+
+
+def _alike(group: EngineGeometry, layout: Layout) -> bool:
+    """Whether no rank has a second head whose place would tell the group's layout from another."""
+    try:
+        other = replace(group, layout=layout)
+    except ValueError:
+        return False  # it cannot hold these cells
+    ranks = range(group.parallel.tp)
+    return all(
+        len(group.heads(rank)) == 1 and _without_head(group, rank) == _without_head(other, rank)
+        for rank in ranks
+    )
+
+
+def _without_head(group: EngineGeometry, rank: int) -> dict[str, PartStrides]:
+    parts = group.part_strides(rank, num_blocks=2)
+    return {part: structs.replace(strides, head=0) for part, strides in parts.items()}
+
+
+def _blocks(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+    one, two = prefill.block_size, decode.block_size
+    if one == two:
+        return
+    if one % two == 0:
+        meet = f"a prefill block fills {one // two} decode blocks"
+    elif two % one == 0:
+        meet = f"{two // one} prefill blocks fill a decode block"
+    else:
+        meet = "copies end where a block of either side ends"
+    yield f"block: {one} tokens become {two}; {meet}"
+
+
+def _heads(pair: EnginePair, prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+    what = "the latent" if prefill.use_mla else "each KV head"
+    replicas = prefill.parallel.tp / prefill.num_kv_heads
+    if replicas > 1:
+        yield (
+            f"tp={prefill.parallel.tp}: {what} lies on {_about(replicas)} prefill ranks; who reads "
+            "from whom changes with the layer, so that they share the work"
+        )
+    replicas = decode.parallel.tp / decode.num_kv_heads
+    if replicas > 1:
+        yield (
+            f"tp={decode.parallel.tp}: {what} is read by {_about(replicas)} decode ranks, each of "
+            "which keeps it whole"
+        )
+    if prefill.parallel.tp != decode.parallel.tp and not prefill.use_mla:
+        readers = [sum(cost.target_rank == rank for cost in pair.costs) for rank in _ranks(pair)]
+        yield (
+            f"tp: {prefill.parallel.tp} becomes {decode.parallel.tp}; a decode rank reads from "
+            f"{_span(readers)} prefill rank{'s' * (max(readers) > 1)}"
+        )
+
+
+def _ranks(pair: EnginePair) -> range:
+    return range(pair.decode.world_size)
+
+
+def _about(replicas: float) -> str:
+    return f"{replicas:.0f}" if replicas.is_integer() else f"{int(replicas)} or {int(replicas) + 1}"
+
+
+def _span(numbers: list[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def _stages(pair: EnginePair) -> Iterator[str]:
+    prefill, decode = pair.prefill, pair.decode
+    if prefill.groups[0].parallel.pp != decode.groups[0].parallel.pp:
+        yield (
+            f"pp: layers {_stage_text(prefill)} become {_stage_text(decode)}; two ranks move the "
+            "layers that both have"
+        )
+
+
+def _stage_text(engine: PlannedEngine) -> str:
+    """The layers of each stage, whatever groups they are in."""
+    parallel = engine.groups[0].parallel
+    per_stage = parallel.pcp * parallel.tp
+    return " | ".join(
+        ranges_text(sorted(layer for group in engine.groups for layer in group.layers(rank)))
+        for rank in range(0, engine.world_size, per_stage)
+    )
+
+
+def _windows(pair: EnginePair) -> Iterator[str]:
+    groups = pair.prefill.groups, pair.decode.groups
+    counts = tuple(len(side) for side in groups)
+    if counts != (1, 1):
+        yield (
+            f"groups: {counts[0]} on prefill and {counts[1]} on decode; layers meet by their index "
+            "in the model"
+        )
+    windows: dict[int, list[int]] = {}
+    for part in pair_groups(*groups):
+        first = part.first_kept_token(pair.num_tokens)
+        if first:
+            windows.setdefault(pair.num_tokens - first, []).extend(part.layers)
+    for tokens, layers in sorted(windows.items()):
+        yield (
+            f"window: of layers {ranges_text(sorted(layers), most=4)} only the last "
+            f"{tokens} tokens move"
+        )

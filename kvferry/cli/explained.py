@@ -1,0 +1,223 @@
+"""A pair of engines and what a request between them costs, for people and for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvferry.config import ClusterConfig
+from kvferry.engine.cache_groups import engine_cache
+from kvferry.engine.model_config import DecoderConfig
+from kvferry.layouts import LAYOUT_NAMES, Layout
+from kvferry.topology import EngineGeometry, PairCost, explain_transfer
+from kvferry.topology.advice import Saving, SideChange, find_savings
+from kvferry.topology.explain import (
+    Balance,
+    Memories,
+    balance_over_links,
+    balance_over_sources,
+    balance_over_targets,
+)
+
+_NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEngine:
+    """One side of a pair."""
+
+    name: str
+    groups: tuple[EngineGeometry, ...]
+    engine_id: str = ""
+    """Decides a decode engine's choice among replicas."""
+    memory: Memories | None = None
+    """Where its cells lie, if the engine runs; dense otherwise."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.groups[0].world_size
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePair:
+    """What one decode engine reads from one prefill engine for a request."""
+
+    prefill: PlannedEngine
+    decode: PlannedEngine
+    num_tokens: int
+    costs: tuple[PairCost, ...]
+    """One entry per pair of ranks."""
+    savings: tuple[Saving, ...] = ()
+    strategy: str | None = None
+    """How the copies are run; ``None`` until a mover is known."""
+
+    @property
+    def prefill_balance(self) -> Balance:
+        """Bytes that each prefill rank gives."""
+        return balance_over_sources(self.costs, self.prefill.world_size)
+
+    @property
+    def decode_balance(self) -> Balance:
+        """Bytes that each decode rank takes."""
+        return balance_over_targets(self.costs, self.decode.world_size)
+
+    @property
+    def link_balance(self) -> Balance:
+        """Bytes between each pair of ranks that has any."""
+        return balance_over_links(self.costs)
+
+    @property
+    def staging(self) -> tuple[int, ...]:
+        """Bytes that each decode rank would stage at most, see ``PairCost.staging_bytes``."""
+        nbytes = [0] * self.decode.world_size
+        for cost in self.costs:
+            nbytes[cost.target_rank] += cost.staging_bytes
+        return tuple(nbytes)
+
+
+def explain_pair(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int) -> EnginePair:
+    """The costs of one request, and what would lower them.
+
+    Raises:
+        ValueError: the two can never exchange KV.
+        ProtocolError, BoundsError: the memory that an engine described does not fit its groups.
+    """
+    savings = find_savings(prefill.groups, decode.groups, num_tokens)
+    return EnginePair(prefill, decode, num_tokens, _costs(prefill, decode, num_tokens), savings)
+
+
+def cluster_engines(
+    cluster: ClusterConfig, model: DecoderConfig
+) -> tuple[list[PlannedEngine], list[PlannedEngine]]:
+    """The prefill engines and the decode engines of a cluster file.
+
+    Raises:
+        ConfigError: an engine's shape does not fit the model.
+    """
+    prefill, decode = (
+        [
+            PlannedEngine(
+                engine.name,
+                engine_cache(engine, model, cluster.model.dtype).geometries,
+                engine.transfer_config().engine_id,
+            )
+            for engine in engines
+        ]
+        for engines in (cluster.prefill, cluster.decode)
+    )
+    return prefill, decode
+
+
+def map_pairs(
+    prefill: Sequence[PlannedEngine], decode: Sequence[PlannedEngine], num_tokens: int
+) -> list[EnginePair]:
+    """Every pair with its costs, without advice.
+
+    Raises:
+        ValueError: two engines can never exchange KV.
+    """
+    return [
+        EnginePair(one, two, num_tokens, _costs(one, two, num_tokens))
+        for one in prefill
+        for two in decode
+    ]
+
+
+def _costs(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int) -> tuple[PairCost, ...]:
+    return explain_transfer(
+        source=prefill.groups,
+        target=decode.groups,
+        num_tokens=num_tokens,
+        target_engine_id=decode.engine_id,
+        source_memory=prefill.memory,
+        target_memory=decode.memory,
+    )
+
+
+def layout_text(layout: Layout) -> str:
+    """A layout by its shortest name.
+
+    >>> layout_text(Layout("KBHND")), layout_text(Layout("BKD"))
+    ('HND', 'BKD')
+    """
+    return _NAMES.get(layout, str(layout))
+
+
+def change_values(change: SideChange) -> dict[str, str | int]:
+    """What to write for one engine, by the keys of a spec."""
+    values: dict[str, str | int] = {}
+    if change.layout is not None:
+        values["layout"] = layout_text(change.layout)
+    if change.block_size is not None:
+        values["block"] = change.block_size
+    if change.tp is not None:
+        values["tp"] = change.tp
+    return values
+
+
+# ---- for programs ------------------------------------------------------------------------------
+
+
+def pair_as_json(pair: EnginePair) -> dict[str, Any]:
+    """Plain data of a pair."""
+    return {
+        "prefill": pair.prefill.name,
+        "decode": pair.decode.name,
+        "engines": {
+            "prefill": _engine_as_json(pair.prefill),
+            "decode": _engine_as_json(pair.decode),
+        },
+        "strategy": pair.strategy,
+        "transfers": [
+            {
+                "decode_rank": cost.target_rank,
+                "prefill_rank": cost.source_rank,
+                **{
+                    key: value
+                    for key, value in asdict(cost).items()
+                    if key not in ("target_rank", "source_rank")
+                },
+            }
+            for cost in pair.costs
+        ],
+        "balance": {
+            "prefill_ranks": _balance_as_json(pair.prefill_balance),
+            "decode_ranks": _balance_as_json(pair.decode_balance),
+            "links": _balance_as_json(pair.link_balance),
+        },
+        "staging_bytes": pair.staging,
+        "savings": [
+            {
+                "prefill": change_values(saving.source),
+                "decode": change_values(saving.target),
+                "factor": saving.factor,
+            }
+            for saving in pair.savings
+        ],
+    }
+
+
+def _engine_as_json(engine: PlannedEngine) -> dict[str, Any]:
+    parallel = engine.groups[0].parallel
+    return {
+        "ranks": engine.world_size,
+        **asdict(parallel),
+        "groups": [
+            {
+                "layers": tuple(group.model_layers),
+                "num_kv_heads": group.num_kv_heads,
+                "head_size": group.head_size,
+                "use_mla": group.use_mla,
+                "dtype": group.dtype,
+                "block_size": group.block_size,
+                "layout": layout_text(group.layout),
+                "sliding_window": group.sliding_window,
+                "attention_chunk_size": group.attention_chunk_size,
+            }
+            for group in engine.groups
+        ],
+    }
+
+
+def _balance_as_json(balance: Balance) -> dict[str, Any]:
+    return {"nbytes": balance.nbytes, "peak": balance.peak, "idle": balance.idle}

@@ -1,0 +1,371 @@
+"""Draws plans: every rank as a map of the model's layers and heads, and who reads what from whom.
+
+Region map of one pair, in pixels::
+
+    title, the two engines
+    +-----------+-----------+                     +-----------+-----------+
+    | rank text | rank map  |~~~~~~ ribbons ~~~~~~| rank map  | rank text |   one row per rank
+    +-----------+-----------+                     +-----------+-----------+
+    the blocks of both sides along the first tokens; how to read it; groups
+"""
+
+import colorsys
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvferry.cli.explained import EnginePair, PlannedEngine, layout_text
+from kvferry.cli.known_models import ModelInfo
+from kvferry.cli.rank_map import engine_text, kept_text
+from kvferry.cli.svg import HATCHED, Canvas
+from kvferry.cli.units import bytes_text, layers_text
+from kvferry.errors import ConfigError
+from kvferry.topology import EngineGeometry, Piece, pair_groups, plan_transfer, ranges_text
+
+MAX_RANKS = 64
+"""Ranks of the largest engine that is drawn; more would be too small to see."""
+
+WIDTH = 1180.0
+MARGIN = 24.0
+TEXT_WIDTH = 190.0
+MAP_WIDTH = 170.0
+GAP = 14.0
+"""Between one rank and the next."""
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+_DIM_WORDS = {"L": "layer", "K": "k/v", "N": "token", "H": "head", "D": "element", "C": "k+v"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Where the map of a rank lies."""
+
+    x: float
+    y: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        return self.y + self.height / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """The axes that all maps of a pair share."""
+
+    num_layers: int
+    num_heads: int
+
+    def paint(
+        self, canvas: Canvas, frame: _Frame, layers: Sequence[int], heads: range, color: str,
+        opacity: float = 1.0, tip: str = "",
+    ) -> None:  # fmt: skip
+        """Fills neighbouring layers of some heads."""
+        row, column = frame.height / self.num_layers, MAP_WIDTH / self.num_heads
+        canvas.rect(
+            frame.x + heads.start * column,
+            frame.y + layers[0] * row,
+            len(heads) * column,
+            len(layers) * row,
+            color,
+            opacity=opacity,
+            tip=tip,
+        )
+
+
+def check_drawable(engines: Sequence[PlannedEngine]) -> None:
+    """Refuses engines that no picture can show, before anything is computed.
+
+    Raises:
+        ConfigError: an engine has too many ranks.
+    """
+    for engine in engines:
+        if engine.world_size > MAX_RANKS:
+            raise ConfigError(
+                f"--picture: {engine.name} has {engine.world_size} ranks, at most {MAX_RANKS} are "
+                "drawn; leave the option out, or plan one replica of a part"
+            )
+
+
+def draw_pairs(pairs: Sequence[EnginePair], model: ModelInfo) -> str:
+    """An SVG document of some pairs, one below the other."""
+    canvas, y = Canvas(), MARGIN
+    for pair in pairs:
+        y = _draw_pair(canvas, pair, model, y) + 2 * MARGIN
+    names = ", ".join(f"{pair.decode.name} from {pair.prefill.name}" for pair in pairs)
+    return canvas.document(WIDTH, y, f"KV transfers of {model.name}: {names}")
+
+
+def _draw_pair(canvas: Canvas, pair: EnginePair, model: ModelInfo, y: float) -> float:
+    """Draws a pair from ``y`` down and returns where it ends."""
+    right = WIDTH - MARGIN
+    canvas.text(
+        MARGIN,
+        y + 16,
+        f"{pair.decode.name} reads {pair.num_tokens:,} tokens of {model.name} from "
+        f"{pair.prefill.name}: {bytes_text(sum(cost.nbytes for cost in pair.costs))}",
+        size=17,
+        bold=True,
+    )
+    canvas.text(MARGIN, y + 44, engine_text(pair.prefill), bold=True)
+    canvas.text(right, y + 44, engine_text(pair.decode), bold=True, anchor="end")
+    grid = _Grid(model.shape.num_layers, model.shape.num_kv_heads)
+    givers, takers, y = _frames(pair, y + 78)
+    _draw_axes(canvas, grid, givers[0], takers[0])
+    _draw_ribbons(canvas, pair, givers, takers)
+    _draw_maps(canvas, pair, grid, givers, takers)
+    _draw_rank_texts(canvas, pair, givers, takers)
+    y = _draw_blocks(canvas, pair, y + 24)
+    return _draw_notes(canvas, pair, y + 10)
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+def _frames(pair: EnginePair, top: float) -> tuple[list[_Frame], list[_Frame], float]:
+    """The maps of the prefill ranks, of the decode ranks, and where the lower column ends."""
+    most = max(pair.prefill.world_size, pair.decode.world_size)
+    height = max(26.0, min(96.0, 900.0 / most))
+    total = most * (height + GAP) - GAP
+    left = MARGIN + TEXT_WIDTH
+    columns = []
+    for x, engine in ((left, pair.prefill), (WIDTH - left - MAP_WIDTH, pair.decode)):
+        pitch = (total + GAP) / engine.world_size
+        first = top + (pitch - GAP - height) / 2
+        columns.append(
+            [_Frame(x, first + rank * pitch, height) for rank in range(engine.world_size)]
+        )
+    return columns[0], columns[1], top + total
+
+
+def _color(group: EngineGeometry, rank: int) -> str:
+    """A colour per prefill rank: hue by TP rank, lightness by stage."""
+    place, shape = group.rank_coordinates(rank), group.parallel
+    stage = place.pp * shape.pcp + place.pcp
+    lightness = 0.42 + 0.28 * stage / max(shape.pp * shape.pcp - 1, 1)
+    hue = place.tp * _GOLDEN_RATIO % 1.0  # neighbours differ most, and all differ
+    channels = colorsys.hls_to_rgb(hue, lightness, 0.62)
+    return "#" + "".join(f"{round(channel * 255):02x}" for channel in channels)
+
+
+# ---- what moves --------------------------------------------------------------------------------
+
+
+def _pieces(pair: EnginePair) -> list[tuple[int, Piece, bool]]:
+    """(decode rank, piece, whether only a window of it moves), by decode rank, then by layer."""
+    found = []
+    for part in pair_groups(pair.prefill.groups, pair.decode.groups):
+        first = part.first_kept_token(pair.num_tokens)
+        if first == pair.num_tokens:
+            continue
+        for rank in range(pair.decode.world_size):
+            plan = plan_transfer(
+                source=pair.prefill.groups[part.source_group],
+                target=pair.decode.groups[part.target_group],
+                target_rank=rank,
+                target_engine_id=pair.decode.engine_id,
+                layers=part.layers,
+            )
+            found += [(rank, piece, first > 0) for piece in plan.pieces]
+    return sorted(found, key=lambda entry: (entry[0], entry[1].layer, entry[1].heads.start))
+
+
+def _blocks_of_cells(
+    pieces: Sequence[tuple[int, Piece, bool]],
+) -> Iterator[tuple[int, Piece, range, bool]]:
+    """Pieces alike in neighbouring layers as one: decode rank, first piece, layers, windowed."""
+
+    def lane(entry: tuple[int, Piece, bool]) -> tuple[int, int, int, int, bool]:
+        rank, piece, windowed = entry
+        return rank, piece.heads.start, piece.heads.stop, piece.source_rank, windowed
+
+    for _, members in groupby(sorted(pieces, key=lambda e: (*lane(e), e[1].layer)), key=lane):
+        run: list[tuple[int, Piece, bool]] = []
+        for entry in members:
+            if run and entry[1].layer != run[-1][1].layer + 1:
+                yield _joined(run)
+                run = []
+            run.append(entry)
+        yield _joined(run)
+
+
+def _joined(run: Sequence[tuple[int, Piece, bool]]) -> tuple[int, Piece, range, bool]:
+    rank, piece, windowed = run[0]
+    return rank, piece, range(piece.layer, run[-1][1].layer + 1), windowed
+
+
+# ---- painting ----------------------------------------------------------------------------------
+
+
+def _draw_axes(canvas: Canvas, grid: _Grid, giver: _Frame, taker: _Frame) -> None:
+    last = grid.num_heads - 1
+    heads = f"KV heads 0 to {last} →" if last else "one head"
+    text = f"{heads}, layers 0 to {grid.num_layers - 1} ↓"
+    for frame in (giver, taker):
+        canvas.text(frame.x, frame.y - 6, text, size=10, color="#666666")
+
+
+def _draw_ribbons(
+    canvas: Canvas, pair: EnginePair, givers: list[_Frame], takers: list[_Frame]
+) -> None:
+    most = max((*pair.prefill_balance.nbytes, *pair.decode_balance.nbytes, 1))
+    scale = givers[0].height / most
+    # Bands leave and enter in the order of the other end, so that few of them cross.
+    ends = {}
+    for frames, side, other in ((givers, 0, 1), (takers, 1, 0)):
+        total = (pair.prefill_balance, pair.decode_balance)[side].nbytes
+        below = [
+            frame.middle - nbytes * scale / 2 for frame, nbytes in zip(frames, total, strict=True)
+        ]
+        for cost in sorted(pair.costs, key=lambda c: (c.source_rank, c.target_rank)[other]):
+            rank = (cost.source_rank, cost.target_rank)[side]
+            ends[side, cost] = below[rank] + cost.nbytes * scale / 2
+            below[rank] += cost.nbytes * scale
+    left, right = givers[0].x + MAP_WIDTH, takers[0].x
+    for cost in pair.costs:
+        thickness = max(cost.nbytes * scale, 0.75)
+        text = f"layers {layers_text(cost.layers)}, heads {ranges_text(cost.heads)}"
+        canvas.ribbon(
+            (left, ends[0, cost]),
+            (right, ends[1, cost]),
+            thickness,
+            _color(pair.prefill.groups[0], cost.source_rank),
+            tip=f"decode rank {cost.target_rank} reads {text} from prefill rank "
+            f"{cost.source_rank}: {bytes_text(cost.nbytes)}",
+        )
+        if thickness >= 8:
+            size = min(10.0, thickness)
+            label = f"from {cost.source_rank}"
+            if thickness > size:  # else the label of the rank that reads must do
+                label += f": {bytes_text(cost.nbytes)}"
+            canvas.text(right - 6, ends[1, cost] + 0.36 * size, label, size=size, anchor="end")
+
+
+def _draw_maps(
+    canvas: Canvas, pair: EnginePair, grid: _Grid, givers: list[_Frame], takers: list[_Frame]
+) -> None:
+    for frame in (*givers, *takers):
+        canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "#eeeeee")
+    for engine, frames in ((pair.prefill, givers), (pair.decode, takers)):
+        for rank, frame in enumerate(frames):
+            for group in engine.groups:  # held, given or not
+                for layers in _neighbours(group.layers(rank)):
+                    grid.paint(canvas, frame, layers, group.heads(rank), "#bbbbbb")
+    for rank, piece, layers, windowed in _blocks_of_cells(_pieces(pair)):
+        color = _color(pair.prefill.groups[0], piece.source_rank)
+        what = f"layers {ranges_text(layers)}, KV heads {ranges_text(piece.heads)}"
+        tips = (
+            f"prefill rank {piece.source_rank} holds {what}",
+            f"decode rank {rank} reads {what} from prefill rank {piece.source_rank}",
+        )
+        for frame, tip in zip((givers[piece.source_rank], takers[rank]), tips, strict=True):
+            grid.paint(canvas, frame, layers, piece.heads, color, tip=tip)
+            if windowed:
+                grid.paint(canvas, frame, layers, piece.heads, HATCHED, 0.55, tip)
+    for frame in (*givers, *takers):
+        canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "none", stroke="#555555")
+
+
+def _neighbours(layers: Sequence[int]) -> Iterator[range]:
+    first = last = None
+    for layer in layers:
+        if last is not None and layer == last + 1:
+            last = layer
+            continue
+        if first is not None and last is not None:
+            yield range(first, last + 1)
+        first = last = layer
+    if first is not None and last is not None:
+        yield range(first, last + 1)
+
+
+def _draw_rank_texts(
+    canvas: Canvas, pair: EnginePair, givers: list[_Frame], takers: list[_Frame]
+) -> None:
+    sides = (
+        (pair.prefill, givers, pair.prefill_balance, "gives", -8.0, "end"),
+        (pair.decode, takers, pair.decode_balance, "reads", MAP_WIDTH + 8.0, "start"),
+    )
+    for engine, frames, balance, verb, shift, anchor in sides:
+        for rank, frame in enumerate(frames):
+            layers = sorted({layer for group in engine.groups for layer in group.layers(rank)})
+            lines = [
+                f"rank {rank}",
+                f"layers {ranges_text(layers, most=2)}",
+                f"{_heads_text(engine.groups[0], rank)}, {verb} {bytes_text(balance.nbytes[rank])}",
+            ]
+            if frame.height < 40:
+                lines = [lines[0], lines[2]]
+            first = frame.middle - 14.0 * len(lines) / 2 + 11
+            for number, line in enumerate(lines):
+                canvas.text(
+                    frame.x + shift,
+                    first + 14 * number,
+                    line,
+                    size=11 if number else 12,
+                    bold=not number,
+                    anchor=anchor,
+                )
+
+
+def _heads_text(group: EngineGeometry, rank: int) -> str:
+    heads = group.heads(rank)
+    if group.use_mla:
+        return "latent"
+    return f"head{'s' * (len(heads) > 1)} {ranges_text(heads)}"
+
+
+def _draw_blocks(canvas: Canvas, pair: EnginePair, y: float) -> float:
+    """The blocks of both sides along the first tokens, and the order of what is inside."""
+    sizes = [engine.groups[0].block_size for engine in (pair.prefill, pair.decode)]
+    tokens = min(math.lcm(*sizes), 4 * max(sizes))
+    left, width = MARGIN + TEXT_WIDTH, WIDTH - 2 * (MARGIN + TEXT_WIDTH)
+    canvas.text(MARGIN, y + 12, f"Blocks of tokens 0 to {tokens - 1}", bold=True)
+    for engine, size in zip((pair.prefill, pair.decode), sizes, strict=True):
+        y += 24
+        canvas.text(left - 8, y + 13, engine.name[:28], size=11, anchor="end")
+        for first in range(0, tokens, size):
+            x, end = (
+                left + width * first / tokens,
+                left + width * min(first + size, tokens) / tokens,
+            )
+            canvas.rect(x, y, end - x, 18, "#dfe7f1", stroke="#5f7591")
+            if end - x > 40:
+                label = f"{size} tokens" if end - x > 70 else str(size)
+                canvas.text((x + end) / 2, y + 13, label, size=10, anchor="middle")
+        order = _order_text(engine.groups[0])
+        canvas.text(left + width + 8, y + 13, order, size=10, color="#444444")
+    return y + 24
+
+
+def _order_text(group: EngineGeometry) -> str:
+    """What lies inside a block, outermost first; by the layout's letters where parts differ."""
+    outer = group.layout.order.partition("B")[2]
+    if group.layout.inner_orders:
+        return layout_text(group.layout)
+    words = [_DIM_WORDS[dim] for dim in outer if not (dim == "K" and group.use_mla)]
+    return f"{layout_text(group.layout)}: {', '.join(words)}"
+
+
+def _draw_notes(canvas: Canvas, pair: EnginePair, y: float) -> float:
+    notes = [
+        "Each map is the whole model: first layer on top, first KV head on the left.",
+        "A colour is a prefill rank; on the decode side it tells from whom cells are read.",
+        "Dark grey: held by a prefill rank, but read from another one that holds it too.",
+        "A band is as thick as its bytes. Point at anything for its layers, heads and bytes.",
+    ]
+    if any(kept_text(group) != "all tokens" for group in pair.prefill.groups + pair.decode.groups):
+        notes.append("Hatched: only the last tokens move, those of the layer's window or chunk.")
+    for engine in (pair.prefill, pair.decode):
+        if len(engine.groups) > 1:
+            notes += [
+                f"{engine.name}, group {index}: layers {ranges_text(group.model_layers)}, keeps "
+                f"{kept_text(group)}"
+                for index, group in enumerate(engine.groups)
+            ]
+    for note in notes:
+        y += 15
+        canvas.text(MARGIN, y, note, size=10.5, color="#444444")
+    return y

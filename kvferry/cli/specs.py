@@ -1,0 +1,115 @@
+"""Engines in one line: ``tp=8,pp=2,block=16,layout=HND``."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from kvferry.cache.cache_shape import CacheShape
+from kvferry.cache.grouping import group_layers
+from kvferry.control.handshake import MAX_RANKS
+from kvferry.errors import ConfigError
+from kvferry.topology import EngineGeometry, ParallelShape
+
+#: Key of a spec → what it may hold, for messages.
+SPEC_KEYS = {
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dcp": "decode-context-parallel ranks, inside tp",
+    "pcp": "prefill-context-parallel ranks",
+    "block": "tokens per block",
+    "layout": "name or dim order",
+    "dtype": "of the KV cache",
+    "hybrid": "true or false: whether windows keep groups of their own",
+}
+
+_COUNTS = ("tp", "pp", "dcp", "pcp", "block")
+_COMMA = re.compile(r",(?![^(]*\))")  # a layout with inner orders holds commas in brackets
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """The shape of an engine, as far as its KV cache depends on it."""
+
+    parallel: ParallelShape
+    block_size: int = 16
+    layout: str = "NHD"
+    dtype: str | None = None
+    """``None``: the model's."""
+    hybrid: bool = True
+
+    def geometries(self, shape: CacheShape, dtype: str) -> tuple[EngineGeometry, ...]:
+        """The groups of such an engine that serves a model.
+
+        Args:
+            shape: of the model.
+            dtype: of the KV cache, where the spec names none.
+
+        Raises:
+            ValueError: the engine does not fit the model.
+        """
+        specs = shape.kv_cache_specs(self.block_size, self.dtype or dtype)
+        groups = group_layers(specs, hybrid=self.hybrid)
+        return shape.geometries(groups, layout=self.layout, parallel=self.parallel)
+
+
+def parse_spec(text: str, where: str) -> EngineSpec:
+    """Reads a spec; what is left out is 1, 16 tokens, NHD, the model's dtype and hybrid.
+
+    >>> parse_spec("tp=8,block=64,layout=HND", "--prefill").block_size
+    64
+
+    Args:
+        text: ``key=value`` pairs, separated by commas.
+        where: the option, for messages.
+
+    Raises:
+        ConfigError: an unknown, repeated or malformed key; the message lists the known ones.
+    """
+    values: dict[str, str] = {}
+    for entry in _COMMA.split(text):
+        key, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or not value:
+            raise ConfigError(
+                f"{where}: {entry.strip()!r} is no key=value; write {where} tp=8,block=16,"
+                f"layout=HND; {_known_keys()}"
+            )
+        if key not in SPEC_KEYS:
+            near = difflib.get_close_matches(key, SPEC_KEYS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{where}: unknown key {key!r}; {hint}{_known_keys()}")
+        if key in values:
+            raise ConfigError(f"{where}: {key} stands twice; write it once")
+        values[key] = value
+    counts = {key: _count(values[key], key, where) for key in _COUNTS if key in values}
+    block_size = counts.pop("block", 16)
+    try:
+        parallel = ParallelShape(**counts)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if parallel.world_size > MAX_RANKS:
+        raise ConfigError(
+            f"{where}: {parallel.world_size} ranks, an engine has {MAX_RANKS} at most"
+        )
+    return EngineSpec(
+        parallel,
+        block_size,
+        values.get("layout", "NHD"),
+        values.get("dtype"),
+        _flag(values.get("hybrid", "true"), where),
+    )
+
+
+def _known_keys() -> str:
+    return "known keys: " + ", ".join(f"{key} ({what})" for key, what in SPEC_KEYS.items())
+
+
+def _count(value: str, key: str, where: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{where}: {key}: {value!r} is not a whole number of 1 or more")
+    return int(value)
+
+
+def _flag(value: str, where: str) -> bool:
+    if value not in ("true", "false"):
+        raise ConfigError(f"{where}: hybrid: {value!r} is neither true nor false")
+    return value == "true"

@@ -1,0 +1,240 @@
+"""``kvferry check``: whether running engines fit, before any request."""
+
+import contextlib
+import json
+import socket
+
+import pytest
+
+from kvferry.control.leases import LeaseTable
+from kvferry.control.server import ControlServer
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.description import EngineDescription, ModelFingerprint, RankDescription
+
+SECRET = b"what a peer connects with"
+
+
+def describe(engine_id, *, weights="w0", dtype="float32", transports=("shm", "tcp"), **shape):
+    values = {
+        "num_layers": 4,
+        "num_kv_heads": 4,
+        "head_size": 8,
+        "dtype": dtype,
+        "block_size": 16,
+        "layout": "NHD",
+        "parallel": ParallelShape(),
+    }
+    geometry = EngineGeometry(**values | shape)
+    return EngineDescription(
+        engine_id=engine_id,
+        incarnation=f"{engine_id}-1",
+        model=ModelFingerprint(
+            name="tiny",
+            architecture="LlamaForCausalLM",
+            num_layers=4,
+            num_kv_heads=4,
+            head_size=8,
+            dtype=dtype,
+            rope="{}",
+            config_digest="c0",
+            weights_digest=weights,
+        ),
+        groups=(geometry.description(),),
+        ranks=tuple(
+            RankDescription(
+                rank=rank,
+                endpoints=dict.fromkeys(transports, SECRET),
+                memory=(geometry.memory(rank, 10),),
+            )
+            for rank in range(geometry.world_size)
+        ),
+    )
+
+
+@pytest.fixture
+def engine():
+    """Runs the control channel of an engine; returns its server."""
+    with contextlib.ExitStack() as stack:
+
+        def run(engine_id, role, *, ready=True, **values):
+            description = describe(engine_id, **values)
+            server = stack.enter_context(
+                ControlServer.open(
+                    engine_id=engine_id,
+                    incarnation=description.incarnation,
+                    role=role,
+                    leases=LeaseTable(max_blocks=100, duration_s=30.0),
+                )
+            )
+            if ready:
+                server.set_description(description)
+            return server
+
+        yield run
+
+
+def address(server):
+    return f"127.0.0.1:{server.port}"
+
+
+def test_engines_that_fit_are_explained_and_end_with_0(kvferry, engine):
+    prefill = engine("p0", "kv_producer", parallel=ParallelShape(tp=2), layout="HND")
+    decode = engine("d0", "kv_consumer", block_size=64, transports=("tcp",))
+
+    outcome = kvferry("check", address(decode), address(prefill), "--tokens", "64")
+
+    assert outcome.code == 0, outcome.err
+    assert "p0 → d0: will work, over tcp" in outcome.out
+    assert "block: 16 tokens become 64; 4 prefill blocks fill a decode block" in outcome.out
+    assert "d0 reads 64 tokens from p0" in outcome.out
+    assert "1 of 1 pairs will work" in outcome.out
+
+
+def test_every_mismatch_of_every_pair_is_listed_and_ends_with_1(kvferry, engine):
+    engines = [
+        engine("p0", "kv_producer"),
+        engine("p1", "kv_producer", weights="w1", dtype="bfloat16"),
+        engine("d0", "kv_consumer", transports=("shm",)),
+        engine("d1", "kv_both", transports=("nixl",)),
+    ]
+
+    outcome = kvferry("check", *map(address, engines))
+
+    assert outcome.code == 1, outcome.err
+    lines = outcome.out.splitlines()
+    assert [line for line in lines if "will" in line] == [
+        "p0 → d0: will work, over shm",
+        "p0 → d1: will not work",
+        "p1 → d0: will not work",
+        "p1 → d1: will not work",
+        "d1 → d0: will not work",
+        "1 of 5 pairs will work",
+    ]
+    first = lines.index("p1 → d1: will not work") + 1
+    found = [line.strip().split(":")[0] for line in lines[first : first + 4]]
+    assert found == ["model.dtype", "model.weights_digest", "dtype of layers 0-3", "transports"]
+
+
+def test_the_answer_for_programs(kvferry, engine):
+    prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer", weights="w9")
+    other = engine("d1", "kv_consumer", parallel=ParallelShape(pp=2))
+
+    outcome = kvferry("check", *map(address, (prefill, decode, other)), "--json")
+
+    assert outcome.code == 1
+    bad, good = json.loads(outcome.out)
+    assert (bad["prefill"], bad["decode"], bad["fits"], bad["plan"]) == ("p0", "d0", False, None)
+    assert [text.split(":")[0] for text in bad["mismatches"]] == ["model.weights_digest"]
+    assert (good["decode"], good["fits"], good["transports"]) == ("d1", True, ["shm", "tcp"])
+    assert [transfer["layers"] for transfer in good["plan"]["transfers"]] == [[0, 1], [2, 3]]
+
+
+def test_asking_changes_nothing_and_no_secret_is_told(kvferry, engine):
+    from kvferry.control.client import fetch_descriptions
+
+    prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer", weights="w9")
+
+    kvferry("check", address(prefill), address(decode))
+    (answer,) = fetch_descriptions([address(prefill)])
+
+    assert answer.role == "kv_producer"
+    for rank in answer.description.ranks:
+        assert rank.endpoints == {"shm": b"", "tcp": b""}
+    for server in (prefill, decode):
+        status = server.status()
+        assert (status.peers, status.errors) == ((), ())
+
+
+def test_every_engine_that_does_not_answer_is_named(kvferry, engine):
+    prefill = engine("p0", "kv_producer")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [server.getsockname()[1] for server in silent]
+        outcome = kvferry(
+            "check", address(prefill), *(f"127.0.0.1:{p}" for p in ports), "--timeout", "0.3"
+        )
+
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert outcome.err.count("kvferry:") == 1
+    for port in ports:
+        assert outcome.err.count(f"127.0.0.1:{port}: ") == 1
+    assert str(prefill.port) not in outcome.err
+    assert "is it the kv_port of an engine of this release?" in outcome.err
+
+
+def test_an_engine_that_still_starts_is_told_from_a_silent_one(kvferry, engine):
+    prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer", ready=False)
+
+    outcome = kvferry("check", address(prefill), address(decode))
+
+    assert outcome.code == 2
+    assert f"{address(decode)}: the peer answers: engine 'd0' is still starting" in outcome.err
+    assert "kv_port" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        (["kv_producer"], "'e0' is kv_producer; name at least one producer and one consumer"),
+        (["kv_consumer", "kv_consumer"], "'e0' is kv_consumer, 'e1' is kv_consumer"),
+        (["kv_both"], "'e0' is kv_both"),
+    ],
+)
+def test_engines_that_make_no_pair_are_an_error(kvferry, engine, roles, message):
+    servers = [engine(f"e{index}", role) for index, role in enumerate(roles)]
+
+    outcome = kvferry("check", *map(address, servers))
+
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_two_engines_of_one_id_are_a_mismatch(kvferry, engine):
+    servers = engine("same", "kv_producer"), engine("same", "kv_consumer")
+
+    outcome = kvferry("check", *map(address, servers))
+
+    assert outcome.code == 1
+    assert "engine_id: both engines are named 'same'" in outcome.out
+
+
+def test_an_address_is_named_once_and_is_an_address(kvferry, engine):
+    prefill = engine("p0", "kv_producer")
+
+    twice = kvferry("check", address(prefill), address(prefill))
+    wrong = kvferry("check", "localhost")
+
+    assert (twice.code, wrong.code) == (2, 2)
+    assert f"{address(prefill)} stands twice" in twice.err
+    assert "HOST:PORT" in wrong.err
+
+
+def test_the_memory_that_engines_describe_is_what_is_explained(kvferry, engine, monkeypatch):
+    monkeypatch.setattr(EngineGeometry, "memory", _padded(EngineGeometry.memory), raising=True)
+    servers = engine("p0", "kv_producer"), engine("d0", "kv_consumer")
+    monkeypatch.undo()
+
+    document = json.loads(kvferry("check", *map(address, servers), "--tokens", "32", "--json").out)
+
+    (transfer,) = document[0]["plan"]["transfers"]
+    # Each token is followed by a gap: a segment per layer, part and token.
+    assert transfer["segments_ordered"] == 4 * 2 * 32
+
+
+def _padded(memory):
+    """Memory whose tokens are twice as far apart as dense ones."""
+
+    def spaced(self, rank, num_blocks, **more):
+        wide = EngineGeometry(
+            num_layers=self.num_layers,
+            num_kv_heads=2 * self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=self.dtype,
+            block_size=self.block_size,
+            layout=self.layout,
+            parallel=self.parallel,
+        )
+        return memory(wide, rank, num_blocks, **more)
+
+    return spaced

@@ -1,0 +1,138 @@
+"""Shapes of models: the table, and config.json files of many architectures."""
+
+import json
+
+import pytest
+
+from kvferry.cache.cache_shape import CacheShape
+from kvferry.cli.known_models import KNOWN_MODELS
+from kvferry.cli.models import find_model, parse_model
+from kvferry.errors import ConfigError, ModelError
+
+LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64}
+WINDOWED = LLAMA | {"sliding_window": 16}
+
+
+def shape_of(values):
+    return parse_model(values, "here").shape
+
+
+def defaults_of(name):
+    """What the config class of transformers says of the model that it was written for."""
+    transformers = pytest.importorskip("transformers")
+    return getattr(transformers, name)().to_dict()
+
+
+# ---- the table ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("GptOssConfig", "gpt-oss-120b"),
+        ("DeepseekV3Config", "deepseek-v3"),
+        ("MixtralConfig", "mixtral-8x7b"),
+    ],
+)
+def test_the_table_agrees_with_the_defaults_of_transformers(kind, name):
+    assert shape_of(defaults_of(kind)) == KNOWN_MODELS[name].shape
+
+
+def test_gemma_3_has_a_full_layer_after_every_five_windows():
+    values = defaults_of("Gemma3TextConfig") | {
+        "num_hidden_layers": 62,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "sliding_window": 1024,
+    }
+    values["layer_types"] = None
+    values["sliding_window_pattern"] = 6
+    assert shape_of({"text_config": values}) == KNOWN_MODELS["gemma-3-27b"].shape
+
+
+def test_bytes_per_token_are_those_that_are_published():
+    # Elements per token of all layers; Llama-3 70B: 80 × 8 × 128 × 2, DeepSeek-V3: 61 × 576.
+    published = {"llama-3-70b": 163840, "llama-3-8b": 65536, "deepseek-v3": 35136}
+    for name, elements in published.items():
+        shape = KNOWN_MODELS[name].shape
+        parts = 1 if shape.use_mla else 2
+        assert shape.num_layers * shape.num_kv_heads * shape.head_size * parts == elements
+
+
+def test_a_model_is_found_by_its_name_or_its_repository_in_any_case():
+    wanted = KNOWN_MODELS["qwen3-235b-a22b"]
+    for name in ("qwen3-235b-a22b", "Qwen/Qwen3-235B-A22B", "Qwen3_235B_A22B", "QWEN3-235B-A22B"):
+        assert find_model(name) is wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("lama3-70b", "llama-3-70b"), ("deepseek-v4", "deepseek-v3")]
+)
+def test_an_unknown_model_is_answered_with_the_nearest_and_all_known_ones(name, near):
+    with pytest.raises(ConfigError, match=f"did you mean '{near}'") as raised:
+        find_model(name)
+    for known in KNOWN_MODELS:
+        assert known in str(raised.value)
+
+
+# ---- config.json --------------------------------------------------------------------------------
+
+
+def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float16"}))
+    for path in (folder, folder / "config.json"):
+        model = find_model(str(path))
+        assert model.shape == CacheShape(4, 8, 8)
+        assert (model.name, model.dtype) == ("my-model", "float16")
+
+
+def test_what_a_config_leaves_out_is_derived_as_transformers_does():
+    assert shape_of(LLAMA) == CacheShape(4, 8, 8)
+    assert shape_of(LLAMA | {"num_key_value_heads": 2, "head_dim": 32}) == CacheShape(4, 2, 32)
+    latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 9}
+    assert shape_of(LLAMA | latent) == CacheShape(4, 1, 20, use_mla=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "windowed"),
+    [
+        (LLAMA, []),
+        (LLAMA | {"sliding_window": None}, []),
+        (WINDOWED | {"use_sliding_window": False}, []),
+        (WINDOWED | {"use_sliding_window": True, "max_window_layers": 3}, [3]),
+        (WINDOWED | {"model_type": "mistral"}, [0, 1, 2, 3]),
+        (WINDOWED | {"model_type": "gemma2"}, [0, 2]),
+        (WINDOWED | {"sliding_window_pattern": 3}, [0, 1, 3]),
+        (WINDOWED | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, [3]),
+        (LLAMA | {"layer_types": ["full_attention"] * 4}, []),
+    ],
+)
+def test_windows_are_read_however_they_are_written(values, windowed):
+    assert dict(shape_of(values).layer_windows) == dict.fromkeys(windowed, 16)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "num_hidden_layers is missing"),
+        (LLAMA | {"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
+        (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 4096"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        (WINDOWED, "nothing says which layers have it"),
+        (LLAMA | {"layer_types": ["linear_attention"] * 4}, "of the kinds linear_attention"),
+        (LLAMA | {"layer_types": ["full_attention"] * 3}, "layer_types: 3 for 4 layers"),
+        (LLAMA | {"layer_types": 7}, "layer_types"),
+        (LLAMA | {"mamba_d_state": 16}, "mamba_d_state says recurrent state"),
+        (LLAMA | {"attention_chunk_size": 8192}, "attention_chunk_size says attention in chunks"),
+        (LLAMA | {"is_encoder_decoder": True}, "only decoders"),
+        (LLAMA | {"v_head_dim": 4}, "v_head_dim is 4 and head_dim 8"),
+        (LLAMA | {"torch_dtype": "int4"}, "dtype: 'int4' is unknown"),
+    ],
+)
+def test_a_config_that_makes_no_plan_says_which_key_and_why(values, message):
+    with pytest.raises(ModelError, match=r"^here: ") as raised:
+        parse_model(values, "here")
+    assert message in str(raised.value)

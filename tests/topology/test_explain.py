@@ -1,0 +1,192 @@
+"""What a transfer costs, how evenly, and what would lower it: against sums that are done slowly."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.layouts import Layout
+from kvferry.layouts.copier import expand
+from kvferry.topology import EngineGeometry, ParallelShape, explain_transfer, plan_transfer
+from kvferry.topology.advice import WORTH, SideChange, find_savings
+from kvferry.topology.explain import (
+    Balance,
+    balance_over_links,
+    balance_over_sources,
+    balance_over_targets,
+    count_segments,
+)
+
+LAW = settings(max_examples=60, deadline=None)
+
+
+def geometry(**changes):
+    values = {
+        "num_layers": 4,
+        "num_kv_heads": 4,
+        "head_size": 4,
+        "dtype": "float32",
+        "block_size": 4,
+        "layout": "NHD",
+        "parallel": ParallelShape(),
+    }
+    return EngineGeometry(**values | changes)
+
+
+@st.composite
+def engines(draw, num_kv_heads):
+    return geometry(
+        num_kv_heads=num_kv_heads,
+        block_size=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        layout=draw(st.sampled_from(["NHD", "HND", "BNHKD", "BLKNHD", "BLHNC"])),
+        parallel=ParallelShape(tp=draw(st.integers(1, 5)), pp=draw(st.integers(1, 3))),
+    )
+
+
+@st.composite
+def pairs(draw):
+    num_kv_heads = draw(st.integers(1, 4))
+    return draw(engines(num_kv_heads)), draw(engines(num_kv_heads)), draw(st.integers(1, 30))
+
+
+def test_a_pair_costs_what_its_groups_cost_together():
+    whole = geometry()
+    parts = [geometry(num_layers=2, layer_indices=indices) for indices in ((0, 3), (1, 2))]
+    (one,) = explain_transfer(source=whole, target=whole, num_tokens=10)
+    (two,) = explain_transfer(source=whole, target=parts, num_tokens=10)
+    assert two == one
+
+
+@LAW
+@given(pair=pairs())
+def test_the_short_count_is_the_sum_of_the_long_one(pair):
+    source, target, num_tokens = pair
+    costs = explain_transfer(source=source, target=target, num_tokens=num_tokens)
+    assert count_segments(source=source, target=target, num_tokens=num_tokens) == (
+        sum(cost.nbytes for cost in costs),
+        sum(cost.segments_shuffled for cost in costs),
+    )
+
+
+def staged_slowly(source, target, target_rank, source_rank, num_tokens):
+    """Expands single runs of tokens that share a block on both sides; counts their pieces."""
+    plan = plan_transfer(source=source, target=target, target_rank=target_rank)
+    plan = plan.for_source(source_rank)
+    tables = [range(1, -(-num_tokens // side.block_size) + 1) for side in (source, target)]
+    memory = [
+        side.memory(rank, len(table) + 1)
+        for side, rank, table in (
+            (source, source_rank, tables[0]),
+            (target, target_rank, tables[1]),
+        )
+    ]
+    tiles = plan.lower({source_rank: memory[0]}, memory[1])[source_rank]
+    runs = plan.bind(*tables, num_tokens).runs
+    longest = runs[runs["tokens"] == runs["tokens"].max()][:1]
+    return any(len(expand(tiles[index : index + 1], longest)) > 1 for index in range(len(tiles)))
+
+
+@LAW
+@given(pair=pairs())
+def test_what_is_no_run_on_both_sides_would_be_staged(pair):
+    source, target, num_tokens = pair
+    for cost in explain_transfer(source=source, target=target, num_tokens=num_tokens):
+        shatters = staged_slowly(source, target, cost.target_rank, cost.source_rank, num_tokens)
+        assert cost.staging_bytes == (cost.nbytes if shatters else 0)
+
+
+def test_the_memory_that_engines_describe_decides_how_much_merges():
+    source = geometry(num_kv_heads=1)
+    memories = [[source.memory(0, 9)]]
+    (dense,) = explain_transfer(
+        source=source, target=source, num_tokens=32, source_memory=memories, target_memory=memories
+    )
+    assert dense == explain_transfer(source=source, target=source, num_tokens=32)[0]
+    # The same engine with every token padded to twice its bytes: nothing merges beyond a token.
+    padded = replace(source, head_size=8)
+    (spaced,) = explain_transfer(
+        source=source, target=source, num_tokens=32, source_memory=[[padded.memory(0, 9)]]
+    )
+    assert (spaced.segments_ordered, spaced.nbytes) == (4 * 2 * 32, dense.nbytes)
+
+
+# ---- balance -----------------------------------------------------------------------------------
+
+
+def test_balance_counts_idle_ranks_and_every_link_once():
+    source = geometry(num_kv_heads=2, parallel=ParallelShape(tp=4))
+    target = geometry(num_kv_heads=2, num_layers=4, parallel=ParallelShape(tp=2, pp=4))
+    costs = explain_transfer(source=source, target=target, num_tokens=8)
+    each = 2 * 4 * 4 * 8  # bytes of k and v of a layer and a head
+    assert balance_over_targets(costs, 8) == Balance((each,) * 8)
+    assert balance_over_links(costs) == Balance((each,) * len(costs))
+    sources = balance_over_sources(costs, 4)
+    assert sum(sources.nbytes) == 8 * each
+    assert all(nbytes == 2 * each for nbytes in sources.nbytes)  # replicas share the work
+    assert sources.idle == ()
+    lonely = balance_over_sources([cost for cost in costs if cost.source_rank != 2], 4)
+    assert lonely.idle == (2,)
+    assert lonely.peak == pytest.approx(4 / 3)
+
+
+# ---- advice ------------------------------------------------------------------------------------
+
+
+def segments(source, target, num_tokens):
+    costs = explain_transfer(source=source, target=target, num_tokens=num_tokens)
+    return sum(cost.segments_shuffled for cost in costs)
+
+
+@LAW
+@given(pair=pairs())
+def test_a_saving_is_what_the_changed_engines_really_cost(pair):
+    source, target, num_tokens = pair
+    nbytes = sum(c.nbytes for c in explain_transfer(source=source, target=target, num_tokens=9))
+    best = 1.0
+    for saving in find_savings([source], [target], num_tokens):
+        one, two = saving.source.apply([source]), saving.target.apply([target])
+        assert saving.segments_now == segments(source, target, num_tokens)
+        assert saving.segments == segments(one, two, num_tokens)
+        assert saving.factor >= WORTH * best  # more work must pay
+        best = saving.factor
+        moved = sum(c.nbytes for c in explain_transfer(source=one, target=two, num_tokens=9))
+        assert moved == nbytes
+
+
+def test_the_least_change_comes_first_and_more_work_only_where_it_pays():
+    prefill = geometry(num_kv_heads=8, block_size=16, layout="HND")
+    decode = geometry(num_kv_heads=8, block_size=64, layout="NHD")
+    one, two, *_ = find_savings([prefill], [decode], 640)
+    # In NHD the 16 tokens that share a block are one run of all heads: 16 × 8 rows.
+    assert (one.source, one.target) == (SideChange(layout=Layout.named("NHD")), SideChange())
+    assert one.factor == pytest.approx(16 * 8, rel=0.1)  # a few shuffled blocks are neighbours
+    # With equal blocks, a block is one run: 64 × 8 rows.
+    assert (two.source, two.target) == (
+        SideChange(layout=Layout.named("NHD"), block_size=64),
+        SideChange(),
+    )
+    assert two.factor == pytest.approx(64 * 8, rel=0.1)
+
+
+def test_engines_that_are_alike_are_advised_to_change_nothing_they_have_in_common():
+    one = geometry(layout="BNHKD")
+    assert find_savings([one], [one], 64) == ()
+
+
+def test_a_change_that_makes_other_engines_is_no_saving():
+    # With tp=1 on decode fewer copies of the one head would move: other engines, not a saving.
+    source = geometry(num_kv_heads=1)
+    target = geometry(num_kv_heads=1, parallel=ParallelShape(tp=4))
+    for saving in find_savings([source], [target], 64):
+        assert saving.source.tp is saving.target.tp is None
+
+
+def test_a_change_of_blocks_keeps_the_proportions_of_groups():
+    groups = [
+        geometry(num_layers=2, layer_indices=(0, 1), block_size=16),
+        geometry(num_layers=2, layer_indices=(2, 3), block_size=32, sliding_window=8),
+    ]
+    changed = SideChange(block_size=8).apply(groups)
+    assert [group.block_size for group in changed] == [8, 16]
+    assert [group.sliding_window for group in changed] == [None, 8]
