@@ -245,20 +245,41 @@ class KVTransfers:
         valid = load.local_tokens + load.external_tokens
         partial: frozenset[int] = frozenset()
         first_filled = None
+        if not failed:
+            # Of what came before a block that failed, too, some may have been left out.
+            try:
+                partial, first_filled = self._filled(request)
+            except PluginError as error:
+                failed, cause = True, str(error)
         if failed:
             valid = load.local_tokens
+        elif load.invalid_block_ids:
+            valid = self._valid_tokens(request, load)
         else:
-            assert self._connector is not None
-            # Of what came before a block that failed, too, some may have been left out.
-            partial = self._connector.partial_groups(request)
-            first_filled = self._connector.first_filled_tokens(request)
-            if load.invalid_block_ids:
-                valid = self._valid_tokens(request, load)
-            else:
-                cause = ""
+            cause = ""
         return EndedLoad(
             request, synchronous, load.external_tokens, valid, partial, first_filled, cause
         )
+
+    def _filled(self, request: EngineRequest) -> tuple[frozenset[int], tuple[int, ...] | None]:
+        """What the connector says that a load has left out, and from where on it has filled.
+
+        Raises:
+            PluginError: it speaks of other KV cache groups than there are, or of tokens below 0.
+        """
+        connector = self._connector
+        assert connector is not None
+        partial = connector.partial_groups(request)
+        filled = connector.first_filled_tokens(request)
+        num_groups = len(self._manager.kv_cache_config.kv_cache_groups)
+        firsts = (0,) * num_groups if filled is None else filled
+        if not partial <= set(range(num_groups)) or len(firsts) != num_groups or min(firsts) < 0:
+            raise PluginError(
+                f"{type(connector).__name__}: partial_groups is {sorted(partial)} and "
+                f"first_filled_tokens {filled} for {request.request_id!r}; there are {num_groups} "
+                "KV cache groups, and tokens count from 0"
+            )
+        return partial, filled
 
     def _valid_tokens(self, request: EngineRequest, load: RemoteLoad) -> int:
         """Tokens before the first block that was not filled; the local hit is always valid."""

@@ -276,6 +276,25 @@ def test_a_connector_that_offers_less_than_nothing_is_told_so():
     assert "offers -3 tokens" in last["r"].error
 
 
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [
+        ("partial_groups", frozenset({1})),
+        ("first_filled_tokens", (0, 0)),
+        ("first_filled_tokens", (-9,)),
+    ],
+)
+def test_a_load_that_speaks_of_other_groups_is_no_good(method, answer):
+    engine, _, connector = opened("fail")
+    setattr(connector, method, lambda request: answer)
+    add(engine, "r", prompt(9), external=9)
+    _, last = drain(engine)
+    assert "there are 1 KV cache groups" in last["r"].error
+    add(engine, "next", prompt(9))
+    assert drain(engine)[1]["next"].num_cached_tokens == 0
+    assert_idle(engine)
+
+
 def test_a_connector_that_offers_too_much_is_cut_short():
     engine, executor, connector = opened()
     offered = connector.get_num_new_matched_tokens
