@@ -16,7 +16,8 @@ class CacheRequest(Protocol):
     """What :class:`~kvferry.cache.KVCacheManager` needs of a request.
 
     An engine's own request class may be anything with these members that compares by identity
-    (the default of Python classes). :class:`Request` is a complete one to inherit from.
+    and takes weak references (the default of Python classes, but not of slotted ones or msgspec
+    structs). :class:`Request` is a complete one to inherit from.
     """
 
     @property

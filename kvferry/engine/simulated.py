@@ -34,7 +34,7 @@ from kvferry.testing.toy_cache import (
 
 Windows: TypeAlias = Sequence[int | None]
 """For each layer of the toy model, and its KV cache group, the tokens that it sees and keeps;
-``None`` for all."""
+``None`` for all. With windows of 1 alone it forgets what it has read, and draws other tokens."""
 
 
 class SimulatedExecutor:
