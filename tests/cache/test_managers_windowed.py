@@ -411,5 +411,5 @@ def test_a_load_that_speaks_of_other_groups_is_refused(make_group_manager):
     request = Request("r", range(21))
     load(manager, request, 20)
     for wrong in ((0,), (0, 0, 0), (0, -9)):
-        with pytest.raises(ValueError, match="first_filled: .* for 2 KV cache groups"):
+        with pytest.raises(ValueError, match=r"first_filled: .* for 2 KV cache groups"):
             manager.cache_blocks(request, 20, first_filled=wrong)
