@@ -406,6 +406,31 @@ def test_a_last_block_that_a_load_filled_from_its_beginning_is_a_hit_at_once(mak
     assert manager.get_computed_blocks(Request("s", range(21)))[1] == 20
 
 
+def test_a_block_of_the_local_hit_that_was_evicted_meanwhile_is_no_part_of_the_load(
+    make_group_manager,
+):
+    manager = make_group_manager(("full",), ("window", 6))
+    before = Request("before", range(9))
+    manager.allocate_slots(before, 9)
+    manager.free(before)
+    request = Request("r", range(21))
+    hits, num_local = manager.get_computed_blocks(request)
+    manager.allocate_slots(
+        request,
+        0,
+        num_local,
+        hits,
+        num_external_computed_tokens=20 - num_local,
+        delay_cache_blocks=True,
+    )
+    request.num_computed_tokens = 20
+    evicted = manager.get_block_ids("r")[0][0]
+    manager.block_pool.evict_blocks([evicted])
+    manager.cache_blocks(request, 20, first_filled=(0, 0))
+    assert manager.block_pool.blocks[evicted].block_hash is None
+    assert manager.get_blocks("r").blocks[0][-1].block_hash is not None
+
+
 def test_a_load_that_speaks_of_other_groups_is_refused(make_group_manager):
     manager = make_group_manager(("full",), ("window", 10))
     request = Request("r", range(21))

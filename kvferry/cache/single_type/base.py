@@ -247,13 +247,16 @@ class SingleTypeManager(ABC):
     def note_filled(self, table: GroupTable, first_filled: int) -> None:
         """A load has filled a table from a token on: the blocks that begin no earlier are whole."""
         first = -(-first_filled // self.block_size)
+        if table.num_cached == NEVER:
+            return
+        # Of the blocks that must not be hits only those the load brought: before them are the
+        # local hit, or null blocks.
         null = self.pool.null_block
-        while first < table.num_cached < NEVER:
-            block = table.blocks[first]
-            if block is not null and block.block_hash is None:
+        while table.num_cached > first:
+            block = table.blocks[table.num_cached - 1]
+            if block is null or block.block_hash is not None:
                 break
-            first += 1  # it was a hit before the load, or there is none
-        table.num_cached = min(table.num_cached, first)
+            table.num_cached -= 1
 
     # -- Growth
 
