@@ -332,8 +332,8 @@ class TestClusterConfig:
             ("endpoint", "127.0.0.1:5557", "endpoint: '127.0.0.1:5557' is not tcp://host:port"),
             ("endpoint", "ipc:///tmp/x", "is not tcp://host:port; tcp://127.0.0.1:5557, say"),
             ("replay_endpoint", "tcp://a:65536", "replay_endpoint: 65536 is not a TCP port"),
-            ("buffer_steps", 0, "buffer_steps: 0 is less than 1"),
-            ("hwm", 0, "hwm: 0 is less than 1"),
+            ("buffer_steps", 0, "buffer_steps: 0 is not 1 to 1000000000"),
+            ("hwm", 1 << 31, "hwm: 2147483648 is not 1 to 1000000000"),
             ("topics", "x", "kv_events: unknown key 'topics'; did you mean 'topic'?"),
         ],
     )

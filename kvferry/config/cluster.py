@@ -137,6 +137,7 @@ _AT_LEAST_ONE = (
 
 
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d{1,5})")
+_MOST_MESSAGES = 1_000_000_000  # ZeroMQ counts in 32 bits
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,8 +172,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
             if value is not None:
                 split_endpoint(value, field)
         for field in ("buffer_steps", "hwm"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+            if not 1 <= getattr(self, field) <= _MOST_MESSAGES:
+                raise ValueError(f"{field}: {getattr(self, field)} is not 1 to {_MOST_MESSAGES}")
 
 
 def split_endpoint(value: str, field: str = "endpoint") -> tuple[str, int]:
