@@ -1,0 +1,242 @@
+"""Repacks on a GPU: one Triton kernel, one launch for all layers and all frames.
+
+Where a frame fits on chip, one program holds it: it loads every row, waits until all of its
+threads have, and stores every row where it belongs. Each byte is read once and written once, in
+place. Larger frames go through a bounded staging buffer in two launches of the same kernel.
+
+The kernel knows no geometry: a small table of rows (:mod:`kvferry.layouts.frame_rows`) says what
+goes where. Legend: ``R`` row of a program, ``C`` word in a row.
+
+With ``TRITON_INTERPRET=1``, set before this module is imported, it runs on CPU tensors.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.layouts.frame_rows import FrameRows, chunks_of, frame_rows
+from kvferry.layouts.repack import Repack
+
+ON_CHIP_BYTES = 128 << 10
+"""Largest frame that one program holds: 1,024 threads with 128 bytes each in registers."""
+
+STAGING_BYTES = 64 << 20
+"""Bytes of the staging buffer: enough to fill a GPU, little beside a KV cache."""
+
+_THREAD_BYTES = 128
+"""Bytes that a thread holds: 32 of its 64 registers at full occupancy."""
+
+_STAGED_BYTES = 16 << 10
+"""Bytes per program of a staged copy."""
+
+_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def _cache_rows(slots, offsets, bases, strides, ids, rows, mask, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Addresses of rows of the cache; ``bases`` and ``ids`` are those of the program's frame."""
+    at_R = tl.load(offsets + rows, mask=mask, other=0)
+    if BLOCKS == 1 and CHUNKS == 1:
+        return at_R + (tl.load(bases) + tl.load(ids) * tl.load(strides))
+    slot_R = tl.load(slots + rows, mask=mask, other=0)
+    chunk_R = slot_R // BLOCKS
+    block_R = tl.load(ids + slot_R % BLOCKS)
+    return at_R + tl.load(bases + chunk_R) + block_R * tl.load(strides + chunk_R)
+
+
+@triton.jit
+def repack_kernel(
+    source_slots,  # int64[num_rows], and so the three others
+    source_offsets,
+    target_slots,
+    target_offsets,
+    bases,  # int64[units, CHUNKS]: address of each chunk in block 0
+    strides,  # int64[CHUNKS]: bytes from block to block
+    block_ids,  # int64[frames * BLOCKS]
+    staging,  # uint8[programs, num_rows, row bytes]; not used in place
+    first,  # frames of all units before this launch
+    frames,
+    num_rows,
+    WORD: tl.constexpr,  # dtype of a word
+    WORD_BYTES: tl.constexpr,
+    ALIGN: tl.constexpr,  # bytes to which every row of the cache is aligned
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FROM_CACHE: tl.constexpr,
+    TO_CACHE: tl.constexpr,
+):
+    """Moves the rows of one frame of one unit, or some of them: cache or staging to either."""
+    program = tl.program_id(0)
+    work = (first + program).to(tl.int64)
+    bases += work // frames * CHUNKS
+    block_ids += work % frames * BLOCKS
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    mask = rows < num_rows
+    staged_R = (program.to(tl.int64) * num_rows + rows) * (COLS * WORD_BYTES)
+    staged_R = staged_R + staging.to(tl.int64)
+    if FROM_CACHE:
+        from_R = _cache_rows(
+            source_slots, source_offsets, bases, strides, block_ids, rows, mask, BLOCKS, CHUNKS
+        )
+    else:
+        from_R = staged_R
+    if TO_CACHE:
+        to_R = _cache_rows(
+            target_slots, target_offsets, bases, strides, block_ids, rows, mask, BLOCKS, CHUNKS
+        )
+    else:
+        to_R = staged_R
+    cols = tl.arange(0, COLS)
+    from_RC = tl.multiple_of(from_R.to(tl.pointer_type(WORD)), ALIGN)[:, None] + cols[None, :]
+    to_RC = tl.multiple_of(to_R.to(tl.pointer_type(WORD)), ALIGN)[:, None] + cols[None, :]
+    words_RC = tl.load(from_RC, mask=mask[:, None])
+    if FROM_CACHE and TO_CACHE:
+        # No thread may store where another has still to load.
+        tl.debug_barrier()
+    tl.store(to_RC, words_RC, mask=mask[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Units that one table of rows serves."""
+
+    rows: FrameRows
+    tables: tuple[torch.Tensor, ...]
+    """Source slots and offsets, target slots and offsets, on the device."""
+    regions: npt.NDArray[np.int64]
+    """int64[units, chunks]"""
+    offsets: npt.NDArray[np.int64]
+    """int64[units, chunks], bytes."""
+    strides: npt.NDArray[np.int64]
+    """int64[chunks], bytes."""
+
+
+_classes: weakref.WeakKeyDictionary[Repack, dict[torch.device, list[_Class]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def repack_with_triton(
+    repack: Repack, regions: Sequence[torch.Tensor], block_ids: npt.NDArray[np.int64]
+) -> int:
+    """Repacks blocks in place, on the current stream; returns the number of kernel launches.
+
+    Args:
+        repack: what to do. Its tables are sent to the device once.
+        regions: tensors that begin where the regions begin, all on one device.
+        block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
+    """
+    if not (len(block_ids) and repack.units):
+        return 0
+    device = regions[0].device
+    per_device = _classes.setdefault(repack, {})
+    if device not in per_device:
+        per_device[device] = _classes_of(repack, device)
+    addresses = np.array([region.data_ptr() for region in regions], dtype=np.int64)
+    ids = torch.from_numpy(block_ids).to(device)
+    return sum(_launch(repack, found, addresses, ids) for found in per_device[device])
+
+
+def _classes_of(repack: Repack, device: torch.device) -> list[_Class]:
+    units: dict[Any, list[int]] = {}
+    rows = {}
+    alike: dict[bytes, FrameRows] = {}  # listing pieces costs more than comparing tiles
+    for unit in range(repack.units):
+        relative = _relative(repack, unit)
+        if relative not in alike:
+            alike[relative] = frame_rows(repack, unit)
+        chunks = chunks_of(repack, unit)
+        key = (alike[relative].key, tuple(chunk.block_stride for chunk in chunks))
+        rows[key] = alike[relative]
+        units.setdefault(key, []).append(unit)
+    return [
+        _Class(
+            rows[key],
+            tuple(
+                torch.from_numpy(np.ascontiguousarray(column)).to(device)
+                for column in (
+                    rows[key].source_slots,
+                    rows[key].source_offsets,
+                    rows[key].target_slots,
+                    rows[key].target_offsets,
+                )
+            ),
+            np.array([[c.region for c in chunks_of(repack, unit)] for unit in members]),
+            np.array([[c.offset for c in chunks_of(repack, unit)] for unit in members]),
+            np.array([c.block_stride for c in chunks_of(repack, members[0])]),
+        )
+        for key, members in units.items()
+    ]
+
+
+def _relative(repack: Repack, unit: int) -> bytes:
+    """The tiles of a unit without where it begins."""
+    gather, scatter = (tiles.copy() for tiles in repack.unit_tiles(unit))
+    region, offset = int(gather["source_region"][0]), int(gather["source_offset"][0])
+    for tiles, side in ((gather, "source"), (scatter, "target")):
+        tiles[f"{side}_region"] -= region
+        tiles[f"{side}_offset"] -= offset
+    return gather.tobytes() + scatter.tobytes()
+
+
+def _launch(
+    repack: Repack, found: _Class, addresses: npt.NDArray[np.int64], ids: torch.Tensor
+) -> int:
+    rows, row_bytes = len(found.rows.source_slots), found.rows.row_bytes
+    bases = addresses[found.regions] + found.offsets
+    aligned = gcd(16, *bases.ravel().tolist(), *found.strides.tolist(), row_bytes)
+    aligned = gcd(
+        aligned, *found.rows.source_offsets.tolist(), *found.rows.target_offsets.tolist()
+    )
+    word = min(aligned, 8)
+    frames = len(ids) // repack.frame_blocks
+    works = bases.shape[0] * frames
+    tables = (
+        *found.tables,
+        torch.from_numpy(bases).to(ids.device),
+        torch.from_numpy(found.strides).to(ids.device),
+        ids,
+    )
+    options = {
+        "WORD": _WORDS[word],
+        "WORD_BYTES": word,
+        "ALIGN": aligned,
+        "COLS": row_bytes // word,
+        "BLOCKS": repack.frame_blocks,
+        "CHUNKS": bases.shape[1],
+    }
+    padded = triton.next_power_of_2(rows)
+    if padded * row_bytes <= ON_CHIP_BYTES:
+        repack_kernel[(works, 1)](
+            *tables, ids, 0, frames, rows, **options, ROWS=padded, FROM_CACHE=True, TO_CACHE=True,
+            num_warps=_warps(padded * row_bytes),
+        )  # fmt: skip
+        return 1
+    each = max(1, _STAGED_BYTES // row_bytes)
+    batch = min(works, max(1, STAGING_BYTES // (rows * row_bytes)))
+    staging = torch.empty(batch * rows * row_bytes, dtype=torch.uint8, device=ids.device)
+    launches = 0
+    for first in range(0, works, batch):
+        grid = (min(batch, works - first), triton.cdiv(rows, each))
+        for from_cache in (True, False):
+            repack_kernel[grid](
+                *tables, staging, first, frames, rows, **options, ROWS=each, FROM_CACHE=from_cache,
+                TO_CACHE=not from_cache, num_warps=_warps(each * row_bytes),
+            )  # fmt: skip
+            launches += 1
+    return launches
+
+
+def _warps(nbytes: int) -> int:
+    """Warps of a program that holds so many bytes; a power of two."""
+    return min(32, max(1, nbytes // (32 * _THREAD_BYTES)))
