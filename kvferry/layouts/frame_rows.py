@@ -78,9 +78,7 @@ def frame_rows(repack: Repack, unit: int) -> FrameRows:
     chunks = chunks_of(repack, unit)
     before = expand(_by_chunk(gather, "source", chunks), gather_runs)
     after = expand(_by_chunk(scatter, "target", chunks), scatter_runs)
-    row_bytes = math.gcd(
-        ROW_BYTES, *before["nbytes"], *after["nbytes"], *before["target_offset"]
-    )
+    row_bytes = math.gcd(ROW_BYTES, *before["nbytes"], *after["nbytes"], *before["target_offset"])
     row_bytes = math.gcd(row_bytes, *after["source_offset"])
     sources = _places(before, "source", "target", row_bytes, repack.frame_blocks)
     targets = _places(after, "target", "source", row_bytes, repack.frame_blocks)

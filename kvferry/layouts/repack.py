@@ -280,9 +280,7 @@ def _dense(
 
 def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
     dense = _dense(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
-    pairs = [
-        (place, dense[name]) for (name, _), place in zip(unit.parts, unit.places, strict=True)
-    ]
+    pairs = [(place, dense[name]) for (name, _), place in zip(unit.parts, unit.places, strict=True)]
     first, start = pairs[0]
     if all(
         place.region == first.region
@@ -309,9 +307,7 @@ def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
     rows = []
     head = 0
     for piece in shape.held:
-        dense = _dense(
-            piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads
-        )
+        dense = _dense(piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads)
         for (name, elements), place in zip(unit.parts, unit.places, strict=True):
             found = dense[name]
             source = found._replace(

@@ -4,8 +4,8 @@ Where a frame fits on chip, one program holds it: it loads every row, waits unti
 threads have, and stores every row where it belongs. Each byte is read once and written once, in
 place. Larger frames go through a bounded staging buffer in two launches of the same kernel.
 
-The kernel knows no geometry: a small table of rows (:mod:`kvferry.layouts.frame_rows`) says what
-goes where. Legend: ``R`` row of a program, ``C`` word in a row.
+The kernel (:mod:`kvferry.layouts.triton_kernels`) knows no geometry: a small table of rows
+(:mod:`kvferry.layouts.frame_rows`) says what goes where.
 
 With ``TRITON_INTERPRET=1``, set before this module is imported, it runs on CPU tensors.
 """
@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import triton
-import triton.language as tl
 
 from kvferry.layouts.frame_rows import FrameRows, chunks_of, frame_rows
 from kvferry.layouts.repack import Repack
+from kvferry.layouts.triton_kernels import WORDS, repack_kernel
 
 ON_CHIP_BYTES = 128 << 10
 """Largest frame that one program holds: 1,024 threads with 128 bytes each in registers."""
@@ -34,76 +33,13 @@ STAGING_BYTES = 64 << 20
 _THREAD_BYTES = 128
 """Bytes that a thread holds: 32 of its 64 registers at full occupancy."""
 
+_THREAD_WORDS = 32
+"""Words that a thread holds where they are short: each has an address of its own."""
+
+_MOST_WARPS = 32
+
 _STAGED_BYTES = 16 << 10
 """Bytes per program of a staged copy."""
-
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-
-
-@triton.jit
-def _cache_rows(slots, offsets, bases, strides, ids, rows, mask, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Addresses of rows of the cache; ``bases`` and ``ids`` are those of the program's frame."""
-    at_R = tl.load(offsets + rows, mask=mask, other=0)
-    if BLOCKS == 1 and CHUNKS == 1:
-        return at_R + (tl.load(bases) + tl.load(ids) * tl.load(strides))
-    slot_R = tl.load(slots + rows, mask=mask, other=0)
-    chunk_R = slot_R // BLOCKS
-    block_R = tl.load(ids + slot_R % BLOCKS)
-    return at_R + tl.load(bases + chunk_R) + block_R * tl.load(strides + chunk_R)
-
-
-@triton.jit
-def repack_kernel(
-    source_slots,  # int64[num_rows], and so the three others
-    source_offsets,
-    target_slots,
-    target_offsets,
-    bases,  # int64[units, CHUNKS]: address of each chunk in block 0
-    strides,  # int64[CHUNKS]: bytes from block to block
-    block_ids,  # int64[frames * BLOCKS]
-    staging,  # uint8[programs, num_rows, row bytes]; not used in place
-    first,  # frames of all units before this launch
-    frames,
-    num_rows,
-    WORD: tl.constexpr,  # dtype of a word
-    WORD_BYTES: tl.constexpr,
-    ALIGN: tl.constexpr,  # bytes to which every row of the cache is aligned
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    FROM_CACHE: tl.constexpr,
-    TO_CACHE: tl.constexpr,
-):
-    """Moves the rows of one frame of one unit, or some of them: cache or staging to either."""
-    program = tl.program_id(0)
-    work = (first + program).to(tl.int64)
-    bases += work // frames * CHUNKS
-    block_ids += work % frames * BLOCKS
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    mask = rows < num_rows
-    staged_R = (program.to(tl.int64) * num_rows + rows) * (COLS * WORD_BYTES)
-    staged_R = staged_R + staging.to(tl.int64)
-    if FROM_CACHE:
-        from_R = _cache_rows(
-            source_slots, source_offsets, bases, strides, block_ids, rows, mask, BLOCKS, CHUNKS
-        )
-    else:
-        from_R = staged_R
-    if TO_CACHE:
-        to_R = _cache_rows(
-            target_slots, target_offsets, bases, strides, block_ids, rows, mask, BLOCKS, CHUNKS
-        )
-    else:
-        to_R = staged_R
-    cols = tl.arange(0, COLS)
-    from_RC = tl.multiple_of(from_R.to(tl.pointer_type(WORD)), ALIGN)[:, None] + cols[None, :]
-    to_RC = tl.multiple_of(to_R.to(tl.pointer_type(WORD)), ALIGN)[:, None] + cols[None, :]
-    words_RC = tl.load(from_RC, mask=mask[:, None])
-    if FROM_CACHE and TO_CACHE:
-        # No thread may store where another has still to load.
-        tl.debug_barrier()
-    tl.store(to_RC, words_RC, mask=mask[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +131,7 @@ def _launch(
     rows, row_bytes = len(found.rows.source_slots), found.rows.row_bytes
     bases = addresses[found.regions] + found.offsets
     aligned = gcd(16, *bases.ravel().tolist(), *found.strides.tolist(), row_bytes)
-    aligned = gcd(
-        aligned, *found.rows.source_offsets.tolist(), *found.rows.target_offsets.tolist()
-    )
+    aligned = gcd(aligned, *found.rows.source_offsets.tolist(), *found.rows.target_offsets.tolist())
     word = min(aligned, 8)
     frames = len(ids) // repack.frame_blocks
     works = bases.shape[0] * frames
@@ -208,18 +142,19 @@ def _launch(
         ids,
     )
     options = {
-        "WORD": _WORDS[word],
+        "WORD": WORDS[word],
         "WORD_BYTES": word,
         "ALIGN": aligned,
         "COLS": row_bytes // word,
         "BLOCKS": repack.frame_blocks,
         "CHUNKS": bases.shape[1],
     }
-    padded = triton.next_power_of_2(rows)
-    if padded * row_bytes <= ON_CHIP_BYTES:
+    padded = 1 << (rows - 1).bit_length()
+    on_chip = min(ON_CHIP_BYTES, _MOST_WARPS * 32 * _THREAD_WORDS * word)
+    if padded * row_bytes <= on_chip:
         repack_kernel[(works, 1)](
             *tables, ids, 0, frames, rows, **options, ROWS=padded, FROM_CACHE=True, TO_CACHE=True,
-            num_warps=_warps(padded * row_bytes),
+            num_warps=_warps(padded * row_bytes, word), enable_fp_fusion=False,
         )  # fmt: skip
         return 1
     each = max(1, _STAGED_BYTES // row_bytes)
@@ -227,16 +162,18 @@ def _launch(
     staging = torch.empty(batch * rows * row_bytes, dtype=torch.uint8, device=ids.device)
     launches = 0
     for first in range(0, works, batch):
-        grid = (min(batch, works - first), triton.cdiv(rows, each))
+        grid = (min(batch, works - first), -(-rows // each))
         for from_cache in (True, False):
             repack_kernel[grid](
                 *tables, staging, first, frames, rows, **options, ROWS=each, FROM_CACHE=from_cache,
-                TO_CACHE=not from_cache, num_warps=_warps(each * row_bytes),
+                TO_CACHE=not from_cache, num_warps=_warps(each * row_bytes, word),
+                enable_fp_fusion=False,
             )  # fmt: skip
             launches += 1
     return launches
 
 
-def _warps(nbytes: int) -> int:
-    """Warps of a program that holds so many bytes; a power of two."""
-    return min(32, max(1, nbytes // (32 * _THREAD_BYTES)))
+def _warps(nbytes: int, word: int) -> int:
+    """Warps of a program that holds so many bytes in such words; a power of two."""
+    per_thread = min(_THREAD_BYTES, _THREAD_WORDS * word)
+    return min(_MOST_WARPS, max(1, nbytes // (32 * per_thread)))
