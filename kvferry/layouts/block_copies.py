@@ -97,6 +97,12 @@ def _check_call(
     host = target if direction == "d2h" else source
     if wrong := [name for name in source if not _is_host(host[name])]:
         raise ValueError(f"direction: {direction}, but the host's {wrong[0]!r} is on a device")
+    device = source if direction == "d2h" else target
+    for name in source:
+        if not _is_host(device[name]) and device[name].device.type != "cuda":
+            raise ValueError(
+                f"layer {name!r}: is on {device[name].device}; CUDA devices and host memory are served"
+            )
 
 
 def _check_pair(name: str, source: Any, target: Any, dim: int) -> None:

@@ -15,22 +15,22 @@ WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
-    """``triton.jit``, which has no types."""
+    """``triton.jit``, which has no types and would read those of a kernel as code."""
     return triton.jit(function)
 
 
 @_kernel
 def _cache_rows(
-    slots: Any,
-    offsets: Any,
-    bases: Any,
-    strides: Any,
-    ids: Any,
-    rows: Any,
-    mask: Any,
+    slots,
+    offsets,
+    bases,
+    strides,
+    ids,
+    rows,
+    mask,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-) -> Any:
+):
     """Addresses of rows of the cache; ``bases`` and ``ids`` are those of the program's frame."""
     at_R = tl.load(offsets + rows, mask=mask, other=0)
     if BLOCKS == 1 and CHUNKS == 1:
@@ -43,17 +43,17 @@ def _cache_rows(
 
 @_kernel
 def repack_kernel(
-    source_slots: Any,  # int64[num_rows], and so the three others
-    source_offsets: Any,
-    target_slots: Any,
-    target_offsets: Any,
-    bases: Any,  # int64[units, CHUNKS]: address of each chunk in block 0
-    strides: Any,  # int64[CHUNKS]: bytes from block to block
-    block_ids: Any,  # int64[frames * BLOCKS]
-    staging: Any,  # uint8[programs, num_rows, row bytes]; not used in place
-    first: Any,  # frames of all units before this launch
-    frames: Any,
-    num_rows: Any,
+    source_slots,  # int64[num_rows], and so the three others
+    source_offsets,
+    target_slots,
+    target_offsets,
+    bases,  # int64[units, CHUNKS]: address of each chunk in block 0
+    strides,  # int64[CHUNKS]: bytes from block to block
+    block_ids,  # int64[frames * BLOCKS]
+    staging,  # uint8[programs, num_rows, row bytes]; not used in place
+    first,  # frames of all units before this launch
+    frames,
+    num_rows,
     WORD: tl.constexpr,  # dtype of a word
     WORD_BYTES: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes to which every row of the cache is aligned
@@ -63,7 +63,7 @@ def repack_kernel(
     CHUNKS: tl.constexpr,
     FROM_CACHE: tl.constexpr,
     TO_CACHE: tl.constexpr,
-) -> None:
+):
     """Moves the rows of one frame of one unit, or some of them: cache or staging to either."""
     program = tl.program_id(0)
     work = (first + program).to(tl.int64)

@@ -81,7 +81,7 @@ def _part_groups(source: EngineGeometry, target: EngineGeometry) -> list[tuple[P
 
 def _keeps_parts_apart(layout: Layout) -> bool:
     inside = [dim for dim in layout.order if dim not in "LB"]
-    return inside[0] == "K" and not layout.inner
+    return inside[:1] == ["K"] and not layout.inner
 
 
 def _units(
@@ -96,7 +96,7 @@ def _units(
     itself = TransferPlan(
         geometry, geometry, rank, tuple(Piece(rank, layer, heads) for layer in layers)
     )
-    tiles: list[Sequence[Any]] = [
+    tiles: list[Any] = [
         itself.lower({rank: memory}, memory, parts=[part])[rank] if layers else [] for part in parts
     ]
     sizes = tuple((part.name, part.head_size) for part in parts)
