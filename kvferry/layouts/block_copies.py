@@ -101,7 +101,7 @@ def _check_call(
     for name in source:
         if not _is_host(device[name]) and device[name].device.type != "cuda":
             raise ValueError(
-                f"layer {name!r}: is on {device[name].device}; CUDA devices and host memory are served"
+                f"layer {name!r}: is on {device[name].device}; give one on a CUDA device or the host"
             )
 
 
