@@ -10,7 +10,7 @@ import numpy as np
 
 from kvferry.errors import BlockIdError
 from kvferry.layouts.arrays import ArrayView, view_of
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 
 if TYPE_CHECKING:
     from kvferry.layouts.streams import SideStream
@@ -101,7 +101,7 @@ def _check_call(
     for name in source:
         if not _is_host(device[name]) and device[name].device.type != "cuda":
             raise ValueError(
-                f"layer {name!r}: is on {device[name].device}; give one on a CUDA device or the host"
+                f"layer {name!r}: on {device[name].device}; give one on a CUDA device or the host"
             )
 
 
@@ -127,7 +127,7 @@ def _copy_on_host(
 ) -> None:
     from kvferry.layouts.copier import copy_tiles
 
-    runs = np.zeros(len(source_ids), dtype=RUN_DTYPE)
+    runs = blank_runs(len(source_ids))
     runs["source_block"], runs["target_block"] = source_ids, target_ids
     views = [(view_of(source), view_of(target), dim) for source, target, dim in pairs]
     rows = [row for index, pair in enumerate(views) for row in _tiles(index, *pair)]

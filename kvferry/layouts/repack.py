@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
 from kvferry.layouts.layout import Box, CellStrides, Layout
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
+from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs, num_bytes
 
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Ids of blocks that were filled, those of one frame next to each other."""
@@ -118,7 +118,7 @@ class Repack:
         blocks, templates = self.frame_blocks, self._template()
         frames = len(block_ids) // blocks
         place = np.arange(frames) % (batch_frames or max(frames, 1))
-        gather = np.zeros(len(block_ids), dtype=RUN_DTYPE)
+        gather = blank_runs(len(block_ids))
         gather["source_block"] = block_ids
         gather["target_block"] = (place[:, None] * blocks + np.arange(blocks)).ravel()
         gather["tokens"] = self.block_size
@@ -136,7 +136,7 @@ class Repack:
 
     def nbytes(self, num_blocks: int) -> int:
         """Bytes that are read once and written once for so many blocks."""
-        whole = np.zeros(1, dtype=RUN_DTYPE)
+        whole = blank_runs(1)
         whole["tokens"] = self.block_size
         return num_bytes(self.gather, whole) * num_blocks
 
@@ -334,7 +334,7 @@ def _frame_runs(block_size: int, held_block_size: int) -> Runs:
     starts = np.unique(
         np.concatenate([np.arange(0, frame, size) for size in (block_size, held_block_size)])
     )
-    runs = np.empty(len(starts), dtype=RUN_DTYPE)
+    runs = blank_runs(len(starts))
     runs["source_block"], runs["source_token"] = np.divmod(starts, held_block_size)
     runs["target_block"], runs["target_token"] = np.divmod(starts, block_size)
     runs["tokens"] = np.diff(starts, append=frame)

@@ -93,8 +93,8 @@ def repack_table(
         addresses: int64, address of each region.
         gather: int64[U * sizes[0], 15].
         scatter: int64[U * sizes[1], 15].
-        gather_runs: int64[R, 5], of all frames; block places count from the start of a batch.
-        scatter_runs: int64[S, 5], likewise.
+        gather_runs: a run per row, of all frames; block places count from the start of a batch.
+        scatter_runs: likewise.
         sizes: tiles per unit, runs per batch (gather, scatter each), batches per unit.
         first: first batch, counted over all units.
         last: end of the batches.

@@ -71,7 +71,7 @@ def test_no_blocks_and_no_layers_are_legal():
         ({"dst_kv_caches": {f"layer.{i}": torch.zeros(4, 2, device="meta") for i in range(3)},
           "direction": "d2h"}, "is on a device"),
         ({"dst_kv_caches": {f"layer.{i}": torch.zeros(4, 2, device="meta") for i in range(3)}},
-         "on a CUDA device or the host"),
+         "give one on a CUDA device"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_before_anything_moves(change, message):
