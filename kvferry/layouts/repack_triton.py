@@ -10,6 +10,7 @@ The kernel (:mod:`kvferry.layouts.triton_kernels`) knows no geometry: a small ta
 With ``TRITON_INTERPRET=1``, set before this module is imported, it runs on CPU tensors.
 """
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,10 +72,15 @@ def repack_with_triton(
         repack: what to do. Its tables are sent to the device once.
         regions: tensors that begin where the regions begin, all on one device.
         block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
+
+    Raises:
+        ValueError: host memory, without the interpreter.
     """
     if not (len(block_ids) and repack.units):
         return 0
     device = regions[0].device
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("method: triton reaches host memory with TRITON_INTERPRET=1 alone")
     per_device = _classes.setdefault(repack, {})
     if device not in per_device:
         per_device[device] = _classes_of(repack, device)
