@@ -42,8 +42,17 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
         blocks. It has no units where nothing need be changed.
 
     Raises:
+        ValueError: a side spreads its tokens over context ranks: whole blocks of one side are
+            then not whole on the other.
         ProtocolError, BoundsError: see :meth:`TransferPlan.lower`.
     """
+    for side, geometry in (("source", plan.source), ("target", plan.target)):
+        shape = geometry.parallel
+        if (shape.dcp, shape.pcp) != (1, 1):
+            raise ValueError(
+                f"{side}: tokens are spread over dcp={shape.dcp} x pcp={shape.pcp} ranks, so its "
+                "blocks cannot be moved whole; copy strided or through staging instead"
+            )
     target, rank = plan.target, plan.target_rank
     slices = _slices(plan)
     groups = _part_groups(plan.source, target)

@@ -96,6 +96,7 @@ def check(worlds, data, method="numba"):
     draw = data.draw
     model = worlds._model(draw)
     source, target = worlds.geometry(draw, model), worlds.geometry(draw, model)
+    assume(all(side.parallel.dcp * side.parallel.pcp == 1 for side in (source, target)))
     rank = draw(st.integers(0, target.world_size - 1), label="target_rank")
     plan = plan_transfer(source=source, target=target, target_rank=rank)
     frame = math.lcm(source.block_size, target.block_size)
