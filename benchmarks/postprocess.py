@@ -55,8 +55,9 @@ class PostprocessCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def label(self) -> str:
         """The first cell of a row."""
-        ratio = f", {self.ratio} remote blocks each" if self.ratio > 1 else ""
-        return f"{self.model}, HND→{self.to_layout}, block {self.block_size}{ratio}"
+        ratio = f" from {self.block_size // self.ratio}" if self.ratio > 1 else ""
+        tokens = f"{self.tokens // self.requests:,} tokens"
+        return f"{self.model}, {tokens}, HND→{self.to_layout}, block {self.block_size}{ratio}"
 
 
 class PostprocessRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +90,8 @@ class PostprocessResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cpu_cases(quick: bool) -> list[PostprocessCase]:
-    """Block sizes and layouts, on one thread and on two."""
-    layers, tokens = (2, 128) if quick else (16, 2048)
+    """Layouts, block sizes and lengths of a prompt, on one thread and on two."""
+    lengths = ((2, 128),) if quick else ((16, 2048), (1, 32768))  # 134 MB each
     return [
         PostprocessCase(
             model="8 heads of 128",
@@ -104,7 +105,8 @@ def cpu_cases(quick: bool) -> list[PostprocessCase]:
             threads=threads,
         )
         for threads in (1, 2)
-        for block_size in (16, 64, 128)
+        for layers, tokens in lengths
+        for block_size in (16, 128)
         for layout, ratio in (("NHD", 1), ("HND", 4), ("NHD", 4))
     ]
 

@@ -13,6 +13,7 @@ With ``TRITON_INTERPRET=1``, set before this module is imported, it runs on CPU 
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -50,12 +51,14 @@ class _Class:
     rows: FrameRows
     tables: tuple[torch.Tensor, ...]
     """Source slots and offsets, target slots and offsets, on the device."""
+    aligned: int
+    """Bytes to which all offsets and strides are aligned, 16 at most."""
     regions: npt.NDArray[np.int64]
     """int64[units, chunks]"""
     offsets: npt.NDArray[np.int64]
     """int64[units, chunks], bytes."""
-    strides: npt.NDArray[np.int64]
-    """int64[chunks], bytes."""
+    strides: torch.Tensor
+    """int64[chunks], bytes, on the device."""
 
 
 _classes: weakref.WeakKeyDictionary[Repack, dict[torch.device, list[_Class]]] = (
@@ -85,8 +88,9 @@ def repack_with_triton(
     if device not in per_device:
         per_device[device] = _classes_of(repack, device)
     addresses = np.array([region.data_ptr() for region in regions], dtype=np.int64)
-    ids = torch.from_numpy(block_ids).to(device)
-    return sum(_launch(repack, found, addresses, ids) for found in per_device[device])
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        ids = torch.from_numpy(block_ids).to(device)
+        return sum(_launch(repack, found, addresses, ids) for found in per_device[device])
 
 
 def _classes_of(repack: Repack, device: torch.device) -> list[_Class]:
@@ -101,24 +105,24 @@ def _classes_of(repack: Repack, device: torch.device) -> list[_Class]:
         key = (alike[relative].key, tuple(chunk.block_stride for chunk in chunks))
         rows[key] = alike[relative]
         units.setdefault(key, []).append(unit)
-    return [
-        _Class(
-            rows[key],
-            tuple(
-                torch.from_numpy(np.ascontiguousarray(column)).to(device)
-                for column in (
-                    rows[key].source_slots,
-                    rows[key].source_offsets,
-                    rows[key].target_slots,
-                    rows[key].target_offsets,
-                )
-            ),
-            np.array([[c.region for c in chunks_of(repack, unit)] for unit in members]),
-            np.array([[c.offset for c in chunks_of(repack, unit)] for unit in members]),
-            np.array([c.block_stride for c in chunks_of(repack, members[0])]),
-        )
-        for key, members in units.items()
-    ]
+    return [_class_of(repack, rows[key], members, device) for key, members in units.items()]
+
+
+def _class_of(
+    repack: Repack, rows: FrameRows, units: Sequence[int], device: torch.device
+) -> _Class:
+    columns = (rows.source_slots, rows.source_offsets, rows.target_slots, rows.target_offsets)
+    chunks = [chunks_of(repack, unit) for unit in units]
+    strides = [chunk.block_stride for chunk in chunks[0]]
+    offsets = np.concatenate([rows.source_offsets, rows.target_offsets])
+    return _Class(
+        rows=rows,
+        tables=tuple(torch.from_numpy(column.copy()).to(device) for column in columns),
+        aligned=gcd(16, rows.row_bytes, *strides, int(np.gcd.reduce(offsets))),
+        regions=np.array([[chunk.region for chunk in each] for each in chunks]),
+        offsets=np.array([[chunk.offset for chunk in each] for each in chunks]),
+        strides=torch.tensor(strides, dtype=torch.int64, device=device),
+    )
 
 
 def _relative(repack: Repack, unit: int) -> bytes:
@@ -136,15 +140,14 @@ def _launch(
 ) -> int:
     rows, row_bytes = len(found.rows.source_slots), found.rows.row_bytes
     bases = addresses[found.regions] + found.offsets
-    aligned = gcd(16, *bases.ravel().tolist(), *found.strides.tolist(), row_bytes)
-    aligned = gcd(aligned, *found.rows.source_offsets.tolist(), *found.rows.target_offsets.tolist())
+    aligned = gcd(found.aligned, int(np.gcd.reduce(bases, axis=None)))
     word = min(aligned, 8)
     frames = len(ids) // repack.frame_blocks
     works = bases.shape[0] * frames
     tables = (
         *found.tables,
         torch.from_numpy(bases).to(ids.device),
-        torch.from_numpy(found.strides).to(ids.device),
+        found.strides,
         ids,
     )
     options = {
