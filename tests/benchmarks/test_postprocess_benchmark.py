@@ -79,5 +79,5 @@ def test_without_a_gpu_only_the_interpreter_runs_and_it_is_said(monkeypatch, cap
     with pytest.raises(gpu.typer.Exit) as end:
         gpu.main(rounds=1, out=None, quick=True)
     assert end.value.exit_code == 0
-    assert asked == [(gpu._INTERPRETED_TESTS, True)]
+    assert asked == [(gpu._KERNEL_TESTS, True)]
     assert "no GPU here" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from kvferry.layouts import Layout
 from kvferry.layouts.frame_rows import frame_rows
 from kvferry.layouts.repack import HeldSlice, make_repack, views_as_units
 from kvferry.layouts.repack_host import repack_on_host
+from kvferry.topology import EngineGeometry, ParallelShape, plan_repack, plan_transfer
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -104,12 +105,68 @@ def test_caches_that_are_not_aligned_are_moved_in_shorter_words(triton_repack, l
     assert torch.equal(memory[lead + cache.numel() :], before[lead + cache.numel() :])
 
 
+def test_host_memory_needs_the_interpreter(triton_repack, monkeypatch):
+    cache = torch.zeros(4, 4, 2, 8, dtype=torch.int16)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        triton_repack.repack_with_triton(repack_of([cache], 4), [cache], np.array([1]))
+
+
 def test_nothing_to_do_launches_nothing(triton_repack):
     caches = caches_of(1, (4, 1, 3, 8))
     assert triton_repack.repack_with_triton(repack_of(caches, 1), caches, np.array([1])) == 0
     more = caches_of(1, (4, 2, 3, 8))
     nothing = np.array([], dtype=np.int64)
     assert triton_repack.repack_with_triton(repack_of(more, 2), more, nothing) == 0
+
+
+@pytest.mark.parametrize(
+    ("source_layout", "source_tp", "source_block", "target_layout", "target_block"),
+    [
+        ("HND", 1, 4, "NHD", 4),
+        ("HND", 2, 6, "NHD", 4),  # slices of two sources, frames of three blocks
+        ("BNHKD", 1, 4, "NHD", 4),  # K and V come packed and go apart: two chunks per unit
+        ("NHD", 3, 2, "BHNKD", 8),
+        ("BHK(k=DN,v=ND)", 1, 4, "NHD", 4),  # single elements
+        ("HND", 1, 4, "BLKNHD", 4),  # layers in one tensor
+    ],
+)
+def test_any_pair_of_geometries_is_done_as_on_the_host(
+    triton_repack, source_layout, source_tp, source_block, target_layout, target_block
+):
+    model = {"num_layers": 2, "num_kv_heads": 3, "head_size": 8, "dtype": "bfloat16"}
+    source, target = (
+        EngineGeometry(**model, layout=layout, block_size=block, parallel=ParallelShape(tp=tp))
+        for layout, block, tp in (
+            (source_layout, source_block, source_tp),
+            (target_layout, target_block, 1),
+        )
+    )
+    memory = target.memory(0, 8, region_per_tensor=True)
+    caches = caches_of(len(memory.tensors), target.cache_shape(0, 8))
+    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    ids = [5, 1, 7, 2, 3, 6]
+    wanted = by_numba(repack, caches, ids)
+    assert not torch.equal(wanted[0], caches[0].cpu())
+    assert triton_repack.repack_with_triton(repack, caches, np.array(ids)) == 1
+    assert_same(caches, wanted)
+
+
+def test_parts_of_two_sizes_are_one_unit_and_one_launch(triton_repack):
+    model = {"num_layers": 3, "num_kv_heads": 2, "head_size": 8, "head_size_v": 4}
+    source, target = (
+        EngineGeometry(
+            **model, dtype="float16", block_size=4, layout=layout, parallel=ParallelShape()
+        )
+        for layout in ("HND", "NHD")
+    )
+    memory = target.memory(0, 4, region_per_tensor=True)
+    caches = caches_of(3, target.cache_shape(0, 4))
+    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    assert repack.units == 3
+    wanted = by_numba(repack, caches, [2, 3])
+    assert triton_repack.repack_with_triton(repack, caches, np.array([2, 3])) == 1
+    assert_same(caches, wanted)
 
 
 def test_rows_that_stay_where_they_are_are_not_moved():
