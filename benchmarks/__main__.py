@@ -58,12 +58,7 @@ def main(
     if Part.MANAGERS in parts:
         _compare_managers(console, command, machine, rounds, quick, out)
     if Part.POSTPROCESS in parts:
-        with _saying(console) as say:
-            permuted = postprocess.measure(
-                command, machine, rounds, quick, say, cases=postprocess.cpu_cases(quick)
-            )
-        postprocess.show(permuted, console)
-        postprocess.write(permuted, out)
+        _compare_postprocessors(console, command, machine, rounds, quick, out)
     if parts <= {Part.MANAGERS, Part.POSTPROCESS}:
         return
     transports: list[CaseResult] = []
@@ -117,6 +112,16 @@ def _compare_managers(
     managers.show(results, console)
     managers.write(results, out)
     console.print(f"written to {out}")
+
+
+def _compare_postprocessors(
+    console: Console, command: str, machine: Machine, rounds: int, quick: bool, out: Path
+) -> None:
+    with _saying(console) as say:
+        cases = postprocess.cpu_cases(quick)
+        results = postprocess.measure(command, machine, rounds, quick, say, cases=cases)
+    postprocess.show(results, console)
+    postprocess.write(results, out)
 
 
 @contextlib.contextmanager

@@ -55,25 +55,15 @@ def copy_kv_blocks(
     _check_call(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
     if not (src_kv_caches and len(src_block_ids)):
         return
-    pairs = []
-    for name, source in src_kv_caches.items():
-        dim = _block_dim(source) if block_dim is None else block_dim
-        _check_pair(name, source, dst_kv_caches[name], dim)
-        for side, tensor, ids in (
-            ("source", source, src_block_ids),
-            ("target", dst_kv_caches[name], dst_block_ids),
-        ):
-            if not 0 <= min(ids) <= max(ids) < tensor.shape[dim]:
-                raise BlockIdError(
-                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {tensor.shape[dim]}"
-                )
-        pairs.append((source, dst_kv_caches[name], dim))
+    pairs = _checked_pairs(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
     if all(_is_host(tensor) for pair in pairs for tensor in pair[:2]):
         _copy_on_host(pairs, src_block_ids, dst_block_ids)
-    elif direction == "h2d":
-        _to_device(pairs, src_block_ids, dst_block_ids)
+        return
+    words = [(_as_words(source), _as_words(target), dim) for source, target, dim in pairs]
+    if direction == "h2d":
+        _to_device(words, src_block_ids, dst_block_ids)
     else:
-        _to_host(pairs, src_block_ids, dst_block_ids)
+        _to_host(words, src_block_ids, dst_block_ids)
 
 
 def _check_call(
@@ -103,6 +93,30 @@ def _check_call(
             raise ValueError(
                 f"layer {name!r}: on {device[name].device}; give one on a CUDA device or the host"
             )
+
+
+def _checked_pairs(
+    sources: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    block_dim: int | None,
+) -> list[tuple[Any, Any, int]]:
+    """Source, target and the dim of blocks of each layer."""
+    pairs = []
+    for name, source in sources.items():
+        dim = _block_dim(source) if block_dim is None else block_dim
+        _check_pair(name, source, targets[name], dim)
+        for side, tensor, ids in (
+            ("source", source, source_ids),
+            ("target", targets[name], target_ids),
+        ):
+            if not 0 <= min(ids) <= max(ids) < tensor.shape[dim]:
+                raise BlockIdError(
+                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {tensor.shape[dim]}"
+                )
+        pairs.append((source, targets[name], dim))
+    return pairs
 
 
 def _check_pair(name: str, source: Any, target: Any, dim: int) -> None:
@@ -154,6 +168,16 @@ def _tiles(
             sides += [index, offset, view.strides[block_dim], *strides]
         rows.append((extents[0], (*sides, *extents[1:], source.itemsize)))
     return rows
+
+
+def _as_words(tensor: Any) -> Any:
+    """The same memory as integers: not every operation knows every float of 8 bits."""
+    import torch
+
+    from kvferry.layouts.repack_torch import WORDS
+
+    tensor = torch.as_tensor(tensor)
+    return tensor.view(WORDS[tensor.element_size()])
 
 
 def _to_host(

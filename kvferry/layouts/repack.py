@@ -184,28 +184,15 @@ def make_repack(
             f"{heads}; give each of its heads once"
         )
     shape = _Shape(itemsize, heads, block_size, slots, tuple(held), held_block_size)
-    gather, scatter = [], []
-    # Layers are alike as a rule: whether one is changed at all is then found out once.
-    changes: dict[tuple[Parts, tuple[Place, ...]], bool] = {}
-    for unit in units:
-        one, two = _gather_rows(shape, unit), _scatter_rows(shape, unit)
-        first = unit.places[0].cells.offset
-        relative = tuple(
-            Place(p.region - unit.places[0].region, p.cells._replace(offset=p.cells.offset - first))
-            for p in unit.places
-        )
-        key = (unit.parts, relative)
-        if key not in changes:
-            changes[key] = _is_changed(_table(one), _table(two), block_size, held_block_size)
-        if changes[key]:
-            gather.append(one)
-            scatter.append(two)
+    changed = _changed_units(shape, units)
+    gather = [_gather_rows(shape, unit) for unit in changed]
+    scatter = [_scatter_rows(shape, unit) for unit in changed]
     return Repack(
         block_size,
         held_block_size,
         _table([row for rows in gather for row in rows]),
         _table([row for rows in scatter for row in rows]),
-        (len(gather[0]), len(scatter[0])) if gather else (1, 1),
+        (len(gather[0]), len(scatter[0])) if changed else (1, 1),
     )
 
 
@@ -341,12 +328,29 @@ def _frame_runs(block_size: int, held_block_size: int) -> Runs:
     return runs
 
 
-def _is_changed(gather: Tiles, scatter: Tiles, block_size: int, held_block_size: int) -> bool:
-    """Whether any byte of a frame goes to another place than it lies in."""
+def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
+    """The units of which any byte goes to another place than it lies in."""
     from kvferry.layouts.frame_rows import frame_rows
 
-    repack = Repack(block_size, held_block_size, gather, scatter, (len(gather), len(scatter)))
-    return len(frame_rows(repack, 0).source_slots) > 0
+    # Layers are alike as a rule: what is true of one is then found out once.
+    known: dict[Unit, bool] = {}
+    changed = []
+    for unit in units:
+        begin = unit.places[0]
+        alike = Unit(unit.parts, tuple(_relative(place, begin) for place in unit.places))
+        if alike not in known:
+            gather, scatter = _table(_gather_rows(shape, unit)), _table(_scatter_rows(shape, unit))
+            sizes = (shape.block_size, shape.held_block_size)
+            one = Repack(*sizes, gather, scatter, (len(gather), len(scatter)))
+            known[alike] = len(frame_rows(one, 0).source_slots) > 0
+        if known[alike]:
+            changed.append(unit)
+    return changed
+
+
+def _relative(place: Place, begin: Place) -> Place:
+    cells = place.cells._replace(offset=place.cells.offset - begin.cells.offset)
+    return Place(place.region - begin.region, cells)
 
 
 def views_as_units(views: Mapping[int, tuple[Sequence[int], int]]) -> list[Unit]:

@@ -11,7 +11,7 @@ import torch
 
 from kvferry.layouts.repack import Repack
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bits are moved, so that a dtype that an operation lacks is no matter."""
 
 
@@ -69,7 +69,7 @@ def _box(
 ) -> torch.Tensor:
     """One side of a tile as a strided view ``[blocks, tokens, heads, elements]`` of words."""
     itemsize = int(tile["itemsize"])
-    words = torch.empty(0, dtype=_WORDS[itemsize], device=region.device)
+    words = torch.empty(0, dtype=WORDS[itemsize], device=region.device)
     storage = region.untyped_storage()
     strides = {
         dim: int(tile[f"{side}_{dim}_stride"]) for dim in ("block", "token", "head", "element")

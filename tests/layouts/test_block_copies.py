@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts import copy_kv_blocks
+from kvferry.layouts import block_copies, copy_kv_blocks
 
 SHAPES = {
     "blocks first, packed": ((7, 3, 4, 10), (5, 3, 4, 10), 0),
@@ -93,3 +93,31 @@ def test_what_does_not_fit_is_refused_before_anything_moves(change, message):
 def test_a_block_outside_is_refused(source, target):
     with pytest.raises(BlockIdError):
         copy_kv_blocks(caches((4, 2), 0), caches((4, 2), 1), source, target, "h2d")
+
+
+@pytest.mark.parametrize("steps", ["_to_host", "_to_device"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_steps_of_a_device_copy_are_right_with_the_host_in_its_place(monkeypatch, kind, steps):
+    source_shape, target_shape, dim = SHAPES[kind]
+    source, target = caches(source_shape, 0), caches(target_shape, 1)
+    wanted = {name: cache.clone() for name, cache in target.items()}
+    copy_kv_blocks(source, wanted, [6, 0, 3], [1, 4, 0], "d2h")
+
+    class Stream:
+        def run(self, work):
+            work()
+            return self
+
+        def synchronize(self):
+            pass
+
+    plain_empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory, **others: plain_empty(*shape, **others)
+    )
+    monkeypatch.setattr(block_copies, "_side_stream", lambda device: Stream())
+    pairs = [(block_copies._as_words(source[name]), block_copies._as_words(target[name]), dim)
+             for name in source]  # fmt: skip
+    getattr(block_copies, steps)(pairs, [6, 0, 3], [1, 4, 0])
+    for name, cache in wanted.items():
+        assert torch.equal(target[name], cache)
