@@ -30,8 +30,8 @@ def test_ratios_are_medians_over_rounds_and_goals_are_judged_by_them():
     assert "6.00 (5.00–7.00) ≥ 5" in postprocess.markdown(met)
     slow = results(FAST | {"kvferry": (2.0, 2.0, 2.0)})
     assert [line.split(": ")[1] for line in postprocess.missed(slow)] == [
-        "3.00 times the three passes, the goal is 5",
-        "0.25 times the copy, the goal is 0.5",
+        "3.00 times the three passes, the goal is 5, which would be 0.42 of the copy's rate",
+        "0.25 of the copy's rate, the goal is 0.5",
     ]
     assert postprocess.missed(results(FAST | {"kvferry": (2.0,) * 3}, quick=True)) == []
 

@@ -185,7 +185,9 @@ def test_large_blocks(method, device, tokens, heads, elements):
 @pytest.mark.parametrize("heads", [1, 3, 9])
 def test_every_odd_shape(method, device, heads, elements, dtype):
     rng = np.random.default_rng(7)
-    for tokens in (1, 2, 16, 48, 128, 256):
+    # The interpreter takes seconds for large blocks, which are the same words in every dtype.
+    brief = method == "triton" and device == "cpu" and dtype != torch.float8_e4m3fn
+    for tokens in (1, 2, 16, 48) if brief else (1, 2, 16, 48, 128, 256):
         for name in FUNCTIONS:
             for held in {tokens, max(1, tokens // 2), min(2 * tokens, 256)}:
                 held = tokens if name == "layout" else held
