@@ -20,6 +20,8 @@ from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.parts import Part
 from kvferry.topology.plan import Piece, TransferPlan
 
+_PARTS = ("k", "v", "latent")
+
 
 def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
     """What makes blocks that hold the source's geometry hold the target's; once per peer.
@@ -42,17 +44,11 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
         blocks. It has no units where nothing need be changed.
 
     Raises:
-        ValueError: a side spreads its tokens over context ranks: whole blocks of one side are
-            then not whole on the other.
+        ValueError: a side spreads its tokens over context ranks, so that whole blocks of one side
+            are not whole on the other; or it has parts beside k and v, or the latent.
         ProtocolError, BoundsError: see :meth:`TransferPlan.lower`.
     """
-    for side, geometry in (("source", plan.source), ("target", plan.target)):
-        shape = geometry.parallel
-        if (shape.dcp, shape.pcp) != (1, 1):
-            raise ValueError(
-                f"{side}: tokens are spread over dcp={shape.dcp} x pcp={shape.pcp} ranks, so its "
-                "blocks cannot be moved whole; copy strided or through staging instead"
-            )
+    _check_whole_blocks(plan)
     target, rank = plan.target, plan.target_rank
     slices = _slices(plan)
     groups = _part_groups(plan.source, target)
@@ -67,6 +63,21 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
         held=[HeldSlice(plan.source.layout, heads) for heads in slices],
         held_block_size=plan.source.block_size,
     )
+
+
+def _check_whole_blocks(plan: TransferPlan) -> None:
+    for side, geometry in (("source", plan.source), ("target", plan.target)):
+        shape = geometry.parallel
+        if (shape.dcp, shape.pcp) != (1, 1):
+            raise ValueError(
+                f"{side}: tokens are spread over dcp={shape.dcp} x pcp={shape.pcp} ranks, so its "
+                "blocks cannot be moved whole; copy strided or through staging instead"
+            )
+        if others := [part.name for part in geometry.parts if part.name not in _PARTS]:
+            raise ValueError(
+                f"{side}: the parts {', '.join(others)} are not known in place; copy strided or "
+                "through staging instead"
+            )
 
 
 def _slices(plan: TransferPlan) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from kvferry.layouts import (
     kv_postprocess_layout_on_receive,
     postprocess,
     repack,
+    repack_host,
     zero_tail,
 )
 
@@ -126,6 +127,27 @@ def check_any_view(**options):
 
 def test_any_view_is_made_what_the_definition_says_and_nothing_else_is_touched():
     check_any_view()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 1000])
+def test_frames_that_take_several_buffers_are_done_the_same(monkeypatch, nbytes):
+    monkeypatch.setattr(repack_host, "BUFFER_BYTES", nbytes)
+    check_any_view()
+
+
+def test_a_defect_of_the_batches_is_caught(monkeypatch):
+    right = repack.Repack.bind
+
+    def as_if_all_fitted(self, block_ids, batch_frames=0):
+        gather, scatter = right(self, block_ids, batch_frames)
+        if batch_frames:
+            scatter["source_block"] = scatter["source_block"][::-1]
+        return gather, scatter
+
+    monkeypatch.setattr(repack_host, "BUFFER_BYTES", 100)
+    monkeypatch.setattr(repack.Repack, "bind", as_if_all_fitted)
+    with pytest.raises(AssertionError):
+        check_any_view(phases=[Phase.generate], database=None, derandomize=True)
 
 
 def test_a_defect_of_the_repack_is_caught(monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvferry.layouts import repack, run_repack
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
+    Part,
     in_place,
     memory_of,
     plan_repack,
@@ -211,3 +213,17 @@ def test_equal_geometries_need_no_repack():
     )  # fmt: skip
     plan = plan_transfer(source=geometry, target=geometry)
     assert plan_repack(plan, geometry.memory(0, 4)).units == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"parallel": ParallelShape(tp=2, dcp=2)}, "target: tokens are spread over dcp=2 x pcp=1"),
+        ({"parts": (Part("k", 4, "uint8", 1), Part("k_scale", 1, "float32", 4))}, "k_scale"),
+    ],
+)
+def test_what_whole_blocks_cannot_serve_is_refused(fields, message):
+    source = SimpleNamespace(parallel=ParallelShape(), parts=(Part("k", 4, "uint8", 1),))
+    target = SimpleNamespace(**vars(source) | fields)
+    with pytest.raises(ValueError, match=message):
+        plan_repack(SimpleNamespace(source=source, target=target), memory=None)
