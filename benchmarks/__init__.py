@@ -11,6 +11,8 @@ module              what is in it
 ``binding``         how long ``bind`` takes
 ``confirm``         how long a confirm takes
 ``managers``        our KV cache manager beside vLLM's; ``peers`` has both
+``postprocess``     the postprocessor beside three passes and a plain copy
+``gpu``             tests and benchmarks that need a GPU, in one go
 ``figures``         medians, ratios, goals
 ``report``, ``plot``  table, JSON, Markdown and picture
 ==================  ============================================================

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import managers
+from benchmarks import managers, postprocess
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
@@ -33,6 +33,7 @@ class Part(enum.StrEnum):
     BIND = "bind"
     CONFIRM = "confirm"
     MANAGERS = "managers"
+    POSTPROCESS = "postprocess"
 
 
 def main(
@@ -42,8 +43,8 @@ def main(
     quick: Annotated[bool, typer.Option(help="Tiny cache, two rounds: a test of it all.")] = False,
     nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
 ) -> None:
-    """Compares the transports with NIXL and memcpy, and the cache manager with vLLM's; times bind
-    and the confirm.
+    """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, and the
+    postprocessor with the known three passes; times bind and the confirm.
     """
     console = Console()
     if not console.is_terminal:
@@ -56,7 +57,9 @@ def main(
     rounds = 2 if quick else rounds
     if Part.MANAGERS in parts:
         _compare_managers(console, command, machine, rounds, quick, out)
-    if parts == {Part.MANAGERS}:
+    if Part.POSTPROCESS in parts:
+        _compare_postprocessors(console, command, machine, rounds, quick, out)
+    if parts <= {Part.MANAGERS, Part.POSTPROCESS}:
         return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []
@@ -109,6 +112,16 @@ def _compare_managers(
     managers.show(results, console)
     managers.write(results, out)
     console.print(f"written to {out}")
+
+
+def _compare_postprocessors(
+    console: Console, command: str, machine: Machine, rounds: int, quick: bool, out: Path
+) -> None:
+    with _saying(console) as say:
+        cases = postprocess.cpu_cases(quick)
+        results = postprocess.measure(command, machine, rounds, quick, say, cases=cases)
+    postprocess.show(results, console)
+    postprocess.write(results, out)
 
 
 @contextlib.contextmanager

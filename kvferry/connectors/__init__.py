@@ -16,7 +16,7 @@ from kvferry.connectors.base import (
     TransferRecord,
     WorkerConnector,
 )
-from kvferry.connectors.helpers import yield_req_data
+from kvferry.connectors.helpers import get_kv_connector_cache_layout, yield_req_data
 from kvferry.connectors.registry import connector_context, load_connector
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ __all__ = [
     "TransferRecord",
     "WorkerConnector",
     "connector_context",
+    "get_kv_connector_cache_layout",
     "load_connector",
     "yield_req_data",
 ]

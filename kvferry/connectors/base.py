@@ -336,6 +336,8 @@ class KVConnector(ABC):
     """Struct of the keys allowed in ``kv_connector_extra_config``."""
     Metadata: ClassVar[type[KVConnectorMetadata]]
     """Struct of the per-step metadata; it crosses process borders as MessagePack."""
+    required_cache_layout: ClassVar[str | None] = None
+    """Name or dim order of the layout that it needs; ``None`` if it serves any."""
     supports_groups: ClassVar[bool] = False
     """Whether it serves engines with several KV cache groups, or with one that keeps a window.
     Otherwise it meets one block table per request, without null blocks; such an engine is refused

@@ -2,7 +2,27 @@
 
 from collections.abc import Iterator
 
+from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import SchedulerOutputView
+from kvferry.connectors.registry import load_connector
+
+DEFAULT_CACHE_LAYOUT = "NHD"
+
+
+def get_kv_connector_cache_layout(config: KVTransferConfig | None = None) -> str:
+    """The layout in which an engine should keep its cache for a connector.
+
+    Args:
+        config: names the connector; ``None`` for an engine without one.
+
+    Returns:
+        What the connector requires, or NHD: its name or order.
+
+    Raises:
+        PluginError: see :func:`~kvferry.connectors.registry.load_connector`.
+    """
+    required = None if config is None else load_connector(config).required_cache_layout
+    return required or DEFAULT_CACHE_LAYOUT
 
 
 def yield_req_data(

@@ -8,10 +8,22 @@ Lay out, tile, copy::
     copy_tiles        copy them now; CopyJob in chunks       copier.py
     stage             through a dense buffer, for wires      staging.py
     expand            as single contiguous copies            copier.py
+    Repack            a permutation of blocks in place       repack.py
+    run_repack        do it now: Numba, Triton or torch      postprocess.py
+    copy_kv_blocks    blocks between device and host         block_copies.py
 """
 
+from kvferry.layouts.block_copies import copy_kv_blocks
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.layout import LAYOUT_NAMES, Box, CellStrides, Layout
+from kvferry.layouts.postprocess import (
+    kv_postprocess_blksize_and_layout_on_receive,
+    kv_postprocess_blksize_on_receive,
+    kv_postprocess_layout_on_receive,
+    run_repack,
+    zero_tail,
+)
+from kvferry.layouts.repack import Repack
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 
 __all__ = [
@@ -21,8 +33,15 @@ __all__ = [
     "Box",
     "CellStrides",
     "Layout",
+    "Repack",
     "Runs",
     "Tiles",
     "check_bounds",
+    "copy_kv_blocks",
+    "kv_postprocess_blksize_and_layout_on_receive",
+    "kv_postprocess_blksize_on_receive",
+    "kv_postprocess_layout_on_receive",
     "num_bytes",
+    "run_repack",
+    "zero_tail",
 ]

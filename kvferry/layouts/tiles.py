@@ -50,6 +50,11 @@ Runs: TypeAlias = npt.NDArray[np.void]
 """A 1-d array of :data:`RUN_DTYPE`."""
 
 
+def blank_runs(count: int) -> Runs:
+    """Rows to be filled in: all zeros."""
+    return np.zeros(count, dtype=RUN_DTYPE)
+
+
 def num_bytes(tiles: Tiles, runs: Runs) -> int:
     """Bytes that ``tiles`` times ``runs`` move."""
     per_token = int((tiles["heads"] * tiles["elements"] * tiles["itemsize"]).sum())

@@ -8,9 +8,11 @@ Describe, plan, bind, run::
     plan_transfer       who gives what to whom; once per peer         plan.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
+    plan_repack         instead: whole blocks, permuted in place      in_place.py
     digest              compare two engines' cells                    cell_digest.py
     explain_transfer    what it costs, before anything moves          explain.py
     find_savings        which other shapes would cost less            advice.py
+    KVTopology          ratios and ranks in the field's words         kv_topology.py
 """
 
 from kvferry.topology.advice import Saving, SideChange, find_savings
@@ -19,6 +21,8 @@ from kvferry.topology.cell_digest import digest, token_digests
 from kvferry.topology.explain import Balance, PairCost, explain_transfer
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
+from kvferry.topology.in_place import plan_repack
+from kvferry.topology.kv_topology import KVTopology
 from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
 from kvferry.topology.memory import memory_of
 from kvferry.topology.parallel import ParallelShape, RankCoordinates
@@ -31,6 +35,7 @@ __all__ = [
     "BoundCopies",
     "EngineGeometry",
     "GroupPair",
+    "KVTopology",
     "PairCost",
     "ParallelShape",
     "Part",
@@ -47,6 +52,7 @@ __all__ = [
     "group_mismatches",
     "memory_of",
     "pair_groups",
+    "plan_repack",
     "plan_transfer",
     "ranges_text",
     "run_copies",

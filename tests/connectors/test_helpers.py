@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvferry.connectors import yield_req_data
+from kvferry.config import KVTransferConfig
+from kvferry.connectors import PullConnector, get_kv_connector_cache_layout, yield_req_data
 from kvferry.engine.messages import ScheduledRequest, SchedulerOutput
 
 
@@ -35,3 +36,11 @@ def test_yield_req_data_gives_the_new_blocks_of_each_request():
 def test_yield_req_data_refuses_a_step_that_does_not_say_what_is_new():
     with pytest.raises(ValueError, match="shorter"):
         list(yield_req_data(SchedulerOutput(requests=[part("a", ([1],), ())])))
+
+
+def test_an_engine_keeps_the_layout_that_its_connector_requires(monkeypatch):
+    config = KVTransferConfig(kv_connector="PullConnector", kv_role="kv_both")
+    assert get_kv_connector_cache_layout() == "NHD"
+    assert get_kv_connector_cache_layout(config) == "NHD"
+    monkeypatch.setattr(PullConnector, "required_cache_layout", "HND")
+    assert get_kv_connector_cache_layout(config) == "HND"

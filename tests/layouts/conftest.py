@@ -1,12 +1,33 @@
 """Random tiles and runs inside random regions, and a copy in plain Python loops."""
 
+import importlib.util
+import os
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import strategies as st
 
 from kvferry.layouts import RUN_DTYPE, TILE_DTYPE
+
+# Triton reads it when kernels are defined, so it is set before anything imports them.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(params=["numba", "torch", "triton"])
+def method(request):
+    """Each implementation of a repack; Triton's interpreter takes the place of a GPU."""
+    if request.param == "triton" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    return request.param
+
+
+@pytest.fixture
+def device(method):
+    """Where the caches of that implementation lie."""
+    return "cuda" if method != "numba" and torch.cuda.is_available() else "cpu"
 
 
 @dataclass

@@ -1,0 +1,380 @@
+"""Our postprocessor beside the published three passes and a plain copy, on the host or a GPU."""
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import Machine
+from kvferry.layouts import (
+    kv_postprocess_blksize_and_layout_on_receive,
+    kv_postprocess_blksize_on_receive,
+)
+
+CONTENDERS = ("three passes", "copy", "kvferry")
+Caches: TypeAlias = list[Any]
+"""torch tensors viewed as ``[blocks, tokens, heads, elements]``: K and V of each layer."""
+
+GOALS = {"cpu": (5.0, 0.5), "cuda": (3.0, 0.85)}
+"""Device → how many times the three passes, and what share of the copy's rate."""
+
+
+class PostprocessCase(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of a cache that were filled head by head."""
+
+    model: str
+    layers: int
+    heads: int
+    head_size: int
+    block_size: int
+    ratio: int
+    """Local over remote tokens per block."""
+    to_layout: str
+    """How the local blocks are stored."""
+    tokens: int
+    """Of all requests together."""
+    requests: int = 1
+    threads: int = 1
+    parts: int = 2
+    """Caches per layer: K and V, or one latent."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are to be permuted, bfloat16."""
+        per_token = self.layers * self.parts * self.heads * self.head_size * 2
+        return self.tokens * per_token
+
+    @property
+    def label(self) -> str:
+        """The first cell of a row."""
+        ratio = f" from {self.block_size // self.ratio}" if self.ratio > 1 else ""
+        tokens = f"{self.tokens // self.requests:,} tokens"
+        return f"{self.model}, {tokens}, HND→{self.to_layout}, block {self.block_size}{ratio}"
+
+
+class PostprocessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One case: seconds by round of each contender."""
+
+    case: PostprocessCase
+    seconds: dict[str, tuple[float, ...]]
+
+    def gbps(self, contender: str) -> float:
+        """Bytes of the case over the median time, in GB/s."""
+        return self.case.nbytes / statistics.median(self.seconds[contender]) / 1e9
+
+    def ratios(self, other: str) -> list[float]:
+        """How many times faster ours is, by round."""
+        pairs = zip(self.seconds[other], self.seconds["kvferry"], strict=True)
+        return [theirs / ours for theirs, ours in pairs]
+
+
+class PostprocessResults(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one run measured."""
+
+    command: str
+    rounds: int
+    machine: Machine
+    device: str
+    device_name: str
+    quick: bool
+    """Whether this was only a test of the benchmark."""
+    rows: tuple[PostprocessRow, ...]
+
+
+def cpu_cases(quick: bool) -> list[PostprocessCase]:
+    """Layouts, block sizes and lengths of a prompt, on one thread and on two."""
+    lengths = ((2, 128),) if quick else ((16, 2048), (1, 32768))  # 134 MB each
+    return [
+        PostprocessCase(
+            model="8 heads of 128",
+            layers=layers,
+            heads=8,
+            head_size=128,
+            block_size=block_size,
+            ratio=ratio,
+            to_layout=layout,
+            tokens=tokens,
+            threads=threads,
+        )
+        for threads in (1, 2)
+        for layers, tokens in lengths
+        for block_size in (16, 128)
+        for layout, ratio in (("NHD", 1), ("HND", 4), ("NHD", 4))
+    ]
+
+
+def measure(
+    command: str,
+    machine: Machine,
+    rounds: int,
+    quick: bool,
+    say: Callable[[str], object],
+    *,
+    cases: Sequence[PostprocessCase],
+    device: str = "cpu",
+) -> PostprocessResults:
+    """Runs every case: all contenders in turns, a round each, after one that is checked.
+
+    Raises:
+        AssertionError: ours and the three passes leave different bits.
+    """
+    import torch
+
+    rows = []
+    threads = torch.get_num_threads()
+    try:
+        for case in cases:
+            say(f"postprocessor: {case.label}, {case.requests} requests, {case.threads} threads")
+            torch.set_num_threads(case.threads)
+            rows.append(_measure_case(case, rounds, device))
+    finally:
+        torch.set_num_threads(threads)
+    name = "host memory" if device == "cpu" else torch.cuda.get_device_name(device)
+    return PostprocessResults(
+        command=command,
+        rounds=rounds,
+        machine=machine,
+        device=device,
+        device_name=name,
+        quick=quick,
+        rows=tuple(rows),
+    )
+
+
+def _measure_case(case: PostprocessCase, rounds: int, device: str) -> PostprocessRow:
+    import torch
+
+    blocks = case.tokens // case.block_size
+    caches = [_cache(case, blocks + 1, device) for _ in range(case.layers * case.parts)]
+    ids = 1 + np.random.default_rng(7).permutation(blocks)
+    indices = torch.from_numpy(ids).to(device)
+    block_ids = ids.tolist()
+    source, target = (torch.zeros(case.nbytes, dtype=torch.uint8, device=device) for _ in "st")
+    pool = ThreadPoolExecutor(case.threads)
+
+    def three_passes() -> None:
+        for cache in caches:
+            published(case, cache, indices)
+
+    def kvferry() -> None:
+        ours(case, caches, block_ids)
+
+    def copy() -> None:
+        if device == "cpu":  # torch's copy_ waits for cores that are busy
+            _memmove(target.data_ptr(), source.data_ptr(), case.nbytes, pool, case.threads)
+        else:
+            target.copy_(source)
+
+    _check(case, caches[0], indices, block_ids)
+    contenders = dict(zip(CONTENDERS, (three_passes, copy, kvferry), strict=True))
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        names = list(contenders)
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            took = _time(contenders[name], device)
+            if number > 0:  # the first round warms up
+                seconds[name].append(took)
+    pool.shutdown()
+    return PostprocessRow(case=case, seconds={name: tuple(s) for name, s in seconds.items()})
+
+
+def _memmove(target: int, source: int, nbytes: int, pool: ThreadPoolExecutor, threads: int) -> None:
+    edges = [nbytes * number // threads for number in range(threads + 1)]
+    list(
+        pool.map(
+            lambda first, last: ctypes.memmove(target + first, source + first, last - first),
+            edges[:-1],
+            edges[1:],
+        )
+    )
+
+
+def _cache(case: PostprocessCase, blocks: int, device: str) -> Any:
+    import torch
+
+    inner = (case.block_size, case.heads)
+    if case.to_layout == "HND":
+        inner = inner[::-1]
+    shape = (blocks, *inner, case.head_size)
+    cache = torch.randint(-99, 99, shape, dtype=torch.int16, device=device).view(torch.bfloat16)
+    return cache if case.to_layout == "NHD" else cache.transpose(1, 2)
+
+
+def ours(case: PostprocessCase, caches: Caches, block_ids: list[int]) -> None:
+    """All layers and all requests in one call."""
+    options: dict[str, Any] = {"threads": case.threads}
+    if case.to_layout == "NHD":
+        kv_postprocess_blksize_and_layout_on_receive(caches, block_ids, case.ratio, **options)
+    else:
+        kv_postprocess_blksize_on_receive(caches, block_ids, case.ratio, **options)
+
+
+def published(case: PostprocessCase, cache: Any, indices: Any) -> None:
+    """The known way, for one cache: select the blocks, permute a copy, put it back."""
+    taken = cache.index_select(0, indices)
+    memory = taken if case.to_layout == "NHD" else taken.transpose(1, 2)
+    filled = memory.reshape(
+        -1, case.ratio, case.heads, case.block_size // case.ratio, case.head_size
+    )
+    by_token = filled.transpose(2, 3).reshape(taken.shape)
+    cache.index_copy_(0, indices, by_token)
+
+
+def _check(case: PostprocessCase, cache: Any, indices: Any, block_ids: list[int]) -> None:
+    import torch
+
+    mine, other = (cache.clone(memory_format=torch.preserve_format) for _ in "ab")
+    ours(case, [mine], block_ids)
+    published(case, other, indices)
+    assert torch.equal(mine.view(torch.int16), other.view(torch.int16)), case
+
+
+def _time(work: Callable[[], object], device: str) -> float:
+    """Seconds of one call; on a GPU from the first kernel to the end of the last."""
+    if device == "cpu":
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+    import torch
+
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    first.record()
+    work()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
+
+
+def show(results: PostprocessResults, console: Console) -> None:
+    """Prints a table, and what was missed."""
+    table = Table(title=f"Postprocessor, {results.device_name}, GB/s")
+    header, *rows = cells(results)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for line in missed(results):
+        console.print(line, highlight=False, markup=False)
+
+
+def write(results: PostprocessResults, folder: Path, name: str = "postprocess") -> None:
+    """Writes ``<name>.json`` and ``<NAME>.md`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    (folder / f"{name}.json").write_bytes(encoded + b"\n")
+    (folder / f"{name.upper()}.md").write_text(markdown(results))
+
+
+def cells(results: PostprocessResults) -> Iterator[tuple[str, ...]]:
+    """The table, its header first."""
+    workers = "threads" if results.device == "cpu" else "requests"
+    yield ("case", workers, "MB", *CONTENDERS, "times three passes", "of the copy")
+    for row in results.rows:
+        count = row.case.threads if results.device == "cpu" else row.case.requests
+        yield (
+            row.case.label,
+            str(count),
+            f"{row.case.nbytes / 1e6:,.0f}",
+            *(f"{row.gbps(name):.3g}" for name in CONTENDERS),
+            *(
+                f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f}) ≥ {goal:g}"
+                for each, goal in zip(
+                    (row.ratios("three passes"), row.ratios("copy")),
+                    GOALS[results.device],
+                    strict=True,
+                )
+            ),
+        )
+
+
+def missed(results: PostprocessResults) -> list[str]:
+    """A sentence for each goal that was missed."""
+    if results.quick:
+        return []
+    passes, copy = GOALS[results.device]
+    sentences = []
+    for row in results.rows:
+        workers = f"{row.case.threads} threads" if results.device == "cpu" else "one launch"
+        name = f"{row.case.label}, {row.case.requests} requests, {workers}"
+        ratio = statistics.median(row.ratios("three passes"))
+        if ratio < passes:
+            needed = passes * row.gbps("three passes") / row.gbps("copy")
+            sentences.append(
+                f"{name}: {ratio:.2f} times the three passes, the goal is {passes:g}, which would "
+                f"be {needed:.2f} of the copy's rate"
+            )
+        ratio = statistics.median(row.ratios("copy"))
+        if ratio < copy:
+            sentences.append(f"{name}: {ratio:.2f} of the copy's rate, the goal is {copy:g}")
+    return sentences
+
+
+def markdown(results: PostprocessResults) -> str:
+    """The page for people."""
+    machine = results.machine
+    header, *rows = cells(results)
+    made = (
+        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
+        f"Linux {machine.kernel}, Python {machine.python}, torch {machine.versions['torch']}. "
+        f"{results.rounds} rounds. Load average {machine.load_before} before."
+    )
+    lines = [
+        f"# The postprocessor on {results.device_name}",
+        "",
+        made,
+        "",
+        *(f"**{caveat}**\n" for caveat in _caveats(results)),
+        "| " + " | ".join(header) + " |",
+        "| --- |" + " ---: |" * (len(header) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        *(f"- {line}" for line in _method(results)),
+        "",
+        "## Goals",
+        "",
+        *(f"- {line}" for line in missed(results) or [_met(results)]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _caveats(results: PostprocessResults) -> Iterator[str]:
+    if results.quick:
+        yield "A quick run: its figures mean nothing."
+    if results.device == "cpu" and results.machine.load_before > 0.5 * results.machine.cores:
+        yield (
+            f"Other work was running (load average {results.machine.load_before} before the "
+            "benchmark began): the figures are noisy, and torch's threads, which wait for each "
+            "other, suffer most from it. The rows with one thread say more."
+        )
+
+
+def _method(results: PostprocessResults) -> Iterator[str]:
+    copy = "`memmove` in as many threads" if results.device == "cpu" else "torch's `copy_`"
+    yield (
+        "GB/s count each byte of the blocks once. Ratios are medians over the rounds of each "
+        "round's ratio, then the lowest and the highest, and the goal."
+    )
+    yield (
+        "`three passes` is `index_select`, a permuted copy and `index_copy_` in torch, for one "
+        f"cache after the other; `copy` is one of as many bytes by {copy}; `kvferry` is one call "
+        "for K and V of all layers. All have as many threads and the same shuffled blocks."
+    )
+    yield (
+        "Before the rounds the results of both ways are compared bit by bit. All take turns, and "
+        "who begins goes round."
+    )
+
+
+def _met(results: PostprocessResults) -> str:
+    return "Not judged: this was a quick run." if results.quick else "All are met."

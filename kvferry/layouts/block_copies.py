@@ -1,0 +1,238 @@
+"""Whole blocks between a device's cache and a buffer in host memory."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from kvferry.errors import BlockIdError
+from kvferry.layouts.arrays import ArrayView, view_of
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
+
+if TYPE_CHECKING:
+    from kvferry.layouts.streams import SideStream
+
+
+def copy_kv_blocks(
+    src_kv_caches: Mapping[str, Any],
+    dst_kv_caches: Mapping[str, Any],
+    src_block_ids: Sequence[int],
+    dst_block_ids: Sequence[int],
+    direction: Literal["h2d", "d2h"],
+    *,
+    block_dim: int | None = None,
+) -> None:
+    """Copies blocks between caches of a device and of the host; done when it returns.
+
+    On a CUDA device it works on a side stream, after what the current stream holds so far, through
+    pinned memory, so that the copy of one layer and the host's part of another overlap. Between
+    two caches in host memory, which take the place of a device in tests, it is one strided copy.
+
+    >>> host, device = np.zeros((3, 2)), np.arange(6.0).reshape(3, 2)
+    >>> copy_kv_blocks({"layer.0": device}, {"layer.0": host}, [1, 2], [2, 0], "d2h")
+    >>> host
+    array([[4., 5.],
+           [0., 0.],
+           [2., 3.]])
+
+    Args:
+        src_kv_caches: layer name → tensor (or NumPy array in host memory).
+        dst_kv_caches: the same layers, each with the same shape but for the number of blocks.
+        src_block_ids: blocks to copy.
+        dst_block_ids: where to; each at most once.
+        direction: ``h2d``, host to device, or ``d2h``.
+        block_dim: which dim counts blocks. By default the first, and the second where a tensor has
+            five dims of which the first is 2: K and V one after the other.
+
+    Raises:
+        ValueError: an unknown direction or one that does not fit the devices, tables of unequal
+            length, missing layers, shapes or dtypes that do not fit, a target block named twice.
+        BlockIdError: a block id lies outside a tensor.
+    """
+    _check_call(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
+    if not (src_kv_caches and len(src_block_ids)):
+        return
+    pairs = _checked_pairs(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
+    if all(_is_host(tensor) for pair in pairs for tensor in pair[:2]):
+        _copy_on_host(pairs, src_block_ids, dst_block_ids)
+        return
+    words = [(_as_words(source), _as_words(target), dim) for source, target, dim in pairs]
+    if direction == "h2d":
+        _to_device(words, src_block_ids, dst_block_ids)
+    else:
+        _to_host(words, src_block_ids, dst_block_ids)
+
+
+def _check_call(
+    source: Mapping[str, Any],
+    target: Mapping[str, Any],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    direction: str,
+) -> None:
+    if direction not in ("h2d", "d2h"):
+        raise ValueError(f"direction: {direction!r} is unknown; write 'h2d' or 'd2h'")
+    if len(source_ids) != len(target_ids):
+        raise ValueError(
+            f"block ids: {len(source_ids)} of the source, {len(target_ids)} of the target; give "
+            "each block one place"
+        )
+    if len(set(target_ids)) != len(target_ids):
+        raise ValueError("dst_block_ids: a block stands twice; its contents would depend on order")
+    if missing := sorted(source.keys() - target.keys()):
+        raise ValueError(f"dst_kv_caches: layers missing: {', '.join(missing)}")
+    host = target if direction == "d2h" else source
+    if wrong := [name for name in source if not _is_host(host[name])]:
+        raise ValueError(f"direction: {direction}, but the host's {wrong[0]!r} is on a device")
+    device = source if direction == "d2h" else target
+    for name in source:
+        if not _is_host(device[name]) and device[name].device.type != "cuda":
+            raise ValueError(
+                f"layer {name!r}: on {device[name].device}; give one on a CUDA device or the host"
+            )
+
+
+def _checked_pairs(
+    sources: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+    block_dim: int | None,
+) -> list[tuple[Any, Any, int]]:
+    """Source, target and the dim of blocks of each layer."""
+    pairs = []
+    for name, source in sources.items():
+        dim = _block_dim(source) if block_dim is None else block_dim
+        _check_pair(name, source, targets[name], dim)
+        for side, tensor, ids in (
+            ("source", source, source_ids),
+            ("target", targets[name], target_ids),
+        ):
+            if not 0 <= min(ids) <= max(ids) < tensor.shape[dim]:
+                raise BlockIdError(
+                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {tensor.shape[dim]}"
+                )
+        pairs.append((source, targets[name], dim))
+    return pairs
+
+
+def _check_pair(name: str, source: Any, target: Any, dim: int) -> None:
+    shapes = [[*tensor.shape[:dim], *tensor.shape[dim + 1 :]] for tensor in (source, target)]
+    if shapes[0] != shapes[1] or source.dtype != target.dtype:
+        raise ValueError(
+            f"layer {name!r}: {tuple(source.shape)} {source.dtype} to {tuple(target.shape)} "
+            f"{target.dtype}; they may differ in the number of blocks (dim {dim}) alone"
+        )
+
+
+def _block_dim(tensor: Any) -> int:
+    return 1 if len(tensor.shape) == 5 and tensor.shape[0] == 2 else 0
+
+
+def _is_host(tensor: Any) -> bool:
+    return isinstance(tensor, np.ndarray) or tensor.device.type == "cpu"
+
+
+def _copy_on_host(
+    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
+) -> None:
+    from kvferry.layouts.copier import copy_tiles
+
+    runs = blank_runs(len(source_ids))
+    runs["source_block"], runs["target_block"] = source_ids, target_ids
+    views = [(view_of(source), view_of(target), dim) for source, target, dim in pairs]
+    rows = [row for index, pair in enumerate(views) for row in _tiles(index, *pair)]
+    sources, targets = [view[0].address for view in views], [view[1].address for view in views]
+    for tokens in {row[0] for row in rows}:
+        runs["tokens"] = tokens
+        tiles = np.array([tile for extent, tile in rows if extent == tokens], dtype=TILE_DTYPE)
+        copy_tiles(sources, targets, tiles, runs)
+
+
+def _tiles(
+    index: int, source: ArrayView, target: ArrayView, block_dim: int
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Token extent and tile of each box of at most three dims of one tensor's blocks."""
+    dims = [dim for dim in range(len(source.shape)) if dim != block_dim]
+    outer, inner = dims[:-3], dims[-3:]
+    extents = [1] * (3 - len(inner)) + [source.shape[dim] for dim in inner]
+    rows = []
+    for at in product(*(range(source.shape[dim]) for dim in outer)):
+        sides: list[int] = []
+        for view in (source, target):
+            offset = sum(i * view.strides[dim] for i, dim in zip(at, outer, strict=True))
+            strides = [0] * (3 - len(inner)) + [view.strides[dim] for dim in inner]
+            sides += [index, offset, view.strides[block_dim], *strides]
+        rows.append((extents[0], (*sides, *extents[1:], source.itemsize)))
+    return rows
+
+
+def _as_words(tensor: Any) -> Any:
+    """The same memory as integers: not every operation knows every float of 8 bits."""
+    import torch
+
+    from kvferry.layouts.repack_torch import WORDS
+
+    tensor = torch.as_tensor(tensor)
+    return tensor.view(WORDS[tensor.element_size()])
+
+
+def _to_host(
+    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
+) -> None:
+    import torch
+
+    device = pairs[0][0].device
+    ids = torch.tensor(source_ids, device=device)
+    into = torch.tensor(target_ids)
+    under_way = []
+    for source, target, dim in pairs:
+        shape = [*source.shape]
+        shape[dim] = len(source_ids)
+        pinned = torch.empty(shape, dtype=source.dtype, pin_memory=True)
+        copy = partial(_to_pinned, pinned, source, dim, ids)
+        under_way.append((target, dim, pinned, _side_stream(device).run(copy)))
+    for target, dim, pinned, done in under_way:
+        done.synchronize()
+        target[_at(dim, into)] = pinned
+
+
+def _to_pinned(pinned: Any, source: Any, dim: int, ids: Any) -> None:
+    pinned.copy_(source.index_select(dim, ids), non_blocking=True)
+
+
+def _to_device(
+    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
+) -> None:
+    import torch
+
+    device = pairs[0][1].device
+    ids = torch.tensor(target_ids, device=device)
+    taken = torch.tensor(source_ids)
+    done = None
+    for source, target, dim in pairs:
+        shape = [*source.shape]
+        shape[dim] = len(source_ids)
+        pinned = torch.empty(shape, dtype=source.dtype, pin_memory=True)
+        torch.index_select(source, dim, taken, out=pinned)
+        done = _side_stream(device).run(partial(_from_pinned, target, dim, ids, pinned))
+    if done is not None:
+        done.synchronize()
+
+
+def _from_pinned(target: Any, dim: int, ids: Any, pinned: Any) -> None:
+    target[_at(dim, ids)] = pinned.to(target.device, non_blocking=True)
+
+
+def _at(dim: int, ids: Any) -> tuple[Any, ...]:
+    return (*(slice(None),) * dim, ids)
+
+
+@functools.cache
+def _side_stream(device: Any) -> "SideStream":
+    from kvferry.layouts.streams import SideStream
+
+    return SideStream(device)

@@ -1,0 +1,366 @@
+"""Repacks: blocks that were filled in a source's geometry are made to hold the target's.
+
+A wire that moves whole blocks fills the blocks of the target with bytes in the order of the source.
+What must then happen is a permutation of the bytes of a few blocks, the same one everywhere::
+
+    cache blocks ── gather tiles × gather runs ──▶ frame ── scatter tiles × scatter runs ──▶ the
+                                                            same cache blocks
+
+A **frame** is the smallest number of tokens that both sides cut into whole blocks: one block of the
+target where the source's are equal or divide it, several where they are larger. Its bytes, one
+block after the other, are what the wire filled::
+
+    target blocks    |  ids[0]: 6 tokens  |  ids[1]: 6 tokens  |   block_size       6
+    filled with      | 4 tokens | 4 tokens | 4 tokens |             held_block_size  4
+                     └──────────── frame: 12 tokens ───────────┘
+
+A **unit** is the memory that one permutation touches: a layer, or one part of a layer where both
+sides keep the parts apart. A repack holds tiles of many units; it knows no block ids. Gather and
+scatter are tiles × runs as everywhere, with a dense frame in between, so that block size, layout,
+order of the parts and head slices of several sources are one computation.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import BlockIdError
+from kvferry.layouts.layout import Box, CellStrides, Layout
+from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs, num_bytes
+
+BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Ids of blocks that were filled, those of one frame next to each other."""
+
+Parts: TypeAlias = tuple[tuple[str, int], ...]
+"""Name and elements per head of each part of a unit."""
+
+
+class Place(NamedTuple):
+    """Where one part of a unit lies in the cache."""
+
+    region: int
+    cells: CellStrides
+    """In bytes, from the region's start; ``layer`` is not used."""
+
+
+class HeldSlice(NamedTuple):
+    """What one source filled of every held block: some neighbouring heads, all parts, dense."""
+
+    layout: Layout
+    """The source's layout; of its dims, those inside a block count."""
+    heads: int
+
+
+class Unit(NamedTuple):
+    """One permutation's memory."""
+
+    parts: Parts
+    places: tuple[Place, ...]
+    """One per part."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Repack:
+    """What lies where before and after; see the picture above. Frozen, without block ids."""
+
+    block_size: int
+    """Tokens of a block of the cache."""
+    held_block_size: int
+    """Tokens of a block as it was filled."""
+    gather: Tiles
+    """From the cache to a frame, ``tiles_per_unit[0]`` rows per unit."""
+    scatter: Tiles
+    """From a frame to the cache, ``tiles_per_unit[1]`` rows per unit."""
+    tiles_per_unit: tuple[int, int]
+
+    @property
+    def frame_blocks(self) -> int:
+        """Blocks of the cache that are permuted among themselves: a request has a multiple."""
+        return self.frame_tokens // self.block_size
+
+    @property
+    def frame_tokens(self) -> int:
+        """Tokens of a frame."""
+        return math.lcm(self.block_size, self.held_block_size)
+
+    @property
+    def units(self) -> int:
+        """How many units the tiles describe."""
+        return len(self.gather) // self.tiles_per_unit[0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the largest unit."""
+        if not len(self.gather):
+            return 0
+        return int(self.gather["target_block_stride"].max())
+
+    def unit_tiles(self, unit: int) -> tuple[Tiles, Tiles]:
+        """The rows of one unit: gather, scatter."""
+        one, two = self.tiles_per_unit
+        return (
+            self.gather[unit * one : (unit + 1) * one],
+            self.scatter[unit * two : (unit + 1) * two],
+        )
+
+    def bind(self, block_ids: npt.NDArray[np.int64], batch_frames: int = 0) -> tuple[Runs, Runs]:
+        """The runs of gather and scatter for checked block ids, frame after frame.
+
+        Args:
+            block_ids: a multiple of ``frame_blocks`` of them.
+            batch_frames: how many frames the dense memory holds at a time; all of them if 0.
+        """
+        blocks, templates = self.frame_blocks, self._template()
+        frames = len(block_ids) // blocks
+        place = np.arange(frames) % (batch_frames or max(frames, 1))
+        gather = blank_runs(len(block_ids))
+        gather["source_block"] = block_ids
+        gather["target_block"] = (place[:, None] * blocks + np.arange(blocks)).ravel()
+        gather["tokens"] = self.block_size
+        scatter = np.tile(templates, frames)
+        each = len(templates)
+        held = self.frame_tokens // self.held_block_size
+        scatter["source_block"] += np.repeat(place * held, each)
+        at = np.repeat(np.arange(frames) * blocks, each)
+        scatter["target_block"] = block_ids[scatter["target_block"] + at]
+        return gather, scatter
+
+    def _template(self) -> Runs:
+        """The scatter runs of the first frame; target blocks by their place in it."""
+        return _frame_runs(self.block_size, self.held_block_size)
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Bytes that are read once and written once for so many blocks."""
+        whole = blank_runs(1)
+        whole["tokens"] = self.block_size
+        return num_bytes(self.gather, whole) * num_blocks
+
+
+def make_repack(
+    units: Sequence[Unit],
+    *,
+    itemsize: int,
+    heads: int,
+    block_size: int,
+    slots: Layout,
+    held: Sequence[HeldSlice],
+    held_block_size: int,
+) -> Repack:
+    """Describes a repack. Units that it would not change are left out.
+
+    >>> cells = CellStrides(offset=0, layer=0, block=8, token=2, head=1, element=1)
+    >>> unit = Unit((("k", 1),), (Place(0, cells),))  # 4 tokens, 2 heads, 1 byte: NHD
+    >>> nhd, hnd = Layout.named("NHD"), Layout.named("HND")
+    >>> options = {"itemsize": 1, "heads": 2, "block_size": 4, "slots": nhd}
+    >>> repack = make_repack([unit], held=[HeldSlice(hnd, 2)], held_block_size=8, **options)
+    >>> repack.frame_blocks, repack.nbytes(repack.frame_blocks)
+    (2, 16)
+    >>> make_repack([unit], held=[HeldSlice(nhd, 2)], held_block_size=4, **options).units
+    0
+
+    Args:
+        units: where the cells lie; all with as many parts.
+        itemsize: bytes per element.
+        heads: heads of the target rank.
+        block_size: tokens per block of the cache.
+        slots: the order in which the bytes of a block of the cache were filled, its own as a rule.
+        held: what each source filled of a held block, ascending by heads.
+        held_block_size: tokens per block as it was filled.
+
+    Raises:
+        ValueError: the slices do not make up the heads, a block size is below 1, or a layout
+            cannot hold the cells.
+    """
+    if min(block_size, held_block_size) < 1:
+        raise ValueError(f"block sizes: {block_size} and {held_block_size}; both are at least 1")
+    if sum(piece.heads for piece in held) != heads:
+        raise ValueError(
+            f"held: slices of {[piece.heads for piece in held]} heads, but the target rank has "
+            f"{heads}; give each of its heads once"
+        )
+    shape = _Shape(itemsize, heads, block_size, slots, tuple(held), held_block_size)
+    changed = _changed_units(shape, units)
+    gather = [_gather_rows(shape, unit) for unit in changed]
+    scatter = [_scatter_rows(shape, unit) for unit in changed]
+    return Repack(
+        block_size,
+        held_block_size,
+        _table([row for rows in gather for row in rows]),
+        _table([row for rows in scatter for row in rows]),
+        (len(gather[0]), len(scatter[0])) if changed else (1, 1),
+    )
+
+
+def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> npt.NDArray[np.int64]:
+    """Block ids as an array, ready for :meth:`Repack.bind`.
+
+    Where a frame is a single block, a block that stands twice is repacked once.
+
+    Args:
+        repack: what they are for.
+        block_ids: a sequence, an array, or a torch tensor (one on a device is waited for).
+        num_blocks: blocks of the cache.
+
+    Raises:
+        ValueError: they are no whole frames, or a block stands in two places of frames.
+        BlockIdError: an id is negative or not below ``num_blocks``.
+    """
+    tolist = getattr(block_ids, "tolist", None)
+    ids = np.array(block_ids if tolist is None else tolist(), dtype=np.int64).reshape(-1)
+    if len(ids) % repack.frame_blocks:
+        raise ValueError(
+            f"block ids: {len(ids)} blocks, but {repack.frame_blocks} consecutive ones of "
+            f"{repack.block_size} tokens hold whole blocks of {repack.held_block_size}; give a "
+            f"multiple of {repack.frame_blocks}"
+        )
+    if len(ids) and not 0 <= ids.min() <= ids.max() < num_blocks:
+        wrong = ids.max() if ids.min() >= 0 else ids.min()
+        raise BlockIdError(f"block {wrong} does not exist; there are {num_blocks} blocks")
+    different = np.unique(ids)
+    if len(different) == len(ids):
+        return ids
+    if repack.frame_blocks == 1:
+        return different
+    ordered = np.sort(ids)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
+    raise ValueError(f"block ids: {twice} stands twice; its bytes can belong to one frame only")
+
+
+def frame_maps(repack: Repack, unit: int) -> tuple[Tiles, Runs, Tiles, Runs]:
+    """The tables that describe the first frame of one unit, for whoever lists its pieces.
+
+    In the runs, blocks of the cache are named by their place in the frame.
+    """
+    one, two = repack.unit_tiles(unit)
+    gather, scatter = repack.bind(np.arange(repack.frame_blocks))
+    return one, gather, two, scatter
+
+
+class _Shape(NamedTuple):
+    """What all units of a repack share."""
+
+    itemsize: int
+    heads: int
+    block_size: int
+    slots: Layout
+    held: tuple[HeldSlice, ...]
+    held_block_size: int
+
+
+def _dense(
+    layout: Layout, parts: Parts, itemsize: int, tokens: int, heads: int
+) -> dict[str, CellStrides]:
+    """Byte strides of dense blocks, one after the other, in the order of a layout."""
+    order = "B" + "".join(dim for dim in layout.order if dim not in "LB")
+    inner = Layout(order, layout.inner)
+    box = Box(1, 1, tokens, heads, parts)
+    strides = [itemsize]
+    for extent in reversed(inner.shape(box)[1:]):
+        strides.insert(0, strides[0] * extent)
+    return inner.strides(box, strides)
+
+
+def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
+    dense = _dense(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
+    pairs = [(place, dense[name]) for (name, _), place in zip(unit.parts, unit.places, strict=True)]
+    first, start = pairs[0]
+    if all(
+        place.region == first.region
+        and place.cells[3:] == cells[3:]
+        and place.cells.offset - first.cells.offset == cells.offset - start.offset
+        for place, cells in pairs
+    ):
+        # The bytes of a block lie as they were filled: its tokens' shares are copied as they come.
+        share = start.block // shape.block_size
+        offset = first.cells.offset - start.offset
+        cells = (share, 0, shape.itemsize)
+        extents = (1, share // shape.itemsize, shape.itemsize)
+        return [
+            (first.region, offset, first.cells.block, *cells, 0, 0, start.block, *cells, *extents)
+        ]
+    return [
+        (*_side(place.region, place.cells), *_side(0, cells), shape.heads, elements, shape.itemsize)
+        for (place, cells), (_, elements) in zip(pairs, unit.parts, strict=True)
+    ]
+
+
+def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
+    per_head = shape.held_block_size * sum(n for _, n in unit.parts) * shape.itemsize
+    rows = []
+    head = 0
+    for piece in shape.held:
+        dense = _dense(piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads)
+        for (name, elements), place in zip(unit.parts, unit.places, strict=True):
+            found = dense[name]
+            source = found._replace(
+                offset=found.offset + head * per_head, block=shape.heads * per_head
+            )
+            target = place.cells._replace(offset=place.cells.offset + head * place.cells.head)
+            extents = (piece.heads, elements, shape.itemsize)
+            rows.append((*_side(0, source), *_side(place.region, target), *extents))
+        head += piece.heads
+    return rows
+
+
+def _side(region: int, cells: CellStrides) -> tuple[int, ...]:
+    return (region, cells.offset, cells.block, cells.token, cells.head, cells.element)
+
+
+def _table(rows: Sequence[tuple[int, ...]]) -> Tiles:
+    return np.array(rows, dtype=TILE_DTYPE)
+
+
+@functools.cache
+def _frame_runs(block_size: int, held_block_size: int) -> Runs:
+    frame = math.lcm(block_size, held_block_size)
+    starts = np.unique(
+        np.concatenate([np.arange(0, frame, size) for size in (block_size, held_block_size)])
+    )
+    runs = blank_runs(len(starts))
+    runs["source_block"], runs["source_token"] = np.divmod(starts, held_block_size)
+    runs["target_block"], runs["target_token"] = np.divmod(starts, block_size)
+    runs["tokens"] = np.diff(starts, append=frame)
+    return runs
+
+
+def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
+    """The units of which any byte goes to another place than it lies in."""
+    from kvferry.layouts.frame_rows import frame_rows
+
+    # Layers are alike as a rule: what is true of one is then found out once.
+    known: dict[Unit, bool] = {}
+    changed = []
+    for unit in units:
+        begin = unit.places[0]
+        alike = Unit(unit.parts, tuple(_relative(place, begin) for place in unit.places))
+        if alike not in known:
+            gather, scatter = _table(_gather_rows(shape, unit)), _table(_scatter_rows(shape, unit))
+            sizes = (shape.block_size, shape.held_block_size)
+            one = Repack(*sizes, gather, scatter, (len(gather), len(scatter)))
+            known[alike] = len(frame_rows(one, 0).source_slots) > 0
+        if known[alike]:
+            changed.append(unit)
+    return changed
+
+
+def _relative(place: Place, begin: Place) -> Place:
+    cells = place.cells._replace(offset=place.cells.offset - begin.cells.offset)
+    return Place(place.region - begin.region, cells)
+
+
+def views_as_units(views: Mapping[int, tuple[Sequence[int], int]]) -> list[Unit]:
+    """Units of caches of one part, each viewed as ``[blocks, tokens, heads, elements]``.
+
+    Args:
+        views: region → byte strides of the view's four dims, and its elements per head; each
+            region begins at its view's first element.
+    """
+    return [
+        Unit((("cells", elements),), (Place(region, CellStrides(0, 0, *strides)),))
+        for region, (strides, elements) in views.items()
+    ]

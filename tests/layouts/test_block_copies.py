@@ -1,0 +1,123 @@
+"""copy_kv_blocks between caches in host memory; with a GPU see test_gpu.py."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.errors import BlockIdError
+from kvferry.layouts import block_copies, copy_kv_blocks
+
+SHAPES = {
+    "blocks first, packed": ((7, 3, 4, 10), (5, 3, 4, 10), 0),
+    "k and v first": ((2, 7, 4, 3, 5), (2, 5, 4, 3, 5), 1),
+    "latent": ((7, 4, 6), (5, 4, 6), 0),
+    "blocks alone": ((7,), (5,), 0),
+    "k and v inside": ((7, 3, 4, 2, 5), (5, 3, 4, 2, 5), 0),
+}
+
+
+def caches(shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"layer.{layer}": torch.randn(shape, generator=generator).to(dtype) for layer in range(3)
+    }
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2], ids=str)
+def test_blocks_are_copied_and_no_others(kind, direction, dtype):
+    source_shape, target_shape, dim = SHAPES[kind]
+    source, target = caches(source_shape, 0, dtype), caches(target_shape, 1, dtype)
+    source_ids, target_ids = [6, 0, 3], [1, 4, 0]
+    wanted = {name: cache.clone() for name, cache in target.items()}
+    at = (slice(None),) * dim
+    for name, cache in wanted.items():
+        for one, two in zip(source_ids, target_ids, strict=True):
+            cache[(*at, two)] = source[name][(*at, one)]
+    copy_kv_blocks(source, target, source_ids, target_ids, direction)
+    for name, cache in wanted.items():
+        assert torch.equal(target[name].view(torch.uint8), cache.view(torch.uint8))
+
+
+def test_layers_may_have_different_shapes_and_any_strides():
+    source = {"a": np.arange(60).reshape(3, 4, 5).transpose(1, 2, 0), "b": np.arange(12)}
+    target = {"a": np.zeros((2, 5, 3), int), "b": np.zeros(4, int), "c": np.zeros(1)}
+    copy_kv_blocks(source, target, [3, 1], [0, 1], "h2d")
+    np.testing.assert_array_equal(target["a"], source["a"][[3, 1]])
+    assert target["b"].tolist() == [3, 1, 0, 0]
+
+
+def test_the_dim_of_blocks_may_be_given():
+    source, target = {"a": np.arange(20).reshape(2, 2, 5)}, {"a": np.zeros((2, 2, 3), int)}
+    copy_kv_blocks(source, target, [4], [2], "h2d", block_dim=2)
+    np.testing.assert_array_equal(target["a"][:, :, 2], source["a"][:, :, 4])
+
+
+def test_no_blocks_and_no_layers_are_legal():
+    copy_kv_blocks({}, {}, [1], [1], "h2d")
+    copy_kv_blocks(caches((3, 2), 0), caches((3, 2), 1), [], [], "d2h")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"direction": "up"}, "direction: 'up' is unknown"),
+        ({"src_block_ids": [1]}, "1 of the source, 2 of the target"),
+        ({"dst_block_ids": [1, 1]}, "stands twice"),
+        ({"dst_kv_caches": {"layer.1": torch.zeros(4, 2)}}, "layers missing: layer.0, layer.2"),
+        ({"dst_kv_caches": caches((4, 3), 0)}, r"'layer.0': \(4, 2\)"),
+        ({"dst_kv_caches": caches((4, 2), 0, torch.float16)}, "float16"),
+        ({"dst_kv_caches": {f"layer.{i}": torch.zeros(4, 2, device="meta") for i in range(3)},
+          "direction": "d2h"}, "is on a device"),
+        ({"dst_kv_caches": {f"layer.{i}": torch.zeros(4, 2, device="meta") for i in range(3)}},
+         "give one on a CUDA device"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_before_anything_moves(change, message):
+    target = caches((4, 2), 1)
+    call = {
+        "src_kv_caches": caches((4, 2), 0),
+        "dst_kv_caches": target,
+        "src_block_ids": [1, 2],
+        "dst_block_ids": [3, 0],
+        "direction": "h2d",
+    }
+    before = {name: cache.clone() for name, cache in target.items()}
+    with pytest.raises(ValueError, match=message):
+        copy_kv_blocks(**call | change)
+    assert all(torch.equal(target[name], cache) for name, cache in before.items())
+
+
+@pytest.mark.parametrize(("source", "target"), [([4], [1]), ([1], [-1])])
+def test_a_block_outside_is_refused(source, target):
+    with pytest.raises(BlockIdError):
+        copy_kv_blocks(caches((4, 2), 0), caches((4, 2), 1), source, target, "h2d")
+
+
+@pytest.mark.parametrize("steps", ["_to_host", "_to_device"])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_steps_of_a_device_copy_are_right_with_the_host_in_its_place(monkeypatch, kind, steps):
+    source_shape, target_shape, dim = SHAPES[kind]
+    source, target = caches(source_shape, 0), caches(target_shape, 1)
+    wanted = {name: cache.clone() for name, cache in target.items()}
+    copy_kv_blocks(source, wanted, [6, 0, 3], [1, 4, 0], "d2h")
+
+    class Stream:
+        def run(self, work):
+            work()
+            return self
+
+        def synchronize(self):
+            pass
+
+    plain_empty = torch.empty
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, pin_memory, **others: plain_empty(*shape, **others)
+    )
+    monkeypatch.setattr(block_copies, "_side_stream", lambda device: Stream())
+    pairs = [(block_copies._as_words(source[name]), block_copies._as_words(target[name]), dim)
+             for name in source]  # fmt: skip
+    getattr(block_copies, steps)(pairs, [6, 0, 3], [1, 4, 0])
+    for name, cache in wanted.items():
+        assert torch.equal(target[name], cache)

@@ -1,0 +1,110 @@
+"""What only a GPU can show; run with ``python -m benchmarks.gpu`` or ``pytest -m gpu``."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.layouts import (
+    copy_kv_blocks,
+    kv_postprocess_blksize_and_layout_on_receive,
+    kv_postprocess_blksize_on_receive,
+    kv_postprocess_layout_on_receive,
+    zero_tail,
+)
+from kvferry.layouts.postprocess import default_method
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
+BLOCKS = 64
+
+
+def caches_of(count, tokens, heads, elements, dtype, order="NHD"):
+    inner = (tokens, heads) if order == "NHD" else (heads, tokens)
+    shape = (BLOCKS, *inner, elements * dtype.itemsize)
+    made = [torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype) for _ in range(count)]
+    return [cache if order == "NHD" else cache.transpose(1, 2) for cache in made]
+
+
+def on_gpu(caches):
+    return [cache.clone(memory_format=torch.preserve_format).cuda() for cache in caches]
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        one, other = one.cpu().contiguous(), other.contiguous()
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("method", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("elements", [64, 80, 128, 576])
+@pytest.mark.parametrize("heads", [1, 3, 9])
+def test_a_gpu_leaves_the_bits_that_the_host_leaves(method, dtype, elements, heads):
+    rng = np.random.default_rng(0)
+    for tokens in (1, 2, 16, 48, 128, 256):
+        ids = rng.permutation(BLOCKS)[:32].tolist()
+        for post, order in (
+            (kv_postprocess_layout_on_receive, "NHD"),
+            (lambda c, i, **o: kv_postprocess_blksize_on_receive(c, i, 0.5, **o), "HND"),
+            (lambda c, i, **o: kv_postprocess_blksize_and_layout_on_receive(c, i, 2, **o), "NHD"),
+        ):
+            if tokens == 1 and post is not kv_postprocess_layout_on_receive and order == "NHD":
+                continue  # no two remote blocks in one token
+            host = caches_of(2, tokens, heads, elements, dtype, order)
+            device = on_gpu(host)
+            post(host, ids)
+            post(device, ids, method=method)
+            assert_same(device, host)
+
+
+def test_many_layers_and_blocks_at_once_are_right():
+    assert default_method("cuda") == "triton"
+    host = caches_of(160, 16, 8, 128, torch.bfloat16)
+    device = on_gpu(host)
+    ids = np.random.default_rng(1).permutation(BLOCKS).tolist()
+    for _ in range(20):  # a race between loads and stores would show sooner or later
+        kv_postprocess_layout_on_receive(host, ids, threads=2)
+        kv_postprocess_layout_on_receive(device, ids)
+    assert_same(device, host)
+
+
+def test_a_side_stream_waits_for_the_engine_and_the_engine_for_its_event():
+    from kvferry.layouts.streams import SideStream
+
+    host = caches_of(2, 16, 8, 128, torch.bfloat16)
+    device = [torch.zeros_like(cache, device="cuda") for cache in host]
+    filled = on_gpu(host)
+    side = SideStream(device[0].device)
+    torch.cuda._sleep(20_000_000)  # the step that is still running when the blocks are asked for
+    for cache, values in zip(device, filled, strict=True):
+        cache.copy_(values)
+    done = side.run(lambda: kv_postprocess_layout_on_receive(device, [3, 5]))
+    torch.cuda.current_stream().wait_event(done)
+    found = [cache.clone() for cache in device]
+    kv_postprocess_layout_on_receive(host, [3, 5])
+    assert_same(found, host)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_blocks_go_to_the_host_and_back(dtype):
+    names = [f"layer.{index}" for index in range(8)]
+    device = dict(zip(names, on_gpu(caches_of(8, 16, 3, 80, dtype)), strict=True))
+    host = dict(zip(names, caches_of(8, 16, 3, 80, dtype), strict=True))
+    wanted = {name: cache.clone() for name, cache in host.items()}
+    copy_kv_blocks(device, host, [1, 5, 9], [2, 0, 7], "d2h")
+    for name, cache in wanted.items():
+        cache[[2, 0, 7]] = device[name].cpu()[[1, 5, 9]]
+    assert_same(host.values(), wanted.values())
+    copy_kv_blocks(host, device, [2, 0], [30, 31], "h2d")
+    assert_same([cache[[30, 31]] for cache in device.values()], [c[[2, 0]] for c in host.values()])
+
+
+def test_a_tail_is_zeroed_on_the_device():
+    host = caches_of(2, 16, 3, 80, torch.float8_e4m3fn)
+    device = on_gpu(host)
+    for caches in (host, device):
+        zero_tail(caches, [4, 9, 11], 20)
+    assert_same(device, host)
