@@ -67,7 +67,7 @@ def measure_bind(tokens: int, rounds: int) -> BindResult:
         median_seconds=statistics.median(seconds),
         p99_seconds=statistics.quantiles(seconds, n=100, method="inclusive")[98],
         plan_seconds=plan_seconds,
-        runs=len(copies.runs),
+        runs=len(copies.runs_of(0)),
         tiles=max(tiles for _, tiles in plans),
         goal_seconds=GOAL_SECONDS if tokens == 4096 else None,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+from kvferry.topology.head_ranges import check_dcp, heads_of, query_heads_of, replicas_of
 from kvferry.topology.layer_ranges import (
     check_indices,
     check_split,
@@ -22,14 +23,17 @@ from kvferry.topology.layer_ranges import (
 )
 from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
 from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
+from kvferry.topology.token_shard import TokenShard
 from kvferry.topology.windows import first_kept_token
 
 __all__ = ["EngineGeometry", "ParallelShape", "RankCoordinates"]
 
+_SHAPE_FIELDS = ("tp", "pp", "dcp", "pcp", "interleave_size")
+
 _PLAIN_FIELDS = tuple(
     field
     for field in GroupDescription.__struct_fields__
-    if field not in ("layout", "tp", "pp", "dcp", "pcp")
+    if field not in ("layout", *_SHAPE_FIELDS)
 )
 """Fields that a geometry and its description have alike."""
 
@@ -69,7 +73,7 @@ class EngineGeometry:
     dtype: str
     """Given as a torch dtype or a name; kept as the bare name."""
     block_size: int
-    """Tokens per block and rank."""
+    """Tokens per block and rank; one table entry has ``virtual_block_size``."""
     layout: Layout
     """Given as a :class:`Layout`, a name or an order."""
     parallel: ParallelShape
@@ -134,10 +138,12 @@ class EngineGeometry:
                 f"use_mla: the latent has 1 head and no v, got num_kv_heads={self.num_kv_heads}, "
                 f"head_size_v={self.head_size_v}; write num_kv_heads=1 and leave head_size_v out"
             )
-        if (self.parallel.dcp, self.parallel.pcp) != (1, 1):
+        check_dcp(self.parallel.dcp, self.parallel.tp, self.num_kv_heads)
+        turn = self.parallel.interleave_size
+        if self.parallel.num_context_ranks > 1 and self.block_size % turn:
             raise ValueError(
-                f"parallel: context parallelism (dcp={self.parallel.dcp}, "
-                f"pcp={self.parallel.pcp}) is not supported yet; write dcp=1 and pcp=1"
+                f"parallel: interleave_size={turn} does not divide block_size={self.block_size}; "
+                "the tokens of one turn lie in one block"
             )
         self._check_layers()
         self._check_windows()
@@ -247,42 +253,45 @@ class EngineGeometry:
 
     def heads(self, rank: int) -> range:
         """The model's KV heads that a rank holds; ranks beyond the heads hold replicas."""
-        tp_rank, tp, heads = self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads
-        first = tp_rank * heads // tp
-        return range(first, max(first + 1, (tp_rank + 1) * heads // tp))
+        return heads_of(self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads)
 
     def head_replicas(self, head: int) -> range:
         """The TP ranks that hold a KV head."""
-        tp, heads = self.parallel.tp, self.num_kv_heads
-        if tp <= heads:
-            first = ((head + 1) * tp - 1) // heads
-            return range(first, first + 1)
-        return range(-(-head * tp // heads), -(-(head + 1) * tp // heads))
+        return replicas_of(head, self.parallel.tp, self.num_kv_heads)
+
+    def ranks_with(self, layer: int, head: int, context: int) -> range:
+        """The ranks that hold a layer's cells of one head for the tokens of a context rank.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        pcp_rank, dcp_rank = divmod(context, self.parallel.dcp)
+        first = (self.stage_of(layer) * self.parallel.pcp + pcp_rank) * self.parallel.tp
+        # Their number is a multiple of dcp, and so is the first of them.
+        replicas = self.head_replicas(head)[dcp_rank :: self.parallel.dcp]
+        return range(first + replicas.start, first + replicas.stop, replicas.step)
 
     def query_heads(self, rank: int, num_query_heads: int) -> range:
         """The model's query heads that a rank computes; may be empty.
 
-        They follow their KV head. Where that is replicated, its group of query heads is divided
-        contiguously over the replicas.
-
         Raises:
             ValueError: ``num_query_heads`` is not a multiple of the KV heads.
         """
-        group, remainder = divmod(num_query_heads, self.num_kv_heads)
-        if remainder or group < 1:
-            raise ValueError(
-                f"num_query_heads: {num_query_heads} is not a multiple of the "
-                f"{self.num_kv_heads} KV heads"
-            )
-        heads = self.heads(rank)
-        if self.parallel.tp <= self.num_kv_heads:
-            return range(heads.start * group, heads.stop * group)
-        replicas = self.head_replicas(heads.start)
-        index = self.rank_coordinates(rank).tp - replicas.start
-        first = heads.start * group
-        return range(
-            first + index * group // len(replicas), first + (index + 1) * group // len(replicas)
-        )
+        at = self.rank_coordinates(rank)
+        return query_heads_of(at.tp, self.parallel.tp, self.num_kv_heads, num_query_heads)
+
+    @property
+    def virtual_block_size(self) -> int:
+        """Tokens that one entry of a block table spans, over all context ranks."""
+        return self.block_size * self.parallel.num_context_ranks
+
+    def token_shard(self, rank: int) -> TokenShard:
+        """Which tokens of a request a rank holds.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self.parallel.token_shard(rank)
 
     # ---- tensors ---------------------------------------------------------------------------
 
@@ -378,10 +387,7 @@ class EngineGeometry:
         """This geometry as plain data; :meth:`from_description` gives it back."""
         return GroupDescription(
             layout=str(self.layout),
-            tp=self.parallel.tp,
-            pp=self.parallel.pp,
-            dcp=self.parallel.dcp,
-            pcp=self.parallel.pcp,
+            **{field: getattr(self.parallel, field) for field in _SHAPE_FIELDS},
             **{field: getattr(self, field) for field in _PLAIN_FIELDS},
         )
 
@@ -394,7 +400,7 @@ class EngineGeometry:
         """
         return cls(
             layout=Layout.parse(group.layout),
-            parallel=ParallelShape(tp=group.tp, pp=group.pp, dcp=group.dcp, pcp=group.pcp),
+            parallel=ParallelShape(**{field: getattr(group, field) for field in _SHAPE_FIELDS}),
             **{field: getattr(group, field) for field in _PLAIN_FIELDS},
         )
 

@@ -85,7 +85,7 @@ def test_nixl_gets_the_descriptors_that_our_copier_would_copy(shuffled):
     plan = plan_transfer(source=geometry, target=geometry)
     memory = geometry.memory(0, SHAPE.blocks)
     copies = plan.bind(*case.block_tables(SHAPE), SHAPE.tokens)
-    ours = expand(plan.lower({0: memory}, memory)[0], copies.runs)
+    ours = expand(plan.lower({0: memory}, memory)[0], copies.runs_of(0))
     columns = (ours[name].tolist() for name in ("source_offset", "target_offset", "nbytes"))
     theirs = (column.tolist() for column in merged_blocks(SHAPE, case))
     assert sorted(zip(*columns, strict=True)) == sorted(zip(*theirs, strict=True))

@@ -80,9 +80,9 @@ class Worlds:
     def _nulled(self, draw, source, target, source_blocks, target_blocks):
         """Source blocks that only null target blocks want may be null as well."""
         wanted = {
-            token // source.block_size
-            for token in range(len(target_blocks) * target.block_size)
-            if target_blocks[token // target.block_size] != 0
+            token // source.virtual_block_size
+            for token in range(len(target_blocks) * target.virtual_block_size)
+            if target_blocks[token // target.virtual_block_size] != 0
         }
         drop = draw(st.booleans(), label="null source blocks")
         return [0 if drop and i not in wanted else b for i, b in enumerate(source_blocks)]
@@ -112,13 +112,43 @@ class Worlds:
             )
             edges = [0, *sorted(cuts), model["num_layers"]]
             split = [b - a for a, b in itertools.pairwise(edges)]
+        parallel = self.parallel(draw, [model["num_kv_heads"]], most_tp=7, pp=pp)
         return EngineGeometry(
             **model,
-            block_size=draw(st.integers(1, 6), label="block_size"),
+            block_size=self.block_size(draw, parallel),
             layout=self.layout(draw, "latent" if model["use_mla"] else None),
-            parallel=ParallelShape(tp=draw(st.integers(1, 7), label="tp"), pp=pp),
+            parallel=parallel,
             layer_split=split,
         )
+
+    def parallel(self, draw, kv_heads, most_tp, pp) -> ParallelShape:
+        """A shape, half the time with context parallelism; for layers with these KV heads."""
+        tp = draw(st.integers(1, most_tp), label="tp")
+        if not draw(st.booleans(), label="context parallel"):
+            return ParallelShape(tp=tp, pp=pp)
+        replicas = [
+            sum(heads * rank // tp == head for rank in range(tp))
+            for heads in kv_heads
+            for head in range(heads)
+            if heads < tp
+        ]
+        if any(heads >= tp for heads in kv_heads):
+            replicas.append(1)
+        fits = [n for n in range(1, tp + 1) if all(count % n == 0 for count in replicas)]
+        return ParallelShape(
+            tp=tp,
+            pp=pp,
+            dcp=draw(st.sampled_from(fits), label="dcp"),
+            pcp=draw(st.integers(1, 3), label="pcp"),
+            interleave_size=draw(st.integers(1, 3), label="interleave_size"),
+        )
+
+    def block_size(self, draw, parallel) -> int:
+        size = draw(st.integers(1, 6), label="block_size")
+        if parallel.dcp * parallel.pcp == 1:
+            return size
+        turn = parallel.interleave_size
+        return -(-size // turn) * turn
 
     def layout(self, draw, latent=None) -> Layout:
         kind = draw(st.sampled_from(["named", "order", "inner"]), label="kind of layout")
@@ -134,7 +164,7 @@ class Worlds:
         return Layout(outer, {part: "".join(draw(st.permutations(inner))) for part in parts})
 
     def _table(self, draw, geometry, num_tokens):
-        blocks = -(-num_tokens // geometry.block_size) + draw(st.integers(0, 2))
+        blocks = -(-num_tokens // geometry.virtual_block_size) + draw(st.integers(0, 2))
         ids = draw(st.permutations(range(1, blocks + 3)), label="block ids")
         return list(ids[:blocks])
 
@@ -177,7 +207,7 @@ class Worlds:
     # ---- the slow truth ------------------------------------------------------------------------
 
     def logical(self, rng, geometry, num_blocks):
-        tokens = num_blocks * geometry.block_size
+        tokens = num_blocks * geometry.virtual_block_size
         info = np.iinfo(DTYPES[geometry.dtype])
         return {
             part.name: rng.integers(
@@ -208,12 +238,34 @@ class Worlds:
                     )
 
     def write(self, engine, rank, layer, part, blocks, tokens, cells) -> None:
-        """cells: [token, head, element], for those token positions."""
-        size = engine.geometry.block_size
+        """cells: [token, head, element], for those token positions; the rank has some of them."""
         boxes = self._read_box(engine, rank, layer, part)  # [block, token, head, element]
         for token, cell in zip(tokens, cells, strict=True):
-            boxes[blocks[token // size], token % size] = cell
+            if (place := self.place(engine.geometry, rank, token)) is not None:
+                boxes[blocks[place[0]], place[1]] = cell
         self._write_box(engine, rank, layer, part, boxes)
+
+    def place(self, geometry, rank, token):
+        """Entry of the block table and slot in the block of a token, or None; by definition."""
+        shape = geometry.parallel
+        ranks = shape.dcp * shape.pcp
+        if ranks == 1:
+            return token // geometry.block_size, token % geometry.block_size
+        rest, tp_rank = divmod(rank, shape.tp)
+        head = geometry.heads(rank).start
+        replicas = [
+            other for other in range(shape.tp) if head in geometry.heads(rest * shape.tp + other)
+        ]
+        ours = rest % shape.pcp * shape.dcp + replicas.index(tp_rank) % shape.dcp
+        entry = token // (geometry.block_size * ranks)
+        first = entry * geometry.block_size * ranks
+        held = [
+            position
+            for position in range(first, first + geometry.block_size * ranks)
+            if position // shape.interleave_size % ranks == ours
+        ]
+        assert len(held) == geometry.block_size
+        return (entry, held.index(token)) if token in held else None
 
     def _tensor(self, engine, rank, layer):
         """One layer's tensor with its dims' letters; L is gone."""
@@ -287,12 +339,12 @@ class Worlds:
                 )
 
     def moved(self, case: Case) -> list:
-        size = case.target.geometry.block_size
-        return [
-            token
+        geometry, rank = case.target.geometry, case.target_rank
+        places = {
+            token: self.place(geometry, rank, token)
             for token in range(case.first_token, case.num_tokens)
-            if case.target_blocks[token // size] != 0
-        ]
+        }
+        return [t for t, place in places.items() if place and case.target_blocks[place[0]] != 0]
 
 
 @pytest.fixture(scope="session")

@@ -140,7 +140,8 @@ def draw_case(worlds, draw) -> GroupedCase:
 
 
 def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
-    shape = ParallelShape(tp=draw(st.integers(1, 4)), pp=draw(st.integers(1, 3)))
+    kv_heads = [kind["num_kv_heads"] for kind in kinds]
+    shape = worlds.parallel(draw, kv_heads, most_tp=4, pp=draw(st.integers(1, 3)))
     cuts = sorted(draw(st.integers(0, len(layers))) for _ in range(shape.pp - 1))
     stage_layers = [b - a for a, b in itertools.pairwise([0, *cuts, len(layers)])]
     keeps_windows = draw(st.booleans(), label="keeps windows")
@@ -154,7 +155,7 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
         indices = grouped[key]
         one = EngineGeometry(
             **kinds[key[0]] | {"num_layers": len(indices)},
-            block_size=draw(st.integers(1, 6), label="block_size"),
+            block_size=worlds.block_size(draw, shape),
             layout=worlds.layout(draw, "latent" if kinds[key[0]]["use_mla"] else None),
             parallel=shape,
             layer_indices=indices,
@@ -164,7 +165,7 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
         table = worlds._table(draw, one, num_tokens)
         engines.append(worlds.engine(draw, rng, one, max(table, default=0) + 1))
         nulls = draw(st.booleans(), label="null blocks below the window")
-        below = one.first_kept_token(num_tokens) // one.block_size if nulls else 0
+        below = one.first_kept_token(num_tokens) // one.virtual_block_size if nulls else 0
         tables.append([0] * below + table[below:])
     return Side(engines, tables, kept)
 

@@ -21,7 +21,7 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.staging import stage
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
@@ -107,7 +107,7 @@ def tables():
         tiles[f"{side}_block_stride"], tiles[f"{side}_token_stride"] = 4096, 256
         tiles[f"{side}_element_stride"] = 1
     tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, 256, 1
-    runs = np.zeros(NBYTES // 4096, dtype=RUN_DTYPE)
+    runs = blank_runs(NBYTES // 4096)
     runs["source_block"] = runs["target_block"] = np.arange(len(runs))
     runs["tokens"] = 16
     return tiles, runs

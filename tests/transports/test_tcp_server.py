@@ -11,7 +11,7 @@ import zmq
 from kvferry.errors import ConfigError, HostError, PortInUseError
 from kvferry.layouts.copier import expand
 from kvferry.layouts.staging import stage
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import large_case, random_case
 from kvferry.testing.transport_peer import pattern
@@ -110,7 +110,7 @@ def flat_tiles(**changes):
 
 
 def flat_runs(count, **changes):
-    runs = np.zeros(count, dtype=RUN_DTYPE)
+    runs = blank_runs(count)
     runs["source_block"], runs["tokens"] = np.arange(count), 16
     for name, value in changes.items():
         runs[name] = value

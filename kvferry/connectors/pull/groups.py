@@ -90,7 +90,7 @@ class SourceGroups:
         for pair in self.pairs:
             first = first_needed_token(pair, first_token, num_tokens)
             table = ticket.block_ids[pair.source_group]
-            block_size = self.geometries[pair.source_group].block_size
+            block_size = self.geometries[pair.source_group].virtual_block_size
             where = f"engine {self.engine_id!r}, KV cache group {pair.source_group}"
             if len(table) * block_size < num_tokens:
                 raise BlockTableError(
