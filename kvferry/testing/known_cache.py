@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
+from kvferry.topology.token_shard import Int64s
 
 ByteArray = npt.NDArray[np.uint8]
 UintArray = npt.NDArray[np.unsignedinteger]
@@ -101,10 +102,10 @@ class KnownCache:
             end: position after the last one.
             salt: cells of different salts differ.
         """
-        blocks, slots = self._places(table, first, end)
+        held, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
         for key, view in self._views.items():
-            view[blocks[kept], slots[kept]] = self._expected(key, tokens, first, end, salt)[kept]
+            view[blocks[kept], slots[kept]] = self._expected(key, tokens, held[kept], salt)
 
     def wrong_cells(
         self,
@@ -123,18 +124,18 @@ class KnownCache:
         Returns:
             One line per layer and part that has wrong cells; empty if all are right.
         """
-        blocks, slots = self._places(table, first, end)
+        held, blocks, slots = self._places(table, first, end)
         lines = []
         for (layer, part), view in self._views.items():
             if layers is not None and layer not in layers:
                 continue
-            expected = self._expected((layer, part), tokens, first, end, salt)
+            expected = self._expected((layer, part), tokens, held, salt)
             wrong = np.argwhere(view[blocks, slots] != expected)
             if len(wrong):
                 token, head, element = wrong[0]
                 lines.append(
                     f"rank {self.rank}, layer {layer}, {part}: {len(wrong)} of {expected.size} "
-                    f"cells, first token {first + token}, head {head}, element {element}"
+                    f"cells, first token {held[token]}, head {head}, element {element}"
                 )
         return lines
 
@@ -143,7 +144,7 @@ class KnownCache:
 
         Null blocks have none.
         """
-        blocks, slots = self._places(table, first, end)
+        _, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
         cells = [view[blocks[kept], slots[kept]] for view in self._views.values()]
         return all(bool((np.ascontiguousarray(c).view(np.uint8) == _SPOILT).all()) for c in cells)
@@ -165,19 +166,22 @@ class KnownCache:
             )
         ]
 
-    def _places(
-        self, table: Sequence[int], first: int, end: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _places(self, table: Sequence[int], first: int, end: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Those of the tokens that the rank holds, the blocks and the slots where they lie."""
         positions = np.arange(first, end)
-        size = self.geometry.block_size
-        return np.asarray(table, dtype=np.int64)[positions // size], positions % size
+        shard = self.geometry.token_shard(self.rank)
+        held = positions[shard.holds(positions)]
+        blocks, slots = np.divmod(shard.slots(held), self.geometry.block_size)
+        return held, np.asarray(table, dtype=np.int64)[blocks], slots
 
     def _expected(
-        self, key: tuple[int, str], tokens: Sequence[int], first: int, end: int, salt: int
+        self, key: tuple[int, str], tokens: Sequence[int], positions: Int64s, salt: int
     ) -> UintArray:
         layer, part = key
         parts = {known.name: known for known in self.geometry.parts}
-        state = np.array(prefix_states(tokens[:end])[first:], dtype=np.uint64)[:, None, None]
+        last = int(positions.max(initial=-1))
+        state = np.array(prefix_states(tokens[: last + 1]), dtype=np.uint64)
+        state = state[positions][:, None, None]
         heads = np.array(self.geometry.heads(self.rank), dtype=np.uint64)[None, :, None]
         elements = np.arange(parts[part].head_size, dtype=np.uint64)[None, None, :]
         place = np.uint64((salt * 64 + layer) * 64 + list(parts).index(part))

@@ -31,9 +31,7 @@ __all__ = ["EngineGeometry", "ParallelShape", "RankCoordinates"]
 _SHAPE_FIELDS = ("tp", "pp", "dcp", "pcp", "interleave_size")
 
 _PLAIN_FIELDS = tuple(
-    field
-    for field in GroupDescription.__struct_fields__
-    if field not in ("layout", *_SHAPE_FIELDS)
+    field for field in GroupDescription.__struct_fields__ if field not in ("layout", *_SHAPE_FIELDS)
 )
 """Fields that a geometry and its description have alike."""
 

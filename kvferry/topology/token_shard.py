@@ -1,6 +1,6 @@
 """Which tokens of a request a context-parallel rank holds, and where they lie among its own.
 
-The tokens of a request go round over the context ranks of an engine, ``interleave_size`` at a time::
+The tokens of a request go round over an engine's context ranks, ``interleave_size`` at a time::
 
     token         0 1 2 3 | 4 5 6 7 | 8 9 ...      2 ranks, interleave_size 2
     context rank  0 0 1 1 | 0 0 1 1 | 0 0 ...
@@ -62,7 +62,8 @@ class TokenShard:
 
     def holds(self, tokens: Int64s) -> npt.NDArray[np.bool_]:
         """Which of these tokens the rank holds."""
-        return tokens // self.interleave_size % self.num_ranks == self.rank
+        found: npt.NDArray[np.bool_] = tokens // self.interleave_size % self.num_ranks == self.rank
+        return found
 
     def meets(self, other: "TokenShard") -> bool:
         """Whether the two hold any token alike.

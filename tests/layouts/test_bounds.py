@@ -122,7 +122,8 @@ def inside(tile, run, side, sizes):
     corners = [
         int(tile[f"{side}_offset"])
         + int(run[f"{side}_block"]) * int(tile[f"{side}_block_stride"])
-        + (int(run[f"{side}_token"]) + i * int(run[f"{side}_step"])) * int(tile[f"{side}_token_stride"])
+        + (int(run[f"{side}_token"]) + i * int(run[f"{side}_step"]))
+        * int(tile[f"{side}_token_stride"])
         + h * int(tile[f"{side}_head_stride"])
         + e * int(tile[f"{side}_element_stride"])
         for i in (0, int(run["tokens"]) - 1)

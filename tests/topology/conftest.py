@@ -124,6 +124,9 @@ class Worlds:
     def parallel(self, draw, kv_heads, most_tp, pp) -> ParallelShape:
         """A shape, half the time with context parallelism; for layers with these KV heads."""
         tp = draw(st.integers(1, most_tp), label="tp")
+        multiple = math.lcm(*kv_heads) * draw(st.integers(2, 4), label="replicas")
+        if multiple <= 8 and draw(st.booleans(), label="equal replicas"):
+            tp = multiple
         if not draw(st.booleans(), label="context parallel"):
             return ParallelShape(tp=tp, pp=pp)
         replicas = [
@@ -138,15 +141,16 @@ class Worlds:
         return ParallelShape(
             tp=tp,
             pp=pp,
-            dcp=draw(st.sampled_from(fits), label="dcp"),
+            dcp=draw(st.sampled_from(fits[::-1]), label="dcp"),
             pcp=draw(st.integers(1, 3), label="pcp"),
-            interleave_size=draw(st.integers(1, 3), label="interleave_size"),
+            interleave_size=draw(st.sampled_from([1, 1, 2, 3]), label="interleave_size"),
         )
 
     def block_size(self, draw, parallel) -> int:
         size = draw(st.integers(1, 6), label="block_size")
         if parallel.dcp * parallel.pcp == 1:
             return size
+        size += draw(st.integers(0, 6), label="more")
         turn = parallel.interleave_size
         return -(-size // turn) * turn
 

@@ -244,8 +244,22 @@ def test_dtypes_come_as_torch_or_numpy_dtypes_or_names(dtype, name, itemsize):
         ({"attention_chunk_size": 1.5}, "attention_chunk_size: 1.5 is not a whole number"),
         ({"sliding_window": 1 << 41}, "sliding_window: .* is more than"),
         ({"sliding_window": 4, "attention_chunk_size": 4}, "give only that one"),
-        ({"parallel": ParallelShape(tp=2, dcp=2)}, "context parallelism .* not supported yet"),
-        ({"parallel": ParallelShape(pcp=2)}, "context parallelism .* not supported yet"),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=2, dcp=2)},
+            "dcp=2 does not divide the 1 TP ranks that hold each of the 2 KV heads with tp=2",
+        ),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=5, dcp=2)},
+            "dcp=2 does not divide the 2 or 3 TP ranks",
+        ),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=8, dcp=3)},
+            "dcp=3 does not divide the 4 TP ranks",
+        ),
+        (
+            {"parallel": ParallelShape(pcp=2, interleave_size=3)},
+            "interleave_size=3 does not divide block_size=",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(changes, says):

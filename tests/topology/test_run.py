@@ -264,21 +264,17 @@ def test_any_flipped_bit_of_the_span_changes_the_digest(worlds):
         token = data.draw(st.integers(case.first_token, case.num_tokens - 1))
         part = data.draw(st.sampled_from(one.parts))
         bit = data.draw(st.integers(0, part.head_size * part.itemsize * 8 - 1))
-        holder = next(
-            r for r in range(one.world_size) if layer in one.layers(r) and head in one.heads(r)
+        holder, place = next(
+            (rank, place)
+            for rank in range(one.world_size)
+            if layer in one.layers(rank) and head in one.heads(rank)
+            if (place := worlds.place(one, rank, token))
         )
+        cell = blocks[place[0]], place[1], head - one.heads(holder).start
         boxes = worlds._read_box(engine, holder, layer, part.name)
-        row = np.ascontiguousarray(
-            boxes[
-                blocks[token // one.block_size],
-                token % one.block_size,
-                head - one.heads(holder).start,
-            ]
-        ).view(np.uint8)
+        row = np.ascontiguousarray(boxes[cell]).view(np.uint8)
         row[bit // 8] ^= 1 << bit % 8
-        boxes[
-            blocks[token // one.block_size], token % one.block_size, head - one.heads(holder).start
-        ] = row.view(boxes.dtype)
+        boxes[cell] = row.view(boxes.dtype)
         worlds._write_box(engine, holder, layer, part.name, boxes)
         assert engine_digest(engine, blocks, *span) != before
 

@@ -319,6 +319,20 @@ def test_an_impossible_endpoint_is_refused(local, server, changes):
         local.connect(encode(msgspec.structs.replace(endpoint, **changes)))
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_older_server_is_only_asked_for_what_it_understands(local, server, step):
+    endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
+    peer = local.connect(encode(msgspec.structs.replace(endpoint, version_max=1)))
+    tiles, runs = tables()
+    runs["tokens"], runs["source_step"] = 8, step
+    transfer = local.read(peer, tiles, runs)
+    if step == 1:
+        assert server.expect(Read).steps == b""
+        return
+    ended(local, transfer)
+    assert "need version 2; upgrade it" in str(transfer.error)
+
+
 def test_a_host_that_zmq_cannot_parse_is_an_error_of_ours(local, server):
     endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
     with pytest.raises(KVFerryError, match="cannot connect"):
