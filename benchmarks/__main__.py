@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import managers, postprocess
+from benchmarks import managers, planning, postprocess
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
@@ -34,6 +34,7 @@ class Part(enum.StrEnum):
     CONFIRM = "confirm"
     MANAGERS = "managers"
     POSTPROCESS = "postprocess"
+    PLANNING = "planning"
 
 
 def main(
@@ -44,7 +45,7 @@ def main(
     nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
 ) -> None:
     """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, and the
-    postprocessor with the known three passes; times bind and the confirm.
+    postprocessor with the known three passes; times planning, bind and the confirm.
     """
     console = Console()
     if not console.is_terminal:
@@ -59,7 +60,11 @@ def main(
         _compare_managers(console, command, machine, rounds, quick, out)
     if Part.POSTPROCESS in parts:
         _compare_postprocessors(console, command, machine, rounds, quick, out)
-    if parts <= {Part.MANAGERS, Part.POSTPROCESS}:
+    if Part.PLANNING in parts:
+        planned = planning.measure(command, machine, quick=quick)
+        planning.show(planned, console)
+        planning.write(planned, out)
+    if parts <= {Part.MANAGERS, Part.POSTPROCESS, Part.PLANNING}:
         return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []

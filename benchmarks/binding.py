@@ -49,8 +49,8 @@ def geometries() -> tuple[EngineGeometry, EngineGeometry]:
 def measure_bind(tokens: int, rounds: int) -> BindResult:
     """Binds shuffled block tables ``rounds`` times for each target rank."""
     source, target = geometries()
-    source_table = _shuffled_table(tokens, source.block_size, seed=1)
-    target_table = _shuffled_table(tokens, target.block_size, seed=2)
+    source_table = shuffled_table(tokens, source.block_size, seed=1)
+    target_table = shuffled_table(tokens, target.block_size, seed=2)
     began = time.perf_counter()
     plans = [_plan(source, target, rank) for rank in range(target.world_size)]
     plan_seconds = (time.perf_counter() - began) / len(plans)
@@ -73,7 +73,7 @@ def measure_bind(tokens: int, rounds: int) -> BindResult:
     )
 
 
-def _shuffled_table(tokens: int, block_size: int, seed: int) -> list[int]:
+def shuffled_table(tokens: int, block_size: int, seed: int) -> list[int]:
     """Block ids from all over a pool that is twice as large."""
     blocks = -(-tokens // block_size)
     ids: list[int] = (1 + np.random.default_rng(seed).permutation(2 * blocks)[:blocks]).tolist()

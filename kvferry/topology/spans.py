@@ -53,13 +53,11 @@ def shared_spans(
     period = math.lcm(source.period, target.period)
     steps = period // source.num_ranks, period // target.num_ranks
     turns = _turns(source, block_sizes[0]), _turns(target, block_sizes[1])
-    if steps[0] >= block_sizes[0] or steps[1] >= block_sizes[1]:
-        return _by_turns(source, target, turns, span)  # a progression has one token per block
-    progressions = _by_progressions(source, target, block_sizes, steps, span)
-    if min(turns) == 1:
-        return progressions
-    found = _by_turns(source, target, turns, span)
-    return progressions if len(progressions.counts) < len(found.counts) else found
+    # Tokens of a progression in one block; so it is also the longest that a span can be.
+    longest = min(size // step for size, step in zip(block_sizes, steps, strict=True))
+    if longest > min(turns):
+        return _by_progressions(source, target, block_sizes, steps, span)
+    return _by_turns(source, target, turns, span)
 
 
 def _turns(shard: TokenShard, block_size: int) -> int:
@@ -124,4 +122,6 @@ def _cuts(first: int, last: int, one: int, two: int) -> Int64s:
     if two == one:
         return np.concatenate(cuts)
     cuts.append(np.arange((first // two + 1) * two, last, two))
-    return np.unique(np.concatenate(cuts))
+    # The parts are sorted, so a stable sort only merges them; np.unique takes ten times as long.
+    found = np.sort(np.concatenate(cuts), kind="stable")
+    return found[np.diff(found, prepend=first - 1) > 0]

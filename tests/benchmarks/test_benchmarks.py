@@ -16,6 +16,7 @@ from benchmarks.cases import CacheShape, Case, WrongDataError, all_cases, check_
 from benchmarks.figures import Row, compare
 from benchmarks.kvferry_side import KvferrySource
 from benchmarks.machine import describe_machine
+from benchmarks.planning import PlanningResults
 from benchmarks.nixl_side import merged_blocks, why_missing
 from benchmarks.remote import Remote, RemoteError
 from benchmarks.report import Results, markdown, missed
@@ -203,6 +204,11 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert {bind.tokens for bind in results.bind} == {4096, 32768}
     assert {confirm.case for confirm in results.confirm} == {"one by one", "all at once"}
     assert (tmp_path / "transport.png").stat().st_size > 10_000
+    planned = msgspec.json.decode((tmp_path / "planning.json").read_bytes(), type=PlanningResults)
+    assert {plan.ranks for plan in planned.plans} == {64, 128}
+    assert all(plan.pieces >= plan.pairs >= plan.ranks for plan in planned.plans)
+    assert {bind.tokens for bind in planned.binds} == {1024, 4096}
+    assert (tmp_path / "planning.png").stat().st_size > 10_000
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(str(case) in page for case in all_cases())
     assert "A quick run" in page
