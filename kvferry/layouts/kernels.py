@@ -98,11 +98,12 @@ def melt(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
 @kernel
 def _same_shape(runs: Any, one: int, two: int) -> bool:
     """Whether two runs make boxes of the same extents and strides."""
-    return (
+    same: bool = (
         runs[one, R_TOKENS] == runs[two, R_TOKENS]
         and runs[one, R_S_STEP] == runs[two, R_S_STEP]
         and runs[one, R_T_STEP] == runs[two, R_T_STEP]
     )
+    return same
 
 
 @kernel

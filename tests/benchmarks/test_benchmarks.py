@@ -16,8 +16,8 @@ from benchmarks.cases import CacheShape, Case, WrongDataError, all_cases, check_
 from benchmarks.figures import Row, compare
 from benchmarks.kvferry_side import KvferrySource
 from benchmarks.machine import describe_machine
-from benchmarks.planning import PlanningResults
 from benchmarks.nixl_side import merged_blocks, why_missing
+from benchmarks.planning import PlanningResults
 from benchmarks.remote import Remote, RemoteError
 from benchmarks.report import Results, markdown, missed
 from benchmarks.samples import Sample
@@ -180,7 +180,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
     # The managers are in test_managers.py.
-    parts = [f"--only={part}" for part in ("transports", "bind", "confirm")]
+    parts = [f"--only={part}" for part in ("transports", "bind", "confirm", "planning")]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *parts],
         cwd=ROOT,
