@@ -89,6 +89,7 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
     interleave_size: int = 1
+    page_size_padded: int | None = None
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

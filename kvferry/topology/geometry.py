@@ -35,6 +35,9 @@ _PLAIN_FIELDS = tuple(
 )
 """Fields that a geometry and its description have alike."""
 
+_MAX_PAGE = 1 << 40
+"""Bytes of the largest padded page."""
+
 _MAX_WINDOW = 1 << 40
 """Tokens of the longest window or chunk: no request is longer, and sums stay inside 64 bits."""
 
@@ -89,6 +92,9 @@ class EngineGeometry:
     """Tokens that the group keeps of a request, as :func:`first_kept_token` counts them."""
     attention_chunk_size: int | None = None
     """The same for a group that keeps the chunk of the next token, in tokens per chunk."""
+    page_size_padded: int | None = None
+    """Bytes to which a page, one block of one layer on a rank, is padded. The cells of such a page
+    lie together, in the layout's order of the other dims; pages follow each other."""
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class EngineGeometry:
         layer_indices: Sequence[int] | None = None,
         sliding_window: int | None = None,
         attention_chunk_size: int | None = None,
+        page_size_padded: int | None = None,
     ) -> None:
         values = {
             "num_layers": check_count("num_layers", num_layers),
@@ -123,6 +130,7 @@ class EngineGeometry:
             "layer_indices": None if layer_indices is None else tuple(layer_indices),
             "sliding_window": sliding_window,
             "attention_chunk_size": attention_chunk_size,
+            "page_size_padded": page_size_padded,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -147,7 +155,15 @@ class EngineGeometry:
         self._check_windows()
         heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
         box = Box(1, 1, self.block_size, heads, self.part_sizes)
-        self.layout.shape(box)  # raises where the layout lacks a dim
+        page = math.prod(self.layout.shape(box)) * self.itemsize  # raises where it lacks a dim
+        padded = self.page_size_padded
+        if padded is not None and (
+            check_count("page_size_padded", padded, most=_MAX_PAGE) < page or padded % self.itemsize
+        ):
+            raise ValueError(
+                f"page_size_padded: {padded} bytes; a page of {self.block_size} tokens and {heads} "
+                f"heads needs {page}, and a whole number of elements of {self.itemsize}"
+            )
 
     def _check_layers(self) -> None:
         if self.layer_indices is not None:
@@ -335,21 +351,37 @@ class EngineGeometry:
         Args:
             rank: whose tensor.
             num_blocks: blocks of the tensor, the null block included.
-            strides: bytes per dim of :meth:`cache_shape`; dense if left out.
+            strides: bytes per dim of :meth:`cache_shape`; if left out, dense or as
+                ``page_size_padded`` says.
         """
         shape = self.cache_shape(rank, num_blocks)
         if strides is None:
-            strides = _dense_strides(shape, self.itemsize)
+            strides = self._strides(shape)
         cells = self.layout.strides(self.box(rank, num_blocks), strides)
         return {part: part_strides_of(found) for part, found in cells.items()}
 
     def nbytes(self, rank: int, num_blocks: int) -> int:
-        """Bytes of all tensors of a rank, lying dense one after the other."""
-        elements = math.prod(self.cache_shape(rank, num_blocks))
-        return elements * self.itemsize * len(self.tensor_names(rank))
+        """Bytes of all tensors of a rank, lying dense one after the other; padding included."""
+        shape = self.cache_shape(rank, num_blocks)
+        if self.page_size_padded is not None:
+            return self.page_size_padded * num_blocks * len(self.layers(rank))
+        return math.prod(shape) * self.itemsize * len(self.tensor_names(rank))
+
+    def _strides(self, shape: Sequence[int]) -> list[int]:
+        """Bytes per dim of a tensor that lies dense, or whose pages are padded."""
+        if self.page_size_padded is None:
+            return _dense_strides(shape, self.itemsize)
+        dims = self.layout.dims(self.part_sizes)
+        inside = [dim for dim, letter in enumerate(dims) if letter not in "LB"]
+        outside = [dim for dim, letter in enumerate(dims) if letter in "LB"]
+        strides = dict.fromkeys(range(len(shape)), 0)
+        for some, unit in ((inside, self.itemsize), (outside, self.page_size_padded)):
+            found = _dense_strides([shape[dim] for dim in some], unit)
+            strides |= dict(zip(some, found, strict=True))
+        return list(strides.values())
 
     def memory(self, rank: int, num_blocks: int, *, region_per_tensor: bool = False) -> RankMemory:
-        """A rank's memory if its tensors are dense.
+        """A rank's memory if its tensors are dense, pages padded where the geometry says so.
 
         Args:
             rank: whose memory.

@@ -1,5 +1,7 @@
 """Random worlds for the laws, and a slow oracle that slices and concatenates logical arrays."""
 
+import dataclasses
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -113,12 +115,26 @@ class Worlds:
             edges = [0, *sorted(cuts), model["num_layers"]]
             split = [b - a for a, b in itertools.pairwise(edges)]
         parallel = self.parallel(draw, [model["num_kv_heads"]], most_tp=7, pp=pp)
-        return EngineGeometry(
+        geometry = EngineGeometry(
             **model,
             block_size=self.block_size(draw, parallel),
             layout=self.layout(draw, "latent" if model["use_mla"] else None),
             parallel=parallel,
             layer_split=split,
+        )
+        return self.padded(draw, geometry)
+
+    def padded(self, draw, geometry) -> EngineGeometry:
+        """The same, in one case of four with padded pages."""
+        if draw(st.integers(0, 3), label="padded pages"):
+            return geometry
+        elements = geometry.block_size * max(
+            len(geometry.heads(rank)) for rank in range(geometry.world_size)
+        )
+        elements *= sum(part.head_size for part in geometry.parts)
+        padding = draw(st.integers(0, 3), label="padding")
+        return dataclasses.replace(
+            geometry, page_size_padded=(elements + padding) * geometry.itemsize
         )
 
     def parallel(self, draw, kv_heads, most_tp, pp) -> ParallelShape:
@@ -182,12 +198,14 @@ class Worlds:
             names = geometry.tensor_names(rank)
             dtype = DTYPES[geometry.dtype]
             tensors, storages = {}, []
-            if kind == "one storage":
+            if kind == "one storage" and geometry.page_size_padded is None:
                 stacked, storage = self._dense(rng, (len(names), *shape), dtype)
                 tensors = dict(zip(names, stacked, strict=True))
                 storages.append(storage)
-            for name in names if kind != "one storage" else ():
+            for name in names if not tensors else ():
                 make = self._dense if kind == "dense" else self._strided
+                if geometry.page_size_padded is not None:
+                    make = functools.partial(self._padded, geometry)
                 tensors[name], storage = make(rng, shape, dtype)
                 storages.append(storage)
             engine.tensors[rank], engine.storages[rank] = tensors, storages
@@ -197,6 +215,25 @@ class Worlds:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         storage = rng.integers(0, 256, GUARD + nbytes + GUARD, dtype=np.uint8)
         return storage[GUARD : GUARD + nbytes].view(dtype).reshape(shape), storage
+
+    def _padded(self, geometry, rng, shape, dtype):
+        nbytes = math.prod(self._num_pages(geometry, shape)) * geometry.page_size_padded
+        storage = rng.integers(0, 256, GUARD + nbytes + GUARD, dtype=np.uint8)
+        return self.padded_view(geometry, storage[GUARD : GUARD + nbytes], shape, dtype), storage
+
+    def _num_pages(self, geometry, shape):
+        dims = geometry.layout.dims(geometry.part_sizes)
+        return [extent for extent, letter in zip(shape, dims, strict=True) if letter in "LB"]
+
+    def padded_view(self, geometry, memory, shape, dtype):
+        """Page after page, each with its cells in order and then bytes that nobody may touch."""
+        dims = geometry.layout.dims(geometry.part_sizes)
+        order = sorted(range(len(dims)), key=lambda dim: dims[dim] not in "LB")
+        pages = memory.view(dtype).reshape(math.prod(self._num_pages(geometry, shape)), -1)
+        cells = pages[:, : math.prod(shape) // len(pages)]
+        view = cells.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        assert np.shares_memory(view, memory)
+        return view
 
     def _strided(self, rng, shape, dtype):
         """A view with gaps in every dim, some of them walked backwards, in any dim order."""

@@ -244,6 +244,9 @@ def test_dtypes_come_as_torch_or_numpy_dtypes_or_names(dtype, name, itemsize):
         ({"attention_chunk_size": 1.5}, "attention_chunk_size: 1.5 is not a whole number"),
         ({"sliding_window": 1 << 41}, "sliding_window: .* is more than"),
         ({"sliding_window": 4, "attention_chunk_size": 4}, "give only that one"),
+        ({"page_size_padded": 0}, "page_size_padded: 0 is less than 1"),
+        ({"page_size_padded": 4}, "page_size_padded: 4 bytes; a page of .* needs"),
+        ({"page_size_padded": (1 << 20) + 1}, "a whole number of elements of 4"),
         (
             {"num_kv_heads": 2, "parallel": ParallelShape(tp=2, dcp=2)},
             "dcp=2 does not divide the 1 TP ranks that hold each of the 2 KV heads with tp=2",
@@ -299,7 +302,12 @@ def test_dense_memory_is_what_dense_tensors_have(worlds):
         one = worlds.geometry(data.draw, worlds._model(data.draw))
         rank = data.draw(st.integers(0, one.world_size - 1))
         names = one.tensor_names(rank)
-        whole = np.zeros((len(names), *one.cache_shape(rank, 3)), dtype=f"u{one.itemsize}")
+        shape, dtype = one.cache_shape(rank, 3), f"u{one.itemsize}"
+        whole = np.zeros(one.nbytes(rank, 3), dtype=np.uint8).reshape(len(names), -1)
+        if one.page_size_padded is None:
+            whole = whole.view(dtype).reshape(len(names), *shape)
+        else:
+            whole = [worlds.padded_view(one, each, shape, dtype) for each in whole]
         memory, regions = memory_of(one, rank, dict(zip(names, whole, strict=True)))
         assert memory == one.memory(rank, 3)
         assert [region.nbytes for region in regions] == [one.nbytes(rank, 3)]
@@ -308,6 +316,26 @@ def test_dense_memory_is_what_dense_tensors_have(worlds):
         assert [tensor.region for tensor in apart.tensors] == list(range(len(names)))
 
     law()
+
+
+def test_a_padded_page_holds_all_of_a_block_whatever_the_order_of_the_dims():
+    one = geometry(
+        num_kv_heads=3,
+        head_size=4,
+        head_size_v=2,
+        block_size=2,
+        dtype="float32",
+        parallel=ParallelShape(),
+        layout="KBNHD",
+        page_size_padded=256,
+    )
+    strides = one.part_strides(0, num_blocks=5)
+    assert (strides["k"].offset, strides["v"].offset) == (0, 16)
+    assert {part.block for part in strides.values()} == {256}
+    assert {part.token for part in strides.values()} == {3 * 6 * 4}
+    assert one.nbytes(0, 5) == 9 * 5 * 256
+    with_layers = dataclasses.replace(one, layout=Layout("LBNHD"), head_size_v=None)
+    assert with_layers.part_strides(0, 5)["k"].layer == 5 * 256
 
 
 def test_layout_objects_and_names_are_the_same():

@@ -162,6 +162,7 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
             layer_split=split_of_group(indices, stage_layers),
             **kept[indices[0]],
         )
+        one = worlds.padded(draw, one)
         table = worlds._table(draw, one, num_tokens)
         engines.append(worlds.engine(draw, rng, one, max(table, default=0) + 1))
         nulls = draw(st.booleans(), label="null blocks below the window")
