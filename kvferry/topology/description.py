@@ -90,6 +90,7 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     attention_chunk_size: int | None = None
     interleave_size: int = 1
     page_size_padded: int | None = None
+    scale_dtype: str | None = None
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,12 +8,12 @@ divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 rank
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from kvferry.layouts.layout import Box, CellStrides, Layout
-from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+from kvferry.layouts.layout import Box, Layout
+from kvferry.topology.description import GroupDescription, PartStrides, RankMemory
 from kvferry.topology.head_ranges import check_dcp, heads_of, query_heads_of, replicas_of
 from kvferry.topology.layer_ranges import (
     check_indices,
@@ -23,6 +23,7 @@ from kvferry.topology.layer_ranges import (
 )
 from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
 from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
+from kvferry.topology.tensors import TensorKind, dense_memory
 from kvferry.topology.token_shard import TokenShard
 from kvferry.topology.windows import first_kept_token
 
@@ -92,6 +93,8 @@ class EngineGeometry:
     """Tokens that the group keeps of a request, as :func:`first_kept_token` counts them."""
     attention_chunk_size: int | None = None
     """The same for a group that keeps the chunk of the next token, in tokens per chunk."""
+    scale_dtype: str | None = None
+    """Of a quantised cache: the dtype of its scales, one per part, token and head."""
     page_size_padded: int | None = None
     """Bytes to which a page, one block of one layer on a rank, is padded. The cells of such a page
     lie together, in the layout's order of the other dims; pages follow each other."""
@@ -113,6 +116,7 @@ class EngineGeometry:
         layer_indices: Sequence[int] | None = None,
         sliding_window: int | None = None,
         attention_chunk_size: int | None = None,
+        scale_dtype: Any = None,
         page_size_padded: int | None = None,
     ) -> None:
         values = {
@@ -130,6 +134,7 @@ class EngineGeometry:
             "layer_indices": None if layer_indices is None else tuple(layer_indices),
             "sliding_window": sliding_window,
             "attention_chunk_size": attention_chunk_size,
+            "scale_dtype": None if scale_dtype is None else dtype_name(scale_dtype),
             "page_size_padded": page_size_padded,
         }
         for name, value in values.items():
@@ -185,21 +190,29 @@ class EngineGeometry:
     # ---- who holds what --------------------------------------------------------------------
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of a cell, in the order in which they lie."""
+    def tensor_kinds(self) -> tuple[TensorKind, ...]:
+        """What lies in the layers' own tensors, then in those of each kind of scale."""
         itemsize = ITEMSIZES[self.dtype]
-        if self.use_mla:
-            return (Part("latent", self.head_size, self.dtype, itemsize),)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
-        return (
-            Part("k", self.head_size, self.dtype, itemsize),
-            Part("v", head_size_v, self.dtype, itemsize),
+        sizes = (
+            {"latent": self.head_size} if self.use_mla else {"k": self.head_size, "v": head_size_v}
         )
+        parts = tuple(Part(name, size, self.dtype, itemsize) for name, size in sizes.items())
+        own = TensorKind("", self.layout, parts, self.page_size_padded)
+        if self.scale_dtype is None:
+            return (own,)
+        scale = Part("", 1, self.scale_dtype, ITEMSIZES[self.scale_dtype])
+        return (own, *(own.scale(replace(scale, name=f"{name}_scale"), name) for name in sizes))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a cell: those of the layers' own tensors as they lie there, then scales."""
+        return tuple(part for kind in self.tensor_kinds for part in kind.parts)
 
     @property
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Name and elements per head of each part."""
-        return tuple((part.name, part.head_size) for part in self.parts)
+        """Name and elements per head of each part in the layers' own tensors."""
+        return self.tensor_kinds[0].part_sizes
 
     @property
     def itemsize(self) -> int:
@@ -318,35 +331,53 @@ class EngineGeometry:
         position = self.layer_position(layer)
         return f"layer.{layer}" if self.layer_names is None else self.layer_names[position]
 
+    def tensors(self, rank: int) -> dict[str, TensorKind]:
+        """A rank's tensors: name → what lies in it, as :meth:`tensor_names` orders them."""
+        layers = self.layers(rank)
+        names = [self.layer_name(layer) for layer in layers]
+        if self.layout.is_cross_layer:
+            names = [CROSS_LAYER_NAME] if layers else []
+        return {name + kind.suffix: kind for kind in self.tensor_kinds for name in names}
+
     def tensor_names(self, rank: int) -> tuple[str, ...]:
         """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer.
 
-        Empty where the rank's stage holds none of the group's layers.
+        With scales, each of these names again with ``.k_scale``, then with ``.v_scale`` (or
+        ``.latent_scale``). Empty where the rank's stage holds none of the group's layers.
         """
-        layers = self.layers(rank)
-        if self.layout.is_cross_layer:
-            return (CROSS_LAYER_NAME,) if layers else ()
-        return tuple(self.layer_name(layer) for layer in layers)
+        return tuple(self.tensors(rank))
 
-    def box(self, rank: int, num_blocks: int) -> Box:
-        """What one tensor of a rank holds."""
+    def box(self, rank: int, num_blocks: int, kind: TensorKind | None = None) -> Box:
+        """What one tensor of a rank holds: one of a layer's own, unless a kind is given."""
+        sizes = self.part_sizes if kind is None else kind.part_sizes
         layers = len(self.layers(rank)) if self.layout.is_cross_layer else 1
-        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), self.part_sizes)
+        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), sizes)
 
-    def cache_shape(self, rank: int, num_blocks: int) -> tuple[int, ...]:
+    def cache_shape(self, rank: int, num_blocks: int, scale: str | None = None) -> tuple[int, ...]:
         """The shape of each of a rank's tensors.
 
+        Args:
+            rank: whose tensors.
+            num_blocks: blocks of each, the null block included.
+            scale: a part of scales, for example ``"k_scale"``: the shape of its tensors, which
+                have one element per head, and no dim K.
+
         Raises:
-            ValueError: there is no such rank, or ``num_blocks`` is less than 1.
+            ValueError: there is no such rank or scale, or ``num_blocks`` is less than 1.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks: {num_blocks} is less than 1")
-        return self.layout.shape(self.box(rank, num_blocks))
+        kinds = {kind.suffix: kind for kind in self.tensor_kinds}
+        suffix = "" if scale is None else f".{scale}"
+        if suffix not in kinds:
+            names = ", ".join(known[1:] for known in kinds if known) or "none"
+            raise ValueError(f"scale: {scale!r} is not one of the group's scales, {names}")
+        return kinds[suffix].layout.shape(self.box(rank, num_blocks, kinds[suffix]))
 
     def part_strides(
         self, rank: int, num_blocks: int, strides: Sequence[int] | None = None
     ) -> dict[str, PartStrides]:
-        """Where the cells of each part lie in a rank's tensor, in bytes.
+        """Where the cells of each part lie in one of a layer's own tensors, in bytes.
 
         Args:
             rank: whose tensor.
@@ -354,31 +385,11 @@ class EngineGeometry:
             strides: bytes per dim of :meth:`cache_shape`; if left out, dense or as
                 ``page_size_padded`` says.
         """
-        shape = self.cache_shape(rank, num_blocks)
-        if strides is None:
-            strides = self._strides(shape)
-        cells = self.layout.strides(self.box(rank, num_blocks), strides)
-        return {part: part_strides_of(found) for part, found in cells.items()}
+        return self.tensor_kinds[0].part_strides(self.box(rank, num_blocks), strides)
 
     def nbytes(self, rank: int, num_blocks: int) -> int:
         """Bytes of all tensors of a rank, lying dense one after the other; padding included."""
-        shape = self.cache_shape(rank, num_blocks)
-        if self.page_size_padded is not None:
-            return self.page_size_padded * num_blocks * len(self.layers(rank))
-        return math.prod(shape) * self.itemsize * len(self.tensor_names(rank))
-
-    def _strides(self, shape: Sequence[int]) -> list[int]:
-        """Bytes per dim of a tensor that lies dense, or whose pages are padded."""
-        if self.page_size_padded is None:
-            return _dense_strides(shape, self.itemsize)
-        dims = self.layout.dims(self.part_sizes)
-        inside = [dim for dim, letter in enumerate(dims) if letter not in "LB"]
-        outside = [dim for dim, letter in enumerate(dims) if letter in "LB"]
-        strides = dict.fromkeys(range(len(shape)), 0)
-        for some, unit in ((inside, self.itemsize), (outside, self.page_size_padded)):
-            found = _dense_strides([shape[dim] for dim in some], unit)
-            strides |= dict(zip(some, found, strict=True))
-        return list(strides.values())
+        return sum(self.memory(rank, num_blocks).region_bytes)
 
     def memory(self, rank: int, num_blocks: int, *, region_per_tensor: bool = False) -> RankMemory:
         """A rank's memory if its tensors are dense, pages padded where the geometry says so.
@@ -389,27 +400,12 @@ class EngineGeometry:
             region_per_tensor: one region per tensor; otherwise all lie in region 0, one after
                 the other, ``nbytes(rank, num_blocks)`` in all.
         """
-        names = self.tensor_names(rank)
-        parts = self.part_strides(rank, num_blocks)
-        each = self.nbytes(rank, num_blocks) // max(len(names), 1)
+        self.cache_shape(rank, num_blocks)  # raises
         tensors = [
-            TensorMemory(name=name, region=0, offset=index * each, parts=parts)
-            for index, name in enumerate(names)
+            (name, kind, self.box(rank, num_blocks, kind))
+            for name, kind in self.tensors(rank).items()
         ]
-        if not region_per_tensor:
-            return RankMemory(
-                num_blocks=num_blocks,
-                region_bytes=(each * len(names),) if names else (),
-                tensors=tuple(tensors),
-            )
-        return RankMemory(
-            num_blocks=num_blocks,
-            region_bytes=(each,) * len(names),
-            tensors=tuple(
-                TensorMemory(name=name, region=index, offset=0, parts=parts)
-                for index, name in enumerate(names)
-            ),
-        )
+        return dense_memory(tensors, num_blocks, region_per_tensor=region_per_tensor)
 
     # ---- the wire --------------------------------------------------------------------------
 
@@ -433,15 +429,3 @@ class EngineGeometry:
             parallel=ParallelShape(**{field: getattr(group, field) for field in _SHAPE_FIELDS}),
             **{field: getattr(group, field) for field in _PLAIN_FIELDS},
         )
-
-
-def part_strides_of(cells: CellStrides) -> PartStrides:
-    """The wire form of strides in bytes."""
-    return PartStrides(**cells._asdict())
-
-
-def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    strides = [itemsize]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return strides[::-1]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvferry.topology.binding import BoundCopies
 
 
-_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla")
+_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype")
 """Fields of a geometry that say what a cell is."""
 
 
@@ -268,10 +268,13 @@ class _Places:
         self._layers = geometry.layers(rank)
         self._heads = geometry.heads(rank)
         self._tensors = {tensor.name: tensor for tensor in memory.tensors}
+        self._suffixes = {
+            part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
+        }
 
     def side(self, layer: int, first_head: int, part: Part) -> _Side:
         """Where the part of one layer lies, from the first head on."""
-        tensor, index = self._tensor(layer)
+        tensor, index = self._tensor(layer, self._suffixes[part.name])
         strides = tensor.parts.get(part.name)
         if strides is None:
             raise ProtocolError(
@@ -283,14 +286,14 @@ class _Places:
             tensor.region, offset, strides.block, strides.token, strides.head, strides.element
         )
 
-    def _tensor(self, layer: int) -> tuple[TensorMemory, int]:
-        name = self._geometry.layer_name(layer)
+    def _tensor(self, layer: int, suffix: str) -> tuple[TensorMemory, int]:
+        name, cross = self._geometry.layer_name(layer) + suffix, CROSS_LAYER_NAME + suffix
         if name in self._tensors:
             return self._tensors[name], 0
-        if CROSS_LAYER_NAME in self._tensors:
-            return self._tensors[CROSS_LAYER_NAME], self._layers.index(layer)
+        if cross in self._tensors:
+            return self._tensors[cross], self._layers.index(layer)
         raise ProtocolError(
-            f"memory of rank {self._rank}: has no tensor {name!r} nor {CROSS_LAYER_NAME!r}, only "
+            f"memory of rank {self._rank}: has no tensor {name!r} nor {cross!r}, only "
             f"{', '.join(sorted(self._tensors)) or 'none'}"
         )
 

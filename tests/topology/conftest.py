@@ -100,6 +100,7 @@ class Worlds:
             "head_size_v": draw(st.integers(1, 5)) if sizes_differ else None,
             "use_mla": mla,
             "dtype": draw(st.sampled_from(sorted(DTYPES)), label="dtype"),
+            "scale_dtype": draw(st.sampled_from([None, None, "bfloat16", "float32"])),
         }
 
     def geometry(self, draw, model) -> EngineGeometry:
@@ -131,7 +132,7 @@ class Worlds:
         elements = geometry.block_size * max(
             len(geometry.heads(rank)) for rank in range(geometry.world_size)
         )
-        elements *= sum(part.head_size for part in geometry.parts)
+        elements *= sum(size for _, size in geometry.part_sizes)
         padding = draw(st.integers(0, 3), label="padding")
         return dataclasses.replace(
             geometry, page_size_padded=(elements + padding) * geometry.itemsize
@@ -198,15 +199,21 @@ class Worlds:
             names = geometry.tensor_names(rank)
             dtype = DTYPES[geometry.dtype]
             tensors, storages = {}, []
+            own = [name for name in names if not name.endswith("_scale")]
             if kind == "one storage" and geometry.page_size_padded is None:
-                stacked, storage = self._dense(rng, (len(names), *shape), dtype)
-                tensors = dict(zip(names, stacked, strict=True))
+                stacked, storage = self._dense(rng, (len(own), *shape), dtype)
+                tensors = dict(zip(own, stacked, strict=True))
                 storages.append(storage)
-            for name in names if not tensors else ():
+            for name in own if not tensors else ():
                 make = self._dense if kind == "dense" else self._strided
                 if geometry.page_size_padded is not None:
                     make = functools.partial(self._padded, geometry)
                 tensors[name], storage = make(rng, shape, dtype)
+                storages.append(storage)
+            for name in names[len(own) :]:
+                shape = geometry.cache_shape(rank, num_blocks, name.rpartition(".")[2])
+                make = self._dense if kind == "dense" else self._strided
+                tensors[name], storage = make(rng, shape, DTYPES[geometry.scale_dtype])
                 storages.append(storage)
             engine.tensors[rank], engine.storages[rank] = tensors, storages
         return engine
@@ -249,12 +256,11 @@ class Worlds:
 
     def logical(self, rng, geometry, num_blocks):
         tokens = num_blocks * geometry.virtual_block_size
-        info = np.iinfo(DTYPES[geometry.dtype])
         return {
             part.name: rng.integers(
                 0,
-                info.max,
-                dtype=DTYPES[geometry.dtype],
+                np.iinfo(DTYPES[part.dtype]).max,
+                dtype=DTYPES[part.dtype],
                 endpoint=True,
                 size=(geometry.num_layers, tokens, geometry.num_kv_heads, part.head_size),
             )
@@ -308,26 +314,34 @@ class Worlds:
         assert len(held) == geometry.block_size
         return (entry, held.index(token)) if token in held else None
 
-    def _tensor(self, engine, rank, layer):
-        """One layer's tensor with its dims' letters; L is gone."""
+    def _tensor(self, engine, rank, layer, part):
+        """One layer's tensor that holds a part, with its dims' letters; L is gone."""
         geometry = engine.geometry
         dims = geometry.layout.order.replace("C", "D")
         inner = geometry.layout.inner_orders
-        if len({part.head_size for part in geometry.parts}) > 1:
-            dims = dims.replace("K", "")
-        dims += "*" if inner else ""
+        suffix = ""
+        if part.endswith("_scale"):
+            suffix = f".{part}"
+            dims = dims.replace("K", "") + inner.get(part.removesuffix("_scale"), "")
+        else:
+            if len({size for _, size in geometry.part_sizes}) > 1:
+                dims = dims.replace("K", "")
+            dims += "*" if inner else ""
         if "L" not in dims:
-            return engine.tensors[rank][f"layer.{layer}"], dims
+            return engine.tensors[rank][f"layer.{layer}{suffix}"], dims
         index = list(geometry.layers(rank)).index(layer)
-        tensor = engine.tensors[rank]["layers"]
+        tensor = engine.tensors[rank][f"layers{suffix}"]
         view = tensor[(slice(None),) * dims.index("L") + (index,)]
         return view, dims.replace("L", "")
 
     def _part_view(self, engine, rank, layer, part):
         """A view of one part's cells, and the letters of its dims; the last may be ``*``."""
         geometry = engine.geometry
-        tensor, dims = self._tensor(engine, rank, layer)
-        names = [p.name for p in geometry.parts]
+        tensor, dims = self._tensor(engine, rank, layer, part)
+        if part.endswith("_scale"):
+            return tensor, dims
+        parts = [p for p in geometry.parts if not p.name.endswith("_scale")]
+        names = [p.name for p in parts]
         if "K" in dims:
             view = tensor[(slice(None),) * dims.index("K") + (names.index(part),)]
             return view, dims.replace("K", "")
@@ -337,7 +351,7 @@ class Worlds:
             * math.prod(
                 self._extents(engine, rank, part)[d] for d in inner.get(p.name, "").replace("D", "")
             )
-            for p in geometry.parts
+            for p in parts
         ]
         first = sum(sizes[: names.index(part)])
         axis = dims.index("*" if inner else "D")
