@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
+from kvferry.topology.parts import Part
 from kvferry.topology.token_shard import Int64s
 
 ByteArray = npt.NDArray[np.uint8]
@@ -39,36 +41,47 @@ class KnownCache:
         self.geometry = geometry
         self.rank = rank
         self.tensors: dict[str, UintArray] = {}
-        """Tensor name → array of ``geometry.cache_shape(rank, num_blocks)``; unsigned integers of
-        the dtype's size, because NumPy lacks some dtypes and bits are all that counts."""
-        names = geometry.tensor_names(rank)
-        dtype = np.dtype(f"u{geometry.itemsize}")
-        shape = geometry.cache_shape(rank, num_blocks)
+        """Tensor name → array, of ``geometry.cache_shape(rank, num_blocks)`` if it is a layer's
+        own; unsigned integers of the dtype's size, because NumPy lacks some dtypes and bits are all
+        that counts."""
         memory[:] = _SPOILT
-        for index, name in enumerate(names):
-            each = len(memory) // len(names)
-            part = memory[index * each : (index + 1) * each]
-            self.tensors[name] = part.view(dtype).reshape(shape)
+        described = geometry.memory(rank, num_blocks)
+        kinds = geometry.tensors(rank)
+        for tensor in described.tensors:
+            kind = kinds[tensor.name]
+            shape = kind.layout.shape(geometry.box(rank, num_blocks, kind))
+            self.tensors[tensor.name] = np.ndarray(
+                shape,
+                dtype=f"u{kind.itemsize}",
+                buffer=memory.data,
+                offset=tensor.offset,
+                strides=kind.strides(shape),
+            )
         self._views = {
-            (layer, part.name): self._view(layer, part.name, part.head_size, num_blocks)
+            (layer, part.name): self._view(described, layer, part, memory)
             for layer in geometry.layers(rank)
             for part in geometry.parts
         }
 
-    def _view(self, layer: int, part: str, elements: int, num_blocks: int) -> UintArray:
+    def _view(self, described: RankMemory, layer: int, part: Part, memory: ByteArray) -> UintArray:
         """The cells of one layer and part, shape ``[blocks, tokens, heads, elements]``."""
         geometry = self.geometry
         cross = geometry.layout.is_cross_layer
-        tensor = self.tensors[CROSS_LAYER_NAME if cross else geometry.layer_name(layer)]
-        strides = geometry.part_strides(self.rank, num_blocks)[part]
-        offset = strides.offset
+        owner = CROSS_LAYER_NAME if cross else geometry.layer_name(layer)
+        tensor = next(
+            tensor
+            for tensor in described.tensors
+            if part.name in tensor.parts and tensor.name in (owner, f"{owner}.{part.name}")
+        )
+        strides = tensor.parts[part.name]
+        offset = tensor.offset + strides.offset
         if cross:
             offset += geometry.layers(self.rank).index(layer) * strides.layer
         heads = len(geometry.heads(self.rank))
         return np.ndarray(
-            (num_blocks, geometry.block_size, heads, elements),
-            dtype=tensor.dtype,
-            buffer=tensor.data,
+            (described.num_blocks, geometry.block_size, heads, part.head_size),
+            dtype=f"u{part.itemsize}",
+            buffer=memory.data,
             offset=offset,
             strides=(strides.block, strides.token, strides.head, strides.element),
         )
@@ -81,14 +94,20 @@ class KnownCache:
                 engines with several groups register them.
         """
         tensors = dict(self.tensors)
-        if by_layer and CROSS_LAYER_NAME in tensors:
-            dim = self.geometry.layout.dims(self.geometry.part_sizes).index("L")
-            views = np.moveaxis(tensors.pop(CROSS_LAYER_NAME), dim, 0)
-            names = map(self.geometry.layer_name, self.geometry.layers(self.rank))
-            tensors = dict(zip(names, views, strict=True))
-        if not hasattr(np, self.geometry.dtype):
-            return tensors
-        return {name: tensor.view(self.geometry.dtype) for name, tensor in tensors.items()}
+        dtypes: dict[str, str] = {}
+        for name, kind in self.geometry.tensors(self.rank).items():
+            names = [name]
+            if by_layer and self.geometry.layout.is_cross_layer:
+                dim = kind.layout.dims(kind.part_sizes).index("L")
+                views = np.moveaxis(tensors.pop(name), dim, 0)
+                layers = map(self.geometry.layer_name, self.geometry.layers(self.rank))
+                names = [layer + kind.suffix for layer in layers]
+                tensors |= dict(zip(names, views, strict=True))
+            dtypes |= dict.fromkeys(names, kind.parts[0].dtype)
+        return {
+            name: tensor.view(dtypes[name]) if hasattr(np, dtypes[name]) else tensor
+            for name, tensor in tensors.items()
+        }
 
     def write(
         self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
@@ -186,7 +205,7 @@ class KnownCache:
         elements = np.arange(parts[part].head_size, dtype=np.uint64)[None, None, :]
         place = np.uint64((salt * 64 + layer) * 64 + list(parts).index(part))
         bits = _mix(state ^ _mix((place << np.uint64(32)) + (heads << np.uint64(16)) + elements))
-        return bits.astype(np.dtype(f"u{self.geometry.itemsize}"))
+        return bits.astype(f"u{parts[part].itemsize}")
 
 
 def prefix_states(tokens: Sequence[int]) -> list[int]:

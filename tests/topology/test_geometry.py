@@ -300,11 +300,13 @@ def felt(memory, box):
     extents = {"layer": box.layers, "block": box.blocks, "token": box.tokens, "head": box.heads}
     elements = dict(box.parts)
     return [
-        (tensor.name, tensor.region, tensor.offset, name, strides.offset)
-        + tuple(
-            getattr(strides, dim)
-            for dim, extent in (extents | {"element": elements[name]}).items()
-            if extent > 1
+        (
+            (tensor.name, tensor.region, tensor.offset, name, strides.offset),
+            *(
+                getattr(strides, dim)
+                for dim, extent in (extents | {"element": elements[name]}).items()
+                if extent > 1
+            ),
         )
         for tensor in memory.tensors
         for name, strides in tensor.parts.items()

@@ -17,6 +17,7 @@ from kvferry.topology import (
     run_copies,
     spans,
 )
+from kvferry.topology.tensors import TensorKind
 
 LAW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 #: Finding that a defect is caught needs no small example.
@@ -206,6 +207,30 @@ def a_context_rank_overlooked(monkeypatch):
     monkeypatch.setattr(plan, "_giving_contexts", lambda *given: right(*given)[:2])
 
 
+def scales_left_behind(monkeypatch):
+    right = plan._tiles
+    monkeypatch.setattr(
+        plan,
+        "_tiles",
+        lambda pieces, parts, *places: right(
+            pieces, [part for part in parts if not part.name.endswith("_scale")], *places
+        ),
+    )
+
+
+def padding_counted_as_cells(monkeypatch):
+    right = TensorKind.part_strides
+
+    def packed(self, box, strides=None):
+        found = right(self, box, strides)
+        if self.page_size_padded is None:
+            return found
+        one = dataclasses.replace(self, page_size_padded=None)
+        return right(one, box, one.strides(self.layout.shape(box)))
+
+    monkeypatch.setattr(TensorKind, "part_strides", packed)
+
+
 def packed_parts_never_told_apart(monkeypatch):
     monkeypatch.setattr(plan, "_follows", lambda tile, other: tile.itemsize == other.itemsize)
 
@@ -224,6 +249,8 @@ def packed_parts_never_told_apart(monkeypatch):
         steps_ignored,
         blocks_begin_where_the_other_side_begins_them,
         a_context_rank_overlooked,
+        scales_left_behind,
+        padding_counted_as_cells,
     ],
 )
 def test_a_defect_of_the_planner_is_caught(worlds, monkeypatch, defect, check):

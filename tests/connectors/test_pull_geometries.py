@@ -1,4 +1,6 @@
-"""The PullConnector between engines that spread the tokens of a request over their ranks."""
+"""The PullConnector between engines that spread tokens over ranks, quantise, or pad pages."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +10,7 @@ from kvferry.testing.fake_engine import Groups
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
-def geometry(block_size: int, **parallel: int) -> EngineGeometry:
+def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeometry:
     """4 layers, one KV head: every TP rank holds a replica of it."""
     return EngineGeometry(
         num_layers=4,
@@ -16,15 +18,23 @@ def geometry(block_size: int, **parallel: int) -> EngineGeometry:
         head_size=5,
         dtype="bfloat16",
         block_size=block_size,
-        layout="NHD",
+        layout=layout,
         parallel=ParallelShape(**parallel),
     )
+
+
+def quantised(one: EngineGeometry) -> EngineGeometry:
+    """The same in bytes, with scales."""
+    return replace(one, dtype="float8_e4m3fn", scale_dtype="float32")
 
 
 GEOMETRIES = {
     "dcp4-tp2": (geometry(3, tp=4, dcp=4), geometry(6, tp=2)),
     "tp1-dcp2": (geometry(8), geometry(6, tp=4, dcp=2, interleave_size=3)),
     "pcp2-dcp2": (geometry(4, tp=2, pcp=2), geometry(4, tp=2, pp=2, dcp=2, interleave_size=2)),
+    "fp8": (quantised(geometry(3, tp=4, dcp=4)), quantised(geometry(6, "HND", tp=2))),
+    "fp8-cross-layer": (quantised(geometry(8, "BLKNHD")), quantised(geometry(6, "HND", pp=2))),
+    "padded": (replace(geometry(8), page_size_padded=200), geometry(6, "HND", tp=2)),
 }
 
 
@@ -49,7 +59,7 @@ def producer_and_consumer() -> tuple[KVTransferConfig, KVTransferConfig]:
     return producer, consumer
 
 
-class TestContextParallelOverShm(ConnectorConformance):
+class TestGeometriesOverShm(ConnectorConformance):
     @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
         pair: tuple[Groups, Groups] = request.param
