@@ -124,7 +124,8 @@ def test_caches_with_other_scales_can_never_meet():
         (group((0, 1), dtype="int8"), "None"),
         (dataclasses.replace(one, scale_dtype="float16"), "float16"),
     ):
-        assert group_mismatches([one], [other]) == [
+        (mismatch,) = group_mismatches([one], [other])
+        assert mismatch == (
             f"scale_dtype of layers 0-1: source has float32, target has {has}; give both the same "
             "quantisation of the KV cache, with scales of one dtype"
-        ]
+        )
