@@ -23,6 +23,15 @@ def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeo
     )
 
 
+def hybrid(block_size: int, **parallel: int) -> Groups:
+    """The same layers in two groups, one of which keeps a window."""
+    one = replace(geometry(block_size, **parallel), num_layers=2)
+    return (
+        replace(one, layer_indices=(0, 2), sliding_window=7),
+        replace(one, layer_indices=(1, 3)),
+    )
+
+
 def quantised(one: EngineGeometry) -> EngineGeometry:
     """The same in bytes, with scales."""
     return replace(one, dtype="float8_e4m3fn", scale_dtype="float32")
@@ -32,6 +41,7 @@ GEOMETRIES = {
     "dcp4-tp2": (geometry(3, tp=4, dcp=4), geometry(6, tp=2)),
     "tp1-dcp2": (geometry(8), geometry(6, tp=4, dcp=2, interleave_size=3)),
     "pcp2-dcp2": (geometry(4, tp=2, pcp=2), geometry(4, tp=2, pp=2, dcp=2, interleave_size=2)),
+    "windows": (hybrid(3, tp=4, dcp=2), hybrid(4, pcp=2, interleave_size=2)),
     "fp8": (quantised(geometry(3, tp=4, dcp=4)), quantised(geometry(6, "HND", tp=2))),
     "fp8-cross-layer": (quantised(geometry(8, "BLKNHD")), quantised(geometry(6, "HND", pp=2))),
     "padded": (replace(geometry(8), page_size_padded=200), geometry(6, "HND", tp=2)),
