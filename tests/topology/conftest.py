@@ -43,6 +43,9 @@ class Case:
 class Worlds:
     """Draws cases, fills memory, and knows the slow truth."""
 
+    often_context_parallel = False
+    """Whether most engines spread tokens over ranks, and not every other one."""
+
     # ---- drawing -------------------------------------------------------------------------------
 
     def case(self, data, **fixed) -> Case:
@@ -142,9 +145,11 @@ class Worlds:
         """A shape, half the time with context parallelism; for layers with these KV heads."""
         tp = draw(st.integers(1, most_tp), label="tp")
         multiple = math.lcm(*kv_heads) * draw(st.integers(2, 4), label="replicas")
-        if multiple <= 8 and draw(st.booleans(), label="equal replicas"):
+        kinds = ["none"] * (1 if self.often_context_parallel else 4) + ["dcp", "dcp", "pcp", "both"]
+        kind = draw(st.sampled_from(kinds), label="context parallelism")
+        if multiple <= 8 and (kind == "dcp" or draw(st.booleans(), label="equal replicas")):
             tp = multiple
-        if not draw(st.booleans(), label="context parallel"):
+        if kind == "none":
             return ParallelShape(tp=tp, pp=pp)
         replicas = [
             sum(heads * rank // tp == head for rank in range(tp))
@@ -158,8 +163,8 @@ class Worlds:
         return ParallelShape(
             tp=tp,
             pp=pp,
-            dcp=draw(st.sampled_from(fits[::-1]), label="dcp"),
-            pcp=draw(st.integers(1, 3), label="pcp"),
+            dcp=1 if kind == "pcp" else draw(st.sampled_from(fits[1:] or [1]), label="dcp"),
+            pcp=1 if kind == "dcp" else draw(st.integers(2, 3), label="pcp"),
             interleave_size=draw(st.sampled_from([1, 1, 2, 3]), label="interleave_size"),
         )
 

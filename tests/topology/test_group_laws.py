@@ -352,10 +352,11 @@ def stages_without_layers_overlooked(monkeypatch):
 def the_models_index_taken_inside_a_cross_layer_tensor(monkeypatch):
     right = plan._Places._tensor
 
-    def wrong(self, layer):
-        tensor, index = right(self, layer)
+    def wrong(self, layer, suffix):
+        tensor, index = right(self, layer, suffix)
         held = len(self._layers)
-        return tensor, index if tensor.name != "layers" else (layer - self._layers[0]) % held
+        is_cross = tensor.name.startswith("layers")
+        return tensor, (layer - self._layers[0]) % held if is_cross else index
 
     monkeypatch.setattr(plan._Places, "_tensor", wrong)
 

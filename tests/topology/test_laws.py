@@ -244,16 +244,31 @@ def packed_parts_never_told_apart(monkeypatch):
         last_layer_of_a_stage_lost,
         source_block_size_taken_for_the_target,
         packed_parts_never_told_apart,
-        ranks_of_context_parallelism_in_blocks,
-        turns_of_one_token_each,
-        steps_ignored,
-        blocks_begin_where_the_other_side_begins_them,
-        a_context_rank_overlooked,
         scales_left_behind,
         padding_counted_as_cells,
     ],
 )
 def test_a_defect_of_the_planner_is_caught(worlds, monkeypatch, defect, check):
+    must_be_caught(worlds, monkeypatch, defect, check)
+
+
+@pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
+@pytest.mark.parametrize(
+    "defect",
+    [
+        ranks_of_context_parallelism_in_blocks,
+        turns_of_one_token_each,
+        steps_ignored,
+        blocks_begin_where_the_other_side_begins_them,
+        a_context_rank_overlooked,
+    ],
+)
+def test_a_defect_in_context_parallelism_is_caught(worlds, monkeypatch, defect, check):
+    monkeypatch.setattr(worlds, "often_context_parallel", True)
+    must_be_caught(worlds, monkeypatch, defect, check)
+
+
+def must_be_caught(worlds, monkeypatch, defect, check):
     defect(monkeypatch)
 
     @MUTANT
