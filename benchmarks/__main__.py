@@ -61,9 +61,7 @@ def main(
     if Part.POSTPROCESS in parts:
         _compare_postprocessors(console, command, machine, rounds, quick, out)
     if Part.PLANNING in parts:
-        planned = planning.measure(command, machine, quick=quick)
-        planning.show(planned, console)
-        planning.write(planned, out)
+        _measure_planning(console, command, machine, quick, out)
     if parts <= {Part.MANAGERS, Part.POSTPROCESS, Part.PLANNING}:
         return
     transports: list[CaseResult] = []
@@ -101,6 +99,15 @@ def main(
     write(results, out)
     if transports:
         write_plot(results, out / "transport.png")
+    console.print(f"written to {out}")
+
+
+def _measure_planning(
+    console: Console, command: str, machine: Machine, quick: bool, out: Path
+) -> None:
+    results = planning.measure(command, machine, quick=quick)
+    planning.show(results, console)
+    planning.write(results, out)
     console.print(f"written to {out}")
 
 
