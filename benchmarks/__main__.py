@@ -56,13 +56,10 @@ def main(
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
-    if Part.MANAGERS in parts:
-        _compare_managers(console, command, machine, rounds, quick, out)
-    if Part.POSTPROCESS in parts:
-        _compare_postprocessors(console, command, machine, rounds, quick, out)
-    if Part.PLANNING in parts:
-        _measure_planning(console, command, machine, quick, out)
-    if parts <= {Part.MANAGERS, Part.POSTPROCESS, Part.PLANNING}:
+    for part, run in _ALONE.items():
+        if part in parts:
+            run(console, command, machine, rounds, quick, out)
+    if parts <= _ALONE.keys():
         return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []
@@ -103,7 +100,7 @@ def main(
 
 
 def _measure_planning(
-    console: Console, command: str, machine: Machine, quick: bool, out: Path
+    console: Console, command: str, machine: Machine, _rounds: int, quick: bool, out: Path
 ) -> None:
     results = planning.measure(command, machine, quick=quick)
     planning.show(results, console)
@@ -134,6 +131,14 @@ def _compare_postprocessors(
         results = postprocess.measure(command, machine, rounds, quick, say, cases=cases)
     postprocess.show(results, console)
     postprocess.write(results, out)
+
+
+#: Parts with results of their own, in the order in which they run.
+_ALONE = {
+    Part.MANAGERS: _compare_managers,
+    Part.POSTPROCESS: _compare_postprocessors,
+    Part.PLANNING: _measure_planning,
+}
 
 
 @contextlib.contextmanager
