@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import managers, postprocess
+from benchmarks import managers, planning, postprocess
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
@@ -34,6 +34,7 @@ class Part(enum.StrEnum):
     CONFIRM = "confirm"
     MANAGERS = "managers"
     POSTPROCESS = "postprocess"
+    PLANNING = "planning"
 
 
 def main(
@@ -44,7 +45,7 @@ def main(
     nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
 ) -> None:
     """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, and the
-    postprocessor with the known three passes; times bind and the confirm.
+    postprocessor with the known three passes; times planning, bind and the confirm.
     """
     console = Console()
     if not console.is_terminal:
@@ -55,11 +56,10 @@ def main(
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
-    if Part.MANAGERS in parts:
-        _compare_managers(console, command, machine, rounds, quick, out)
-    if Part.POSTPROCESS in parts:
-        _compare_postprocessors(console, command, machine, rounds, quick, out)
-    if parts <= {Part.MANAGERS, Part.POSTPROCESS}:
+    for part, run in _ALONE.items():
+        if part in parts:
+            run(console, command, machine, rounds, quick, out)
+    if parts <= _ALONE.keys():
         return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []
@@ -99,6 +99,15 @@ def main(
     console.print(f"written to {out}")
 
 
+def _measure_planning(
+    console: Console, command: str, machine: Machine, _rounds: int, quick: bool, out: Path
+) -> None:
+    results = planning.measure(command, machine, quick=quick)
+    planning.show(results, console)
+    planning.write(results, out)
+    console.print(f"written to {out}")
+
+
 def _compare_managers(
     console: Console, command: str, machine: Machine, rounds: int, quick: bool, out: Path
 ) -> None:
@@ -122,6 +131,14 @@ def _compare_postprocessors(
         results = postprocess.measure(command, machine, rounds, quick, say, cases=cases)
     postprocess.show(results, console)
     postprocess.write(results, out)
+
+
+#: Parts with results of their own, in the order in which they run.
+_ALONE = {
+    Part.MANAGERS: _compare_managers,
+    Part.POSTPROCESS: _compare_postprocessors,
+    Part.PLANNING: _measure_planning,
+}
 
 
 @contextlib.contextmanager

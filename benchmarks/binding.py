@@ -49,8 +49,8 @@ def geometries() -> tuple[EngineGeometry, EngineGeometry]:
 def measure_bind(tokens: int, rounds: int) -> BindResult:
     """Binds shuffled block tables ``rounds`` times for each target rank."""
     source, target = geometries()
-    source_table = _shuffled_table(tokens, source.block_size, seed=1)
-    target_table = _shuffled_table(tokens, target.block_size, seed=2)
+    source_table = shuffled_table(tokens, source.block_size, seed=1)
+    target_table = shuffled_table(tokens, target.block_size, seed=2)
     began = time.perf_counter()
     plans = [_plan(source, target, rank) for rank in range(target.world_size)]
     plan_seconds = (time.perf_counter() - began) / len(plans)
@@ -67,13 +67,13 @@ def measure_bind(tokens: int, rounds: int) -> BindResult:
         median_seconds=statistics.median(seconds),
         p99_seconds=statistics.quantiles(seconds, n=100, method="inclusive")[98],
         plan_seconds=plan_seconds,
-        runs=len(copies.runs),
+        runs=len(copies.runs_of(0)),
         tiles=max(tiles for _, tiles in plans),
         goal_seconds=GOAL_SECONDS if tokens == 4096 else None,
     )
 
 
-def _shuffled_table(tokens: int, block_size: int, seed: int) -> list[int]:
+def shuffled_table(tokens: int, block_size: int, seed: int) -> list[int]:
     """Block ids from all over a pool that is twice as large."""
     blocks = -(-tokens // block_size)
     ids: list[int] = (1 + np.random.default_rng(seed).permutation(2 * blocks)[:blocks]).tolist()

@@ -128,7 +128,7 @@ class KvferryReader:
         source_blocks, target_blocks = case.block_tables(self._shape)
         began = time.perf_counter()
         copies = plan.bind(source_blocks, target_blocks, self._shape.tokens)
-        transfer = transport.read(peer, tiles, copies.runs)
+        transfer = transport.read(peer, tiles, copies.runs_of(0))
         while not transfer.is_terminal:
             time.sleep(_POLL_S)
         seconds = time.perf_counter() - began

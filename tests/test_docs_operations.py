@@ -85,6 +85,7 @@ def test_every_key_of_a_spec_has_a_row_with_its_default():
     axes = ("tp", "pp", "dcp", "pcp")
     assert shown == {
         **{axis: str(getattr(plain.parallel, axis)) for axis in axes},
+        "interleave": str(plain.parallel.interleave_size),
         "block": str(plain.block_size),
         "layout": plain.layout,
         "dtype": "the model's",

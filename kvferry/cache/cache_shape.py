@@ -109,6 +109,7 @@ class CacheShape:
                     layout=layout,
                     parallel=parallel,
                     use_mla=self.use_mla,
+                    page_size_padded=spec.page_size_padded,
                     layer_split=None if is_whole else split_of_group(layers, stages),
                     layer_indices=None if is_whole else layers,
                     sliding_window=(

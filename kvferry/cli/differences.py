@@ -17,6 +17,7 @@ def difference_texts(pair: EnginePair) -> list[str]:
     return [
         *_layouts(prefill, decode),
         *_blocks(prefill, decode),
+        *_contexts(prefill, decode),
         *_heads(pair, prefill, decode),
         *_stages(pair),
         *_windows(pair),
@@ -52,7 +53,7 @@ def _without_head(group: EngineGeometry, rank: int) -> dict[str, PartStrides]:
 
 
 def _blocks(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
-    one, two = prefill.block_size, decode.block_size
+    one, two = prefill.virtual_block_size, decode.virtual_block_size
     if one == two:
         return
     if one % two == 0:
@@ -61,18 +62,29 @@ def _blocks(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
         meet = f"{two // one} prefill blocks fill a decode block"
     else:
         meet = "copies end where a block of either side ends"
-    yield f"block: {one} tokens become {two}; {meet}"
+    over = " of all context ranks" * (prefill.block_size != one or decode.block_size != two)
+    yield f"block: {one} tokens{over} become {two}; {meet}"
+
+
+def _contexts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+    texts = []
+    for name, group in (("prefill", prefill), ("decode", decode)):
+        ranks, turn = group.parallel.num_context_ranks, group.parallel.interleave_size
+        several = f"go round over {ranks} {name} ranks, {turn} at a time"
+        texts.append(several if ranks > 1 else f"lie together on a {name} rank")
+    if max(group.parallel.num_context_ranks for group in (prefill, decode)) > 1:
+        yield f"context: tokens {texts[0]}, and {texts[1]}"
 
 
 def _heads(pair: EnginePair, prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
     what = "the latent" if prefill.use_mla else "each KV head"
-    replicas = prefill.parallel.tp / prefill.num_kv_heads
+    replicas = prefill.parallel.tp / prefill.num_kv_heads / prefill.parallel.dcp
     if replicas > 1:
         yield (
             f"tp={prefill.parallel.tp}: {what} lies on {_about(replicas)} prefill ranks; who reads "
             "from whom changes with the layer, so that they share the work"
         )
-    replicas = decode.parallel.tp / decode.num_kv_heads
+    replicas = decode.parallel.tp / decode.num_kv_heads / decode.parallel.dcp
     if replicas > 1:
         yield (
             f"tp={decode.parallel.tp}: {what} is read by {_about(replicas)} decode ranks, each of "

@@ -16,13 +16,14 @@ SPEC_KEYS = {
     "pp": "pipeline stages",
     "dcp": "decode-context-parallel ranks, inside tp",
     "pcp": "prefill-context-parallel ranks",
+    "interleave": "tokens in a row on one context rank",
     "block": "tokens per block",
     "layout": "name or dim order",
     "dtype": "of the KV cache",
     "hybrid": "true or false: whether windows keep groups of their own",
 }
 
-_COUNTS = ("tp", "pp", "dcp", "pcp", "block")
+_COUNTS = ("tp", "pp", "dcp", "pcp", "interleave", "block")
 _COMMA = re.compile(r",(?![^(]*\))")  # a layout with inner orders holds commas in brackets
 
 
@@ -82,6 +83,7 @@ def parse_spec(text: str, where: str) -> EngineSpec:
         values[key] = value
     counts = {key: _count(values[key], key, where) for key in _COUNTS if key in values}
     block_size = counts.pop("block", 16)
+    counts["interleave_size"] = counts.pop("interleave", 1)
     try:
         parallel = ParallelShape(**counts)
     except ValueError as error:

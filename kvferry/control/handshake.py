@@ -5,6 +5,7 @@ a pair. Both are pure; applying a description is :class:`kvferry.control.peers.P
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from kvferry.errors import ProtocolError
 from kvferry.layouts.layout import Box
@@ -19,6 +20,7 @@ from kvferry.topology.description import (
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import group_mismatches, repeated_layers
 from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.tensors import TensorKind
 
 MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
@@ -166,12 +168,11 @@ def _check_memory(memory: RankMemory, geometry: EngineGeometry, rank: int, where
         if not 0 <= size <= MAX_BYTES:
             raise ValueError(f"{where}: region {region}: {size} bytes, at most {MAX_BYTES}")
     names = {tensor.name for tensor in memory.tensors}
-    box = geometry.box(rank, memory.num_blocks)
-    expected = geometry.tensor_names(rank)
-    layers = tuple(geometry.layer_name(layer) for layer in geometry.layers(rank))
-    if expected != layers and names == set(layers):
+    expected = geometry.tensors(rank)
+    if geometry.layout.is_cross_layer and not names & set(expected):
         # A tensor that holds every layer may be described as one view per layer.
-        expected, box = layers, box._replace(layers=1)
+        geometry = replace(geometry, layout=geometry.layout.without_layers())
+        expected = geometry.tensors(rank)
     if names != set(expected) or len(memory.tensors) != len(expected):
         missing = sorted(set(expected) - names)
         raise ValueError(
@@ -179,19 +180,21 @@ def _check_memory(memory: RankMemory, geometry: EngineGeometry, rank: int, where
             f"missing: {', '.join(missing[:8]) or 'none'}"
         )
     for tensor in memory.tensors:
-        _check_tensor(tensor, memory.region_bytes, box, geometry, f"{where}: {tensor.name[:80]}")
+        kind = expected[tensor.name]
+        box = geometry.box(rank, memory.num_blocks, kind)
+        _check_tensor(tensor, memory.region_bytes, box, kind, f"{where}: {tensor.name[:80]}")
 
 
 def _check_tensor(
     tensor: TensorMemory,
     region_bytes: tuple[int, ...],
     box: Box,
-    geometry: EngineGeometry,
+    kind: TensorKind,
     where: str,
 ) -> None:
     if not 0 <= tensor.region < len(region_bytes):
         raise ValueError(f"{where}: region: {tensor.region}, there are {len(region_bytes)}")
-    sizes = {part.name: part for part in geometry.parts}
+    sizes = {part.name: part for part in kind.parts}
     if tensor.parts.keys() != sizes.keys():
         raise ValueError(f"{where}: parts: {sorted(tensor.parts)}, expected {sorted(sizes)}")
     size = region_bytes[tensor.region]

@@ -24,7 +24,7 @@ from kvferry.layouts.postprocess import (
     zero_tail,
 )
 from kvferry.layouts.repack import Repack
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, blank_runs, num_bytes
 
 __all__ = [
     "LAYOUT_NAMES",
@@ -36,6 +36,7 @@ __all__ = [
     "Repack",
     "Runs",
     "Tiles",
+    "blank_runs",
     "check_bounds",
     "copy_kv_blocks",
     "kv_postprocess_blksize_and_layout_on_receive",

@@ -40,7 +40,7 @@ def check_bounds(
         )
     for table, name, fields in (
         (tiles, "tile", ("heads", "elements", "itemsize")),
-        (runs, "run", ("tokens",)),
+        (runs, "run", ("tokens", "source_step", "target_step")),
     ):
         for field in fields:
             _refuse(table[field] < 1, f"{name} {{row}}: {field} is {{value}}", table[field])
@@ -84,7 +84,8 @@ def _check_magnitudes(side: str, tiles: Tiles, runs: Runs) -> None:
     def largest(values: Any) -> Any:
         return np.abs(values.astype(np.float64))
 
-    tokens = runs[f"{side}_token"].astype(np.float64) + runs["tokens"].astype(np.float64)
+    tokens = runs["tokens"].astype(np.float64) * runs[f"{side}_step"].astype(np.float64)
+    tokens += runs[f"{side}_token"].astype(np.float64)
     reach = (
         largest(tiles[f"{side}_offset"])
         + largest(tiles[f"{side}_block_stride"]) * largest(runs[f"{side}_block"]).max()
@@ -99,7 +100,7 @@ def _check_magnitudes(side: str, tiles: Tiles, runs: Runs) -> None:
 def _run_spans(side: str, tiles: Tiles, runs: Runs) -> tuple[Int64s, Int64s]:
     """Lowest and highest first-element offset over all runs, for each tile."""
     block, first = runs[f"{side}_block"], runs[f"{side}_token"]
-    last = first + runs["tokens"] - 1
+    last = first + (runs["tokens"] - 1) * runs[f"{side}_step"]
     low = np.empty(len(tiles), dtype=np.int64)
     high = np.empty(len(tiles), dtype=np.int64)
     # Tiles share a handful of strides, so the runs are looked at once per pair of them.

@@ -46,7 +46,7 @@ def copy_tiles(
     >>> source, target = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8)
     >>> tile = (0, 0, 4, 1, 1, 1, 0, 0, 4, 1, 1, 1, 1, 1, 1)
     >>> tiles = np.array([tile], dtype=TILE_DTYPE)  # blocks of 4 one-byte tokens on both sides
-    >>> runs = np.array([(1, 0, 0, 2, 2)], dtype=RUN_DTYPE)  # 2 tokens: block 1 → block 0 from 2
+    >>> runs = np.array([(1, 0, 0, 2, 2, 1, 1)], dtype=RUN_DTYPE)  # block 1 → 0 from 2
     >>> copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
     1
     >>> target
@@ -230,7 +230,7 @@ def warm() -> None:
     """
     source, target = np.arange(4, dtype=np.uint8), np.zeros(4, dtype=np.uint8)
     tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 4, 1)], dtype=TILE_DTYPE)
-    runs = np.array([(0, 0, 0, 0, 1)], dtype=RUN_DTYPE)
+    runs = np.array([(0, 0, 0, 0, 1, 1, 1)], dtype=RUN_DTYPE)
     copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
     expand(tiles, runs)
     assert bytes(source) == bytes(target)

@@ -17,6 +17,7 @@ from kvferry.layouts.kernels import (
     HEADS,
     ITEMSIZE,
     R_S_BLOCK,
+    R_S_STEP,
     R_S_TOKEN,
     R_TOKENS,
     S_BLOCK,
@@ -48,7 +49,7 @@ def digest_rows(
         tiles: rows of ``TILE_DTYPE`` with elements of 1, 2, 4 or 8 bytes; only their source side
             is read.
         runs: rows of ``RUN_DTYPE``; only their source side is read.
-        positions: token position in the request of the first token of each run.
+        positions: int64[tokens]: position in the request of each token, in the order of the runs.
         keys: int64[tiles, 3]: layer, number of the part, first head; all logical.
 
     Returns:
@@ -75,7 +76,7 @@ def warm() -> None:
     """Compiles the kernels, or loads them from disk, so that the first digest does not wait."""
     cell = np.zeros(1, dtype=np.uint8)
     tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1)], dtype=TILE_DTYPE)
-    runs = np.array([(0, 0, 0, 0, 1)], dtype=RUN_DTYPE)
+    runs = np.array([(0, 0, 0, 0, 1, 1, 1)], dtype=RUN_DTYPE)
     address = np.array([cell.ctypes.data], dtype=np.int64)
     digest_rows(address, tiles, runs, np.zeros(1, dtype=np.int64), np.zeros((1, 3), np.int64))
 
@@ -117,8 +118,8 @@ def _digest_table(
         for r in range(len(runs)):
             block = base + runs[r, R_S_BLOCK] * tile[S_BLOCK]
             for i in range(runs[r, R_TOKENS]):
-                token = block + (runs[r, R_S_TOKEN] + i) * tile[S_TOKEN]
-                seed_token = _mixed(seed_tile, np.uint64(positions[r] + i))
+                token = block + (runs[r, R_S_TOKEN] + i * runs[r, R_S_STEP]) * tile[S_TOKEN]
+                seed_token = _mixed(seed_tile, np.uint64(positions[row]))
                 for h in range(tile[HEADS]):
                     seed = _mixed(seed_token, np.uint64(keys[t, 2] + h))
                     sums[row] += _row_hash(

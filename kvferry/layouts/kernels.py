@@ -48,7 +48,7 @@ def kernel(function: _Function) -> _Function:
 S_REGION, S_OFFSET, S_BLOCK, S_TOKEN, S_HEAD, S_ELEMENT = range(6)
 T_REGION, T_OFFSET, T_BLOCK, T_TOKEN, T_HEAD, T_ELEMENT = range(6, 12)
 HEADS, ELEMENTS, ITEMSIZE = range(12, 15)
-R_S_BLOCK, R_S_TOKEN, R_T_BLOCK, R_T_TOKEN, R_TOKENS = range(5)
+R_S_BLOCK, R_S_TOKEN, R_T_BLOCK, R_T_TOKEN, R_TOKENS, R_S_STEP, R_T_STEP = range(7)
 
 _LARGE = 4096
 """Bytes from which a piece is worth aligning on its own."""
@@ -57,19 +57,20 @@ _PREFETCH_LIMIT = 65536
 
 
 @kernel
-def melt(tile: Any, tokens: int, dims: Any) -> tuple[int, int]:
+def melt(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
     """Bytes of a piece, and how many dims are left around it.
 
     Args:
         tile: one row of the tile table.
-        tokens: tokens of the run.
+        run: one row of the run table; only its extent and its steps count.
         dims: int64[3, 3], filled with (extent, source stride, target stride) of the dims that
             are left, innermost on the target first.
     """
     count = 0
     for dim in range(3):
         if dim == 0:
-            extent, source, target = tokens, tile[S_TOKEN], tile[T_TOKEN]
+            extent = run[R_TOKENS]
+            source, target = tile[S_TOKEN] * run[R_S_STEP], tile[T_TOKEN] * run[R_T_STEP]
         elif dim == 1:
             extent, source, target = tile[HEADS], tile[S_HEAD], tile[T_HEAD]
         else:
@@ -92,6 +93,17 @@ def melt(tile: Any, tokens: int, dims: Any) -> tuple[int, int]:
     for left in range(count - melted):
         dims[left] = dims[left + melted]
     return piece, count - melted
+
+
+@kernel
+def _same_shape(runs: Any, one: int, two: int) -> bool:
+    """Whether two runs make boxes of the same extents and strides."""
+    same: bool = (
+        runs[one, R_TOKENS] == runs[two, R_TOKENS]
+        and runs[one, R_S_STEP] == runs[two, R_S_STEP]
+        and runs[one, R_T_STEP] == runs[two, R_T_STEP]
+    )
+    return same
 
 
 @kernel
@@ -292,7 +304,7 @@ def copy_table(
         source_addresses: int64, address of each source region.
         target_addresses: int64, address of each target region.
         tiles: int64[T, 15].
-        runs: int64[R, 5].
+        runs: int64[R, 7].
         dims: int64[3, 3], scratch of this call.
         stream: whether stores go around the cache.
     """
@@ -301,7 +313,7 @@ def copy_table(
         tile = tiles[t]
         source_base = source_addresses[tile[S_REGION]] + tile[S_OFFSET]
         target_base = target_addresses[tile[T_REGION]] + tile[T_OFFSET]
-        tokens, piece, left = -1, 0, 0
+        piece, left = 0, 0
         held_source, held_target, held = 0, 0, 0  # a piece that may still grow
         for r in range(len(runs)):
             source = source_base + (
@@ -310,9 +322,8 @@ def copy_table(
             target = target_base + (
                 runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
             )
-            if runs[r, R_TOKENS] != tokens:
-                tokens = runs[r, R_TOKENS]
-                piece, left = melt(tile, tokens, dims)
+            if r == 0 or not _same_shape(runs, r, r - 1):
+                piece, left = melt(tile, runs[r], dims)
             if left == 0 and held and held_source + held == source and held_target + held == target:
                 held += piece
                 continue
@@ -357,7 +368,7 @@ def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
 
     Args:
         tiles: int64[T, 15].
-        runs: int64[R, 5].
+        runs: int64[R, 7].
         dims: int64[3, 3], scratch of this call.
         out: int64[M, 5] for (source region, source offset, target region, target offset, bytes);
             rows beyond M are counted and not written, so that M = 0 only counts.
@@ -365,7 +376,7 @@ def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
     count = 0
     for t in range(len(tiles)):
         tile = tiles[t]
-        tokens, piece, left = -1, 0, 0
+        piece, left = 0, 0
         end_source, end_target, held = 0, 0, False
         for r in range(len(runs)):
             source = tile[S_OFFSET] + (
@@ -374,9 +385,8 @@ def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
             target = tile[T_OFFSET] + (
                 runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
             )
-            if runs[r, R_TOKENS] != tokens:
-                tokens = runs[r, R_TOKENS]
-                piece, left = melt(tile, tokens, dims)
+            if r == 0 or not _same_shape(runs, r, r - 1):
+                piece, left = melt(tile, runs[r], dims)
             if left == 0 and held and end_source == source and end_target == target:
                 if count <= len(out):
                     out[count - 1, 4] += piece

@@ -93,7 +93,7 @@ def repack_table(
         addresses: int64, address of each region.
         gather: int64[U * sizes[0], 15].
         scatter: int64[U * sizes[1], 15].
-        gather_runs: a run per row, of all frames; block places count from the start of a batch.
+        gather_runs: int64[R, 7], of all frames; block places count from the start of a batch.
         scatter_runs: likewise.
         sizes: tiles per unit, runs per batch (gather, scatter each), batches per unit.
         first: first batch, counted over all units.

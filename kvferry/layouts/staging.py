@@ -77,6 +77,7 @@ def _chunk(tiles: Tiles, runs: Runs, tokens: int) -> StagedChunk:
     for table, side in ((pack_runs, "target"), (unpack_runs, "source")):
         table[f"{side}_block"] = np.arange(len(runs))
         table[f"{side}_token"] = 0
+        table[f"{side}_step"] = 1
     return StagedChunk(int(section.sum()), pack_tiles, pack_runs, unpack_tiles, unpack_runs)
 
 

@@ -3,13 +3,14 @@
 A transfer is factored into two tables that multiply. A **tile** says how one box of cells lies in
 a source region and in a target region: byte offsets and byte strides, no block ids. A **run** says
 which tokens go where: a source block and a first token in it, a target block and a first token in
-it, and how many tokens follow. Every tile is applied to every run, so a request of 4,096 tokens
+it, how many tokens it has, and the step from one to the next on either side (1 unless tokens are
+interleaved over ranks). Every tile is applied to every run, so a request of 4,096 tokens
 over 80 layers is a few hundred rows, not a million segments.
 
 Byte address of token ``i`` of a run, head ``h``, element ``e``, on either side::
 
     region address + tile.offset
-      + run.block * tile.block_stride + (run.token + i) * tile.token_stride
+      + run.block * tile.block_stride + (run.token + i * run.step) * tile.token_stride
       + h * tile.head_stride + e * tile.element_stride
 
 Movers know nothing beyond these numbers.
@@ -31,8 +32,8 @@ TILE_DTYPE = np.dtype(
     + [("heads", np.int64), ("elements", np.int64), ("itemsize", np.int64)]
 )
 
-#: One row per run, all int64: block ids, first token inside each block, number of tokens. A run
-#: stays inside one block on either side.
+#: One row per run, all int64: block ids, first token inside each block, number of tokens, and how
+#: far apart they lie, in tokens, 1 or more. A run stays inside one block on either side.
 RUN_DTYPE = np.dtype(
     [
         ("source_block", np.int64),
@@ -40,6 +41,8 @@ RUN_DTYPE = np.dtype(
         ("target_block", np.int64),
         ("target_token", np.int64),
         ("tokens", np.int64),
+        ("source_step", np.int64),
+        ("target_step", np.int64),
     ]
 )
 
@@ -51,8 +54,10 @@ Runs: TypeAlias = npt.NDArray[np.void]
 
 
 def blank_runs(count: int) -> Runs:
-    """Rows to be filled in: all zeros."""
-    return np.zeros(count, dtype=RUN_DTYPE)
+    """Rows to be filled in: all zeros, with steps of 1."""
+    runs = np.zeros(count, dtype=RUN_DTYPE)
+    runs["source_step"] = runs["target_step"] = 1
+    return runs
 
 
 def num_bytes(tiles: Tiles, runs: Runs) -> int:

@@ -115,7 +115,7 @@ class FakeEngine:
     @property
     def block_size(self) -> int:
         """Tokens in which local hits come: the least common multiple of the groups' blocks."""
-        return math.lcm(*(group.block_size for group in self.groups))
+        return math.lcm(*(group.virtual_block_size for group in self.groups))
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class FakeEngine:
     def _let_go(self, request: FakeRequest, num_computed: int) -> None:
         """Frees the blocks of which no group needs a token once ``num_computed`` are computed."""
         for group, table in zip(self.groups, request.tables, strict=True):
-            behind = group.first_kept_token(num_computed) // group.block_size
+            behind = group.first_kept_token(num_computed) // group.virtual_block_size
             self._release([block for block in table[:behind] if block != 0])
             table[:behind] = [0] * behind
 
@@ -244,8 +244,8 @@ class FakeEngine:
         """Gives a request its blocks: none for what lies behind its windows from the start."""
         sizes = [
             (
-                group.first_kept_token(num_computed) // group.block_size,
-                -(-request.num_tokens // group.block_size),
+                group.first_kept_token(num_computed) // group.virtual_block_size,
+                -(-request.num_tokens // group.virtual_block_size),
             )
             for group in self.groups
         ]

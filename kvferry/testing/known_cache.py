@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
+from kvferry.topology.parts import Part
+from kvferry.topology.token_shard import Int64s
 
 ByteArray = npt.NDArray[np.uint8]
 UintArray = npt.NDArray[np.unsignedinteger]
@@ -38,36 +41,47 @@ class KnownCache:
         self.geometry = geometry
         self.rank = rank
         self.tensors: dict[str, UintArray] = {}
-        """Tensor name → array of ``geometry.cache_shape(rank, num_blocks)``; unsigned integers of
-        the dtype's size, because NumPy lacks some dtypes and bits are all that counts."""
-        names = geometry.tensor_names(rank)
-        dtype = np.dtype(f"u{geometry.itemsize}")
-        shape = geometry.cache_shape(rank, num_blocks)
+        """Tensor name → array, of ``geometry.cache_shape(rank, num_blocks)`` if it is a layer's
+        own; unsigned integers of the dtype's size, because NumPy lacks some dtypes and bits are all
+        that counts."""
         memory[:] = _SPOILT
-        for index, name in enumerate(names):
-            each = len(memory) // len(names)
-            part = memory[index * each : (index + 1) * each]
-            self.tensors[name] = part.view(dtype).reshape(shape)
+        described = geometry.memory(rank, num_blocks)
+        kinds = geometry.tensors(rank)
+        for tensor in described.tensors:
+            kind = kinds[tensor.name]
+            shape = kind.layout.shape(geometry.box(rank, num_blocks, kind))
+            self.tensors[tensor.name] = np.ndarray(
+                shape,
+                dtype=f"u{kind.itemsize}",
+                buffer=memory.data,
+                offset=tensor.offset,
+                strides=kind.strides(shape),
+            )
         self._views = {
-            (layer, part.name): self._view(layer, part.name, part.head_size, num_blocks)
+            (layer, part.name): self._view(described, layer, part, memory)
             for layer in geometry.layers(rank)
             for part in geometry.parts
         }
 
-    def _view(self, layer: int, part: str, elements: int, num_blocks: int) -> UintArray:
+    def _view(self, described: RankMemory, layer: int, part: Part, memory: ByteArray) -> UintArray:
         """The cells of one layer and part, shape ``[blocks, tokens, heads, elements]``."""
         geometry = self.geometry
         cross = geometry.layout.is_cross_layer
-        tensor = self.tensors[CROSS_LAYER_NAME if cross else geometry.layer_name(layer)]
-        strides = geometry.part_strides(self.rank, num_blocks)[part]
-        offset = strides.offset
+        owner = CROSS_LAYER_NAME if cross else geometry.layer_name(layer)
+        tensor = next(
+            tensor
+            for tensor in described.tensors
+            if part.name in tensor.parts and tensor.name in (owner, f"{owner}.{part.name}")
+        )
+        strides = tensor.parts[part.name]
+        offset = tensor.offset + strides.offset
         if cross:
             offset += geometry.layers(self.rank).index(layer) * strides.layer
         heads = len(geometry.heads(self.rank))
         return np.ndarray(
-            (num_blocks, geometry.block_size, heads, elements),
-            dtype=tensor.dtype,
-            buffer=tensor.data,
+            (described.num_blocks, geometry.block_size, heads, part.head_size),
+            dtype=f"u{part.itemsize}",
+            buffer=memory.data,
             offset=offset,
             strides=(strides.block, strides.token, strides.head, strides.element),
         )
@@ -80,14 +94,20 @@ class KnownCache:
                 engines with several groups register them.
         """
         tensors = dict(self.tensors)
-        if by_layer and CROSS_LAYER_NAME in tensors:
-            dim = self.geometry.layout.dims(self.geometry.part_sizes).index("L")
-            views = np.moveaxis(tensors.pop(CROSS_LAYER_NAME), dim, 0)
-            names = map(self.geometry.layer_name, self.geometry.layers(self.rank))
-            tensors = dict(zip(names, views, strict=True))
-        if not hasattr(np, self.geometry.dtype):
-            return tensors
-        return {name: tensor.view(self.geometry.dtype) for name, tensor in tensors.items()}
+        dtypes: dict[str, str] = {}
+        for name, kind in self.geometry.tensors(self.rank).items():
+            names = [name]
+            if by_layer and self.geometry.layout.is_cross_layer:
+                dim = kind.layout.dims(kind.part_sizes).index("L")
+                views = np.moveaxis(tensors.pop(name), dim, 0)
+                layers = map(self.geometry.layer_name, self.geometry.layers(self.rank))
+                names = [layer + kind.suffix for layer in layers]
+                tensors |= dict(zip(names, views, strict=True))
+            dtypes |= dict.fromkeys(names, kind.parts[0].dtype)
+        return {
+            name: tensor.view(dtypes[name]) if hasattr(np, dtypes[name]) else tensor
+            for name, tensor in tensors.items()
+        }
 
     def write(
         self, table: Sequence[int], tokens: Sequence[int], first: int, end: int, salt: int = 0
@@ -101,10 +121,10 @@ class KnownCache:
             end: position after the last one.
             salt: cells of different salts differ.
         """
-        blocks, slots = self._places(table, first, end)
+        held, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
         for key, view in self._views.items():
-            view[blocks[kept], slots[kept]] = self._expected(key, tokens, first, end, salt)[kept]
+            view[blocks[kept], slots[kept]] = self._expected(key, tokens, held[kept], salt)
 
     def wrong_cells(
         self,
@@ -123,18 +143,18 @@ class KnownCache:
         Returns:
             One line per layer and part that has wrong cells; empty if all are right.
         """
-        blocks, slots = self._places(table, first, end)
+        held, blocks, slots = self._places(table, first, end)
         lines = []
         for (layer, part), view in self._views.items():
             if layers is not None and layer not in layers:
                 continue
-            expected = self._expected((layer, part), tokens, first, end, salt)
+            expected = self._expected((layer, part), tokens, held, salt)
             wrong = np.argwhere(view[blocks, slots] != expected)
             if len(wrong):
                 token, head, element = wrong[0]
                 lines.append(
                     f"rank {self.rank}, layer {layer}, {part}: {len(wrong)} of {expected.size} "
-                    f"cells, first token {first + token}, head {head}, element {element}"
+                    f"cells, first token {held[token]}, head {head}, element {element}"
                 )
         return lines
 
@@ -143,7 +163,7 @@ class KnownCache:
 
         Null blocks have none.
         """
-        blocks, slots = self._places(table, first, end)
+        _, blocks, slots = self._places(table, first, end)
         kept = blocks != 0
         cells = [view[blocks[kept], slots[kept]] for view in self._views.values()]
         return all(bool((np.ascontiguousarray(c).view(np.uint8) == _SPOILT).all()) for c in cells)
@@ -165,24 +185,27 @@ class KnownCache:
             )
         ]
 
-    def _places(
-        self, table: Sequence[int], first: int, end: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _places(self, table: Sequence[int], first: int, end: int) -> tuple[Int64s, Int64s, Int64s]:
+        """Those of the tokens that the rank holds, the blocks and the slots where they lie."""
         positions = np.arange(first, end)
-        size = self.geometry.block_size
-        return np.asarray(table, dtype=np.int64)[positions // size], positions % size
+        shard = self.geometry.token_shard(self.rank)
+        held = positions[shard.holds(positions)]
+        blocks, slots = np.divmod(shard.slots(held), self.geometry.block_size)
+        return held, np.asarray(table, dtype=np.int64)[blocks], slots
 
     def _expected(
-        self, key: tuple[int, str], tokens: Sequence[int], first: int, end: int, salt: int
+        self, key: tuple[int, str], tokens: Sequence[int], positions: Int64s, salt: int
     ) -> UintArray:
         layer, part = key
         parts = {known.name: known for known in self.geometry.parts}
-        state = np.array(prefix_states(tokens[:end])[first:], dtype=np.uint64)[:, None, None]
+        last = int(positions.max(initial=-1))
+        state = np.array(prefix_states(tokens[: last + 1]), dtype=np.uint64)
+        state = state[positions][:, None, None]
         heads = np.array(self.geometry.heads(self.rank), dtype=np.uint64)[None, :, None]
         elements = np.arange(parts[part].head_size, dtype=np.uint64)[None, None, :]
         place = np.uint64((salt * 64 + layer) * 64 + list(parts).index(part))
         bits = _mix(state ^ _mix((place << np.uint64(32)) + (heads << np.uint64(16)) + elements))
-        return bits.astype(np.dtype(f"u{self.geometry.itemsize}"))
+        return bits.astype(f"u{parts[part].itemsize}")
 
 
 def prefix_states(tokens: Sequence[int]) -> list[int]:

@@ -38,7 +38,8 @@ def _byte_addresses(tile: np.void, run: np.void, side: str) -> npt.NDArray[np.in
         + int(run[f"{side}_block"]) * int(tile[f"{side}_block_stride"])
         + int(run[f"{side}_token"]) * int(tile[f"{side}_token_stride"])
     )
-    token = np.arange(int(run["tokens"])) * int(tile[f"{side}_token_stride"])
+    step = int(run[f"{side}_step"]) * int(tile[f"{side}_token_stride"])
+    token = np.arange(int(run["tokens"])) * step
     head = np.arange(int(tile["heads"])) * int(tile[f"{side}_head_stride"])
     element = np.arange(int(tile["elements"])) * int(tile[f"{side}_element_stride"])
     byte = np.arange(int(tile["itemsize"]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, blank_runs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,8 @@ class _Side:
 
 
 def random_case(seed: int) -> Case:
-    """Tiles of any shape in regions of several sizes, runs that cut blocks anywhere.
+    """Tiles of any shape in regions of several sizes, runs that cut blocks anywhere, some of them
+    with steps between their tokens.
 
     Strides come from a random order of the four dims with random gaps, on each side its own; no
     two bytes of a target coincide.
@@ -40,6 +41,8 @@ def random_case(seed: int) -> Case:
     itemsize = int(rng.choice([1, 2, 3, 4, 8, 24]))
     source_block, target_block = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     runs = _random_runs(rng, source_block, target_block)
+    if rng.integers(2):
+        source_block, target_block = _spread(rng, runs, source_block, target_block)
     blocks = [int(runs[f"{side}_block"].max()) + 1 for side in ("source", "target")]
     num_tiles, num_regions = int(rng.integers(1, 6)), int(rng.integers(1, 4))
     tiles = np.zeros(num_tiles, dtype=TILE_DTYPE)
@@ -69,7 +72,7 @@ def large_case(nbytes: int, seed: int = 0) -> Case:
     num_tiles = 8
     num_blocks = max(1, nbytes // (block * num_tiles))
     rng = np.random.default_rng(seed)
-    runs = np.zeros(num_blocks, dtype=RUN_DTYPE)
+    runs = blank_runs(num_blocks)
     runs["source_block"], runs["target_block"] = (
         rng.permutation(num_blocks),
         rng.permutation(num_blocks),
@@ -113,6 +116,10 @@ def violations(case: Case) -> list[tuple[str, Tiles, Runs]]:
         ("runs", "target_token", 1 << 40),
         ("runs", "tokens", 1 << 40),
         ("runs", "tokens", -1),
+        ("runs", "source_step", 0),
+        ("runs", "source_step", 1 << 40),
+        ("runs", "target_step", -1),
+        ("runs", "target_step", 1 << 40),
     )
     result = []
     for table, field, value in changes:
@@ -143,10 +150,23 @@ def _random_runs(rng: np.random.Generator, source_block: int, target_block: int)
                 target[at // target_block],
                 at % target_block,
                 until - at,
+                1,
+                1,
             )
         )
         at = until
     return np.array(rows, dtype=RUN_DTYPE)
+
+
+def _spread(
+    rng: np.random.Generator, runs: Runs, source_block: int, target_block: int
+) -> tuple[int, int]:
+    """Pulls the tokens of the runs apart, as interleaving does; returns the wider blocks."""
+    steps = rng.integers(1, 4, 2)
+    for side, step in zip(("source", "target"), steps, strict=True):
+        runs[f"{side}_token"] *= step
+        runs[f"{side}_step"] = step
+    return int(source_block * steps[0]), int(target_block * steps[1])
 
 
 def _random_side(rng: np.random.Generator, extents: tuple[int, ...], itemsize: int) -> _Side:

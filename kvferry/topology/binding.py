@@ -10,31 +10,40 @@ import numpy.typing as npt
 from kvferry.errors import BlockIdError, BlockTableError, NullBlockError
 from kvferry.layouts.tiles import RUN_DTYPE, Runs
 from kvferry.topology.description import RankMemory
+from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.plan import TransferPlan
+from kvferry.topology.spans import Spans, shared_spans
+from kvferry.topology.token_shard import Int64s
 
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Block ids of one request and one group, token 0 first."""
 
-Int64s: TypeAlias = npt.NDArray[np.int64]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundCopies:
-    """The copies of one request on one target rank: the plan's tiles times these runs."""
+    """The copies of one request on one target rank: each source rank's tiles times its runs."""
 
     plan: TransferPlan
-    runs: Runs
-    """Rows of ``RUN_DTYPE``, ascending by token position."""
+    context_runs: Mapping[int, Runs]
+    """Context rank of the source → rows of ``RUN_DTYPE``, ascending by their first token; for
+    every one that the plan reads from."""
+
+    def runs_of(self, source_rank: int) -> Runs:
+        """What the tiles of a source rank of the plan are applied to."""
+        return self.context_runs[self.plan.source.parallel.context_rank(source_rank)]
 
     @property
     def num_tokens(self) -> int:
         """Tokens that move; those of null target blocks do not."""
-        return int(self.runs["tokens"].sum())
+        return sum(int(runs["tokens"].sum()) for runs in self.context_runs.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes that move."""
-        return self.num_tokens * self.plan.bytes_per_token
+        return sum(
+            int(self.runs_of(rank)["tokens"].sum()) * self.plan.for_source(rank).bytes_per_token
+            for rank in self.plan.source_ranks
+        )
 
     def segments(
         self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
@@ -50,7 +59,7 @@ class BoundCopies:
         from kvferry.layouts.copier import expand
 
         tiles = self.plan.lower(source_memory, target_memory)
-        return {rank: expand(table, self.runs) for rank, table in tiles.items()}
+        return {rank: expand(table, self.runs_of(rank)) for rank, table in tiles.items()}
 
 
 def bind(
@@ -66,8 +75,8 @@ def bind(
     >>> source = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=4, dtype="float32",
     ...                         block_size=4, layout="NHD", parallel=ParallelShape())
     >>> plan = plan_transfer(source=source, target=source)
-    >>> bind(plan, [5, 2, 8], [1, 2, 3], num_tokens=10, first_token=4).runs.tolist()
-    [(2, 0, 2, 0, 4), (8, 0, 3, 0, 2)]
+    >>> bind(plan, [5, 2, 8], [1, 2, 3], num_tokens=10, first_token=4).runs_of(0).tolist()
+    [(2, 0, 2, 0, 4, 1, 1), (8, 0, 3, 0, 2, 1, 1)]
 
     Args:
         plan: what to move.
@@ -83,27 +92,54 @@ def bind(
             is not null.
         BlockIdError: an id is negative or no whole number.
     """
-    if not 0 <= first_token <= num_tokens:
-        raise ValueError(
-            f"first_token: [{first_token}, {num_tokens}) is no span of tokens; "
-            "write 0 <= first_token <= num_tokens"
+    _check_span(first_token, num_tokens)
+    tables = (
+        _table("source", source_blocks, plan.source, num_tokens),
+        _table("target", target_blocks, plan.target, num_tokens),
+    )
+    block_sizes = plan.source.block_size, plan.target.block_size
+    ours = plan.target.token_shard(plan.target_rank)
+    context_runs = {}
+    for context in plan.source_contexts:
+        theirs = plan.source.parallel.shard_of_context(context)
+        spans = shared_spans(theirs, ours, block_sizes, (first_token, num_tokens))
+        runs = _runs(spans, tables, block_sizes)
+        kept = runs["target_block"] != 0
+        context_runs[context] = runs if kept.all() else runs[kept]
+    _check_repeats(tables[1], plan.target, first_token, num_tokens)
+    return BoundCopies(plan, context_runs)
+
+
+def bind_own(
+    geometry: EngineGeometry, rank: int, block_ids: BlockIds, num_tokens: int, first_token: int = 0
+) -> tuple[Runs, Int64s]:
+    """Runs over what a rank holds of the tokens ``[first_token, num_tokens)``.
+
+    Returns:
+        Rows of ``RUN_DTYPE``, both sides alike, and the position in the request of each of their
+        tokens: int64[tokens], ascending.
+
+    Raises:
+        ValueError: the span is no span.
+        BlockTableError: the table is too short, or names a block twice within the span.
+        NullBlockError: the null block stands where the rank holds tokens of the span.
+        BlockIdError: an id is negative or no whole number.
+    """
+    _check_span(first_token, num_tokens)
+    table = _table("own", block_ids, geometry, num_tokens)
+    shard = geometry.token_shard(rank)
+    block_sizes = geometry.block_size, geometry.block_size
+    spans = shared_spans(shard, shard, block_sizes, (first_token, num_tokens))
+    runs = _runs(spans, (table, table), block_sizes)
+    null = runs["target_block"] == 0
+    if null.any():
+        raise NullBlockError(
+            f"block table: the null block stands where token {spans.tokens[np.argmax(null)]} "
+            f"belongs, within the tokens [{first_token}, {num_tokens})"
         )
-    source_size, target_size = plan.source.block_size, plan.target.block_size
-    source_table = _table("source", source_blocks, source_size, num_tokens)
-    target_table = _table("target", target_blocks, target_size, num_tokens)
-    if first_token == num_tokens:
-        return BoundCopies(plan, np.empty(0, dtype=RUN_DTYPE))
-    starts = _starts(first_token, num_tokens, source_size, target_size)
-    runs = np.empty(len(starts), dtype=RUN_DTYPE)
-    runs["source_block"] = source_table[starts // source_size]
-    runs["source_token"] = starts % source_size
-    runs["target_block"] = target_table[starts // target_size]
-    runs["target_token"] = starts % target_size
-    runs["tokens"] = np.diff(starts, append=num_tokens)
-    _check_ids(runs, starts)
-    _check_repeats(target_table[first_token // target_size : -(-num_tokens // target_size)])
-    kept = runs["target_block"] != 0
-    return BoundCopies(plan, runs if kept.all() else runs[kept])
+    _check_repeats(table, geometry, first_token, num_tokens)
+    first_slot, last_slot = shard.slots(np.array([first_token, num_tokens]))
+    return runs, shard.tokens(np.arange(first_slot, last_slot))
 
 
 def check_block_ids(
@@ -119,60 +155,82 @@ def check_block_ids(
     Raises:
         BlockIdError: a block id is not below the number of blocks; the message names both.
     """
-    if not len(copies.runs) or not copies.plan.pieces:
+    if not copies.plan.pieces:
         return  # nothing moves; a rank without layers of the group has no blocks of it either
     if isinstance(source_num_blocks, Mapping):
         source_num_blocks = min(source_num_blocks[rank] for rank in copies.plan.source_ranks)
-    for side, limit in (("source", source_num_blocks), ("target", target_num_blocks)):
-        largest = int(copies.runs[f"{side}_block"].max())
-        if largest >= limit:
-            raise BlockIdError(f"{side} block {largest} does not exist; there are {limit} blocks")
+    for runs in copies.context_runs.values():
+        if not len(runs):
+            continue
+        for side, limit in (("source", source_num_blocks), ("target", target_num_blocks)):
+            largest = int(runs[f"{side}_block"].max())
+            if largest >= limit:
+                raise BlockIdError(
+                    f"{side} block {largest} does not exist; there are {limit} blocks"
+                )
 
 
-def _table(side: str, blocks: BlockIds, block_size: int, num_tokens: int) -> Int64s:
+def _check_span(first_token: int, num_tokens: int) -> None:
+    if not 0 <= first_token <= num_tokens:
+        raise ValueError(
+            f"first_token: [{first_token}, {num_tokens}) is no span of tokens; "
+            "write 0 <= first_token <= num_tokens"
+        )
+
+
+def _table(side: str, blocks: BlockIds, geometry: EngineGeometry, num_tokens: int) -> Int64s:
     table = np.asarray(blocks)
     if table.ndim != 1:
         raise BlockTableError(f"{side} block table: {table.ndim} dims; give one flat list of ids")
-    if len(table) * block_size < num_tokens:
+    entry = geometry.virtual_block_size
+    if len(table) * entry < num_tokens:
         raise BlockTableError(
-            f"{side} block table: {len(table)} blocks of {block_size} tokens hold "
-            f"{len(table) * block_size}, not {num_tokens}"
+            f"{side} block table: {len(table)} blocks of {entry} tokens hold "
+            f"{len(table) * entry}, not {num_tokens}"
         )
     if len(table) and not np.can_cast(table.dtype, np.int64):
         raise BlockIdError(f"{side} block table: ids are {table.dtype}, not 64-bit whole numbers")
     return table.astype(np.int64, copy=False)
 
 
-def _starts(first: int, last: int, source_size: int, target_size: int) -> Int64s:
-    """First token of each run: the span is cut where either side begins a new block."""
-    cuts = [np.array([first]), np.arange(_next_block(first, source_size), last, source_size)]
-    if target_size != source_size:
-        cuts.append(np.arange(_next_block(first, target_size), last, target_size))
-        return np.unique(np.concatenate(cuts))
-    return np.concatenate(cuts)
+def _runs(spans: Spans, tables: tuple[Int64s, Int64s], block_sizes: tuple[int, int]) -> Runs:
+    """The spans with the ids of their blocks, checked."""
+    runs = np.empty(len(spans.tokens), dtype=RUN_DTYPE)
+    for side, slots, table, size in zip(
+        ("source", "target"), (spans.source, spans.target), tables, block_sizes, strict=True
+    ):
+        runs[f"{side}_block"] = table[slots // size]
+        runs[f"{side}_token"] = slots % size
+    runs["tokens"] = spans.counts
+    runs["source_step"], runs["target_step"] = spans.steps
+    if len(runs):
+        _check_ids(runs, spans.tokens)
+    return runs
 
 
-def _next_block(token: int, block_size: int) -> int:
-    return (token // block_size + 1) * block_size
-
-
-def _check_ids(runs: Runs, starts: Int64s) -> None:
+def _check_ids(runs: Runs, tokens: Int64s) -> None:
     for side in ("source", "target"):
         ids = runs[f"{side}_block"]
         if ids.min() < 0:
             row = int(np.argmax(ids < 0))
-            raise BlockIdError(f"{side} block of token {starts[row]} is {ids[row]}, below 0")
+            raise BlockIdError(f"{side} block of token {tokens[row]} is {ids[row]}, below 0")
     null = (runs["source_block"] == 0) & (runs["target_block"] != 0)
     if null.any():
         row = int(np.argmax(null))
         raise NullBlockError(
-            f"source block of token {starts[row]} is the null block, but the target expects it in "
+            f"source block of token {tokens[row]} is the null block, but the target expects it in "
             f"block {runs['target_block'][row]}"
         )
 
 
-def _check_repeats(target_ids: Int64s) -> None:
-    ordered = np.sort(target_ids[target_ids != 0])
+def _check_repeats(
+    table: Int64s, geometry: EngineGeometry, first_token: int, num_tokens: int
+) -> None:
+    if first_token == num_tokens:
+        return
+    entry = geometry.virtual_block_size
+    ids = table[first_token // entry : -(-num_tokens // entry)]
+    ordered = np.sort(ids[ids != 0])
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice):
         raise BlockTableError(

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import NullBlockError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, Tiles
-from kvferry.topology.binding import BlockIds, bind
+from kvferry.topology.binding import BlockIds, bind_own
 from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.plan import Piece, TransferPlan
@@ -29,8 +28,8 @@ def digest(
 
     A row is one layer, part, token position and head, all by the model's indices, with the bits
     of its elements in order. The sum over all ranks of an engine, modulo 2**64, therefore does not
-    depend on its layout, block size or sharding. A head with replicas is counted by the first
-    rank that holds it and by no other.
+    depend on its layout, block size or sharding. Cells with replicas are counted by the first
+    rank that holds them and by no other.
 
     >>> from kvferry.topology import ParallelShape, memory_of
     >>> def of(block_size, layout, block_ids):
@@ -76,7 +75,7 @@ def token_digests(
     """Like :func:`digest`, but one sum per token: any span can be compared, a defect located.
 
     Returns:
-        uint64[num_tokens - first_token].
+        uint64[num_tokens - first_token]; 0 for tokens that other context ranks hold.
 
     Raises:
         BlockError, BoundsError, ProtocolError: see :func:`digest`.
@@ -86,16 +85,13 @@ def token_digests(
     held = geometry.layers(rank)
     wanted = held if layers is None else sorted(set(layers).intersection(held))
     tiles, keys = _counted(geometry, rank, memory, wanted)
-    whole = TransferPlan(geometry, geometry, rank, ())
-    runs = bind(whole, block_ids, block_ids, num_tokens, first_token).runs
-    if int(runs["tokens"].sum()) != num_tokens - first_token:
-        raise NullBlockError(
-            f"block table: the null block stands within the tokens [{first_token}, {num_tokens}), "
-            "which has no cells to digest"
-        )
+    runs, positions = bind_own(geometry, rank, block_ids, num_tokens, first_token)
     check_bounds(tiles, runs, memory.region_bytes, None)
-    positions = first_token + np.cumsum(runs["tokens"]) - runs["tokens"]
-    return digest_rows(np.array(addresses, dtype=np.int64), tiles, runs, positions, keys)
+    sums = np.zeros(num_tokens - first_token, dtype=np.uint64)
+    sums[positions - first_token] = digest_rows(
+        np.array(addresses, dtype=np.int64), tiles, runs, positions, keys
+    )
+    return sums
 
 
 def _counted(
@@ -103,8 +99,8 @@ def _counted(
 ) -> tuple[Tiles, npt.NDArray[np.int64]]:
     """One tile per layer and part for the heads that this rank counts, and their keys."""
     heads = geometry.heads(rank)
-    tp_rank = geometry.rank_coordinates(rank).tp
-    if not layers or geometry.head_replicas(heads.start).start != tp_rank:
+    context = geometry.parallel.context_rank(rank)
+    if not layers or geometry.ranks_with(layers[0], heads.start, context)[0] != rank:
         return np.empty(0, dtype=TILE_DTYPE), np.empty((0, 3), dtype=np.int64)
     tiles, keys = [], []
     for part in geometry.parts:

@@ -88,6 +88,9 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     layer_indices: tuple[int, ...] | None = None
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+    interleave_size: int = 1
+    page_size_padded: int | None = None
+    scale_dtype: str | None = None
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

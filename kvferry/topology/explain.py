@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.topology.binding import BoundCopies
 from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import pair_groups
@@ -172,9 +173,10 @@ def count_segments(
     """
     nbytes = segments = 0
     for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
-        runs = part.runs(seed)
-        nbytes += part.plan.bytes_per_token * (num_tokens - part.first_token)
-        segments += sum(_count(tiles, runs) for tiles in part.tiles(None, None).values())
+        copies = part.copies(seed)
+        nbytes += copies.nbytes
+        for rank, tiles in part.tiles(None, None).items():
+            segments += _count(tiles, copies.runs_of(rank))
     return nbytes, segments
 
 
@@ -203,24 +205,27 @@ class _Part:
         )
         return plan.lower(givers, taker)
 
-    def runs(self, seed: int | None) -> Runs:
-        """The runs of a request whose block tables are shuffled, or in order without a seed."""
+    def copies(self, seed: int | None) -> BoundCopies:
+        """Those of a request whose block tables are shuffled, or in order without a seed."""
         tables = [
-            np.arange(1, -(-self.num_tokens // geometry.block_size) + 1)
+            np.arange(1, -(-self.num_tokens // geometry.virtual_block_size) + 1)
             for geometry in (self.plan.source, self.plan.target)
         ]
         if seed is not None:
             shuffle = np.random.default_rng(seed)
             tables = [shuffle.permutation(table) for table in tables]
-        return self.plan.bind(tables[0], tables[1], self.num_tokens, self.first_token).runs
+        return self.plan.bind(tables[0], tables[1], self.num_tokens, self.first_token)
 
     def costs(
         self, source: Memories | None, target: Memories | None, seed: int
     ) -> Iterator[PairCost]:
-        ordered, shuffled = self.runs(None), self.runs(seed)
-        longest = ordered[np.argmax(ordered["tokens"])][np.newaxis]
-        num_tokens = self.num_tokens - self.first_token
+        copies, others = self.copies(None), self.copies(seed)
         for rank, tiles in self.tiles(source, target).items():
+            ordered, shuffled = copies.runs_of(rank), others.runs_of(rank)
+            if not len(ordered):
+                continue  # the two hold other tokens of so short a span
+            longest = ordered[np.argmax(ordered["tokens"])][np.newaxis]
+            num_tokens = int(ordered["tokens"].sum())
             given = self.plan.for_source(rank)
             nbytes = given.bytes_per_token * num_tokens
             heads = sum(len(piece.heads) for piece in given.pieces)
@@ -240,7 +245,7 @@ class _Part:
 
 @lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
 def _dense(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
-    return geometry.memory(rank, -(-num_tokens // geometry.block_size) + 1)
+    return geometry.memory(rank, -(-num_tokens // geometry.virtual_block_size) + 1)
 
 
 def _parts(

@@ -8,12 +8,13 @@ divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 rank
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from kvferry.layouts.layout import Box, CellStrides, Layout
-from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, TensorMemory
+from kvferry.layouts.layout import Box, Layout
+from kvferry.topology.description import GroupDescription, PartStrides, RankMemory
+from kvferry.topology.head_ranges import check_dcp, heads_of, query_heads_of, replicas_of
 from kvferry.topology.layer_ranges import (
     check_indices,
     check_split,
@@ -22,16 +23,21 @@ from kvferry.topology.layer_ranges import (
 )
 from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
 from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
+from kvferry.topology.tensors import TensorKind, dense_memory
+from kvferry.topology.token_shard import TokenShard
 from kvferry.topology.windows import first_kept_token
 
 __all__ = ["EngineGeometry", "ParallelShape", "RankCoordinates"]
 
+_SHAPE_FIELDS = ("tp", "pp", "dcp", "pcp", "interleave_size")
+
 _PLAIN_FIELDS = tuple(
-    field
-    for field in GroupDescription.__struct_fields__
-    if field not in ("layout", "tp", "pp", "dcp", "pcp")
+    field for field in GroupDescription.__struct_fields__ if field not in ("layout", *_SHAPE_FIELDS)
 )
 """Fields that a geometry and its description have alike."""
+
+_MAX_PAGE = 1 << 40
+"""Bytes of the largest padded page."""
 
 _MAX_WINDOW = 1 << 40
 """Tokens of the longest window or chunk: no request is longer, and sums stay inside 64 bits."""
@@ -69,7 +75,7 @@ class EngineGeometry:
     dtype: str
     """Given as a torch dtype or a name; kept as the bare name."""
     block_size: int
-    """Tokens per block and rank."""
+    """Tokens per block and rank; one table entry has ``virtual_block_size``."""
     layout: Layout
     """Given as a :class:`Layout`, a name or an order."""
     parallel: ParallelShape
@@ -87,6 +93,11 @@ class EngineGeometry:
     """Tokens that the group keeps of a request, as :func:`first_kept_token` counts them."""
     attention_chunk_size: int | None = None
     """The same for a group that keeps the chunk of the next token, in tokens per chunk."""
+    scale_dtype: str | None = None
+    """Of a quantised cache: the dtype of its scales, one per part, token and head."""
+    page_size_padded: int | None = None
+    """Bytes to which a page, one block of one layer on a rank, is padded. The cells of such a page
+    lie together, in the layout's order of the other dims; pages follow each other."""
 
     def __init__(
         self,
@@ -105,6 +116,8 @@ class EngineGeometry:
         layer_indices: Sequence[int] | None = None,
         sliding_window: int | None = None,
         attention_chunk_size: int | None = None,
+        scale_dtype: Any = None,
+        page_size_padded: int | None = None,
     ) -> None:
         values = {
             "num_layers": check_count("num_layers", num_layers),
@@ -121,6 +134,8 @@ class EngineGeometry:
             "layer_indices": None if layer_indices is None else tuple(layer_indices),
             "sliding_window": sliding_window,
             "attention_chunk_size": attention_chunk_size,
+            "scale_dtype": None if scale_dtype is None else dtype_name(scale_dtype),
+            "page_size_padded": page_size_padded,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -134,16 +149,26 @@ class EngineGeometry:
                 f"use_mla: the latent has 1 head and no v, got num_kv_heads={self.num_kv_heads}, "
                 f"head_size_v={self.head_size_v}; write num_kv_heads=1 and leave head_size_v out"
             )
-        if (self.parallel.dcp, self.parallel.pcp) != (1, 1):
+        check_dcp(self.parallel.dcp, self.parallel.tp, self.num_kv_heads)
+        turn = self.parallel.interleave_size
+        if self.parallel.num_context_ranks > 1 and self.block_size % turn:
             raise ValueError(
-                f"parallel: context parallelism (dcp={self.parallel.dcp}, "
-                f"pcp={self.parallel.pcp}) is not supported yet; write dcp=1 and pcp=1"
+                f"parallel: interleave_size={turn} does not divide block_size={self.block_size}; "
+                "the tokens of one turn lie in one block"
             )
         self._check_layers()
         self._check_windows()
         heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
         box = Box(1, 1, self.block_size, heads, self.part_sizes)
-        self.layout.shape(box)  # raises where the layout lacks a dim
+        page = math.prod(self.layout.shape(box)) * self.itemsize  # raises where it lacks a dim
+        padded = self.page_size_padded
+        if padded is not None and (
+            check_count("page_size_padded", padded, most=_MAX_PAGE) < page or padded % self.itemsize
+        ):
+            raise ValueError(
+                f"page_size_padded: {padded} bytes; a page of {self.block_size} tokens and {heads} "
+                f"heads needs {page}, and a whole number of elements of {self.itemsize}"
+            )
 
     def _check_layers(self) -> None:
         if self.layer_indices is not None:
@@ -165,21 +190,29 @@ class EngineGeometry:
     # ---- who holds what --------------------------------------------------------------------
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """The parts of a cell, in the order in which they lie."""
+    def tensor_kinds(self) -> tuple[TensorKind, ...]:
+        """What lies in the layers' own tensors, then in those of each kind of scale."""
         itemsize = ITEMSIZES[self.dtype]
-        if self.use_mla:
-            return (Part("latent", self.head_size, self.dtype, itemsize),)
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
-        return (
-            Part("k", self.head_size, self.dtype, itemsize),
-            Part("v", head_size_v, self.dtype, itemsize),
+        sizes = (
+            {"latent": self.head_size} if self.use_mla else {"k": self.head_size, "v": head_size_v}
         )
+        parts = tuple(Part(name, size, self.dtype, itemsize) for name, size in sizes.items())
+        own = TensorKind("", self.layout, parts, self.page_size_padded)
+        if self.scale_dtype is None:
+            return (own,)
+        scale = Part("", 1, self.scale_dtype, ITEMSIZES[self.scale_dtype])
+        return (own, *(own.scale(replace(scale, name=f"{name}_scale"), name) for name in sizes))
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of a cell: those of the layers' own tensors as they lie there, then scales."""
+        return tuple(part for kind in self.tensor_kinds for part in kind.parts)
 
     @property
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
-        """Name and elements per head of each part."""
-        return tuple((part.name, part.head_size) for part in self.parts)
+        """Name and elements per head of each part in the layers' own tensors."""
+        return self.tensor_kinds[0].part_sizes
 
     @property
     def itemsize(self) -> int:
@@ -247,42 +280,45 @@ class EngineGeometry:
 
     def heads(self, rank: int) -> range:
         """The model's KV heads that a rank holds; ranks beyond the heads hold replicas."""
-        tp_rank, tp, heads = self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads
-        first = tp_rank * heads // tp
-        return range(first, max(first + 1, (tp_rank + 1) * heads // tp))
+        return heads_of(self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads)
 
     def head_replicas(self, head: int) -> range:
         """The TP ranks that hold a KV head."""
-        tp, heads = self.parallel.tp, self.num_kv_heads
-        if tp <= heads:
-            first = ((head + 1) * tp - 1) // heads
-            return range(first, first + 1)
-        return range(-(-head * tp // heads), -(-(head + 1) * tp // heads))
+        return replicas_of(head, self.parallel.tp, self.num_kv_heads)
+
+    def ranks_with(self, layer: int, head: int, context: int) -> range:
+        """The ranks that hold a layer's cells of one head for the tokens of a context rank.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        pcp_rank, dcp_rank = divmod(context, self.parallel.dcp)
+        first = (self.stage_of(layer) * self.parallel.pcp + pcp_rank) * self.parallel.tp
+        # Their number is a multiple of dcp, and so is the first of them.
+        replicas = self.head_replicas(head)[dcp_rank :: self.parallel.dcp]
+        return range(first + replicas.start, first + replicas.stop, replicas.step)
 
     def query_heads(self, rank: int, num_query_heads: int) -> range:
         """The model's query heads that a rank computes; may be empty.
 
-        They follow their KV head. Where that is replicated, its group of query heads is divided
-        contiguously over the replicas.
-
         Raises:
             ValueError: ``num_query_heads`` is not a multiple of the KV heads.
         """
-        group, remainder = divmod(num_query_heads, self.num_kv_heads)
-        if remainder or group < 1:
-            raise ValueError(
-                f"num_query_heads: {num_query_heads} is not a multiple of the "
-                f"{self.num_kv_heads} KV heads"
-            )
-        heads = self.heads(rank)
-        if self.parallel.tp <= self.num_kv_heads:
-            return range(heads.start * group, heads.stop * group)
-        replicas = self.head_replicas(heads.start)
-        index = self.rank_coordinates(rank).tp - replicas.start
-        first = heads.start * group
-        return range(
-            first + index * group // len(replicas), first + (index + 1) * group // len(replicas)
-        )
+        at = self.rank_coordinates(rank)
+        return query_heads_of(at.tp, self.parallel.tp, self.num_kv_heads, num_query_heads)
+
+    @property
+    def virtual_block_size(self) -> int:
+        """Tokens that one entry of a block table spans, over all context ranks."""
+        return self.block_size * self.parallel.num_context_ranks
+
+    def token_shard(self, rank: int) -> TokenShard:
+        """Which tokens of a request a rank holds.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self.parallel.token_shard(rank)
 
     # ---- tensors ---------------------------------------------------------------------------
 
@@ -295,54 +331,68 @@ class EngineGeometry:
         position = self.layer_position(layer)
         return f"layer.{layer}" if self.layer_names is None else self.layer_names[position]
 
+    def tensors(self, rank: int) -> dict[str, TensorKind]:
+        """A rank's tensors: name → what lies in it, as :meth:`tensor_names` orders them."""
+        layers = self.layers(rank)
+        names = [self.layer_name(layer) for layer in layers]
+        if self.layout.is_cross_layer:
+            names = [CROSS_LAYER_NAME] if layers else []
+        return {name + kind.suffix: kind for kind in self.tensor_kinds for name in names}
+
     def tensor_names(self, rank: int) -> tuple[str, ...]:
         """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer.
 
-        Empty where the rank's stage holds none of the group's layers.
+        With scales, each of these names again with ``.k_scale``, then with ``.v_scale`` (or
+        ``.latent_scale``). Empty where the rank's stage holds none of the group's layers.
         """
-        layers = self.layers(rank)
-        if self.layout.is_cross_layer:
-            return (CROSS_LAYER_NAME,) if layers else ()
-        return tuple(self.layer_name(layer) for layer in layers)
+        return tuple(self.tensors(rank))
 
-    def box(self, rank: int, num_blocks: int) -> Box:
-        """What one tensor of a rank holds."""
+    def box(self, rank: int, num_blocks: int, kind: TensorKind | None = None) -> Box:
+        """What one tensor of a rank holds: one of a layer's own, unless a kind is given."""
+        sizes = self.part_sizes if kind is None else kind.part_sizes
         layers = len(self.layers(rank)) if self.layout.is_cross_layer else 1
-        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), self.part_sizes)
+        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), sizes)
 
-    def cache_shape(self, rank: int, num_blocks: int) -> tuple[int, ...]:
+    def cache_shape(self, rank: int, num_blocks: int, scale: str | None = None) -> tuple[int, ...]:
         """The shape of each of a rank's tensors.
 
+        Args:
+            rank: whose tensors.
+            num_blocks: blocks of each, the null block included.
+            scale: a part of scales, for example ``"k_scale"``: the shape of its tensors, which
+                have one element per head, and no dim K.
+
         Raises:
-            ValueError: there is no such rank, or ``num_blocks`` is less than 1.
+            ValueError: there is no such rank or scale, or ``num_blocks`` is less than 1.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks: {num_blocks} is less than 1")
-        return self.layout.shape(self.box(rank, num_blocks))
+        kinds = {kind.suffix: kind for kind in self.tensor_kinds}
+        suffix = "" if scale is None else f".{scale}"
+        if suffix not in kinds:
+            names = ", ".join(known[1:] for known in kinds if known) or "none"
+            raise ValueError(f"scale: {scale!r} is not one of the group's scales, {names}")
+        return kinds[suffix].layout.shape(self.box(rank, num_blocks, kinds[suffix]))
 
     def part_strides(
         self, rank: int, num_blocks: int, strides: Sequence[int] | None = None
     ) -> dict[str, PartStrides]:
-        """Where the cells of each part lie in a rank's tensor, in bytes.
+        """Where the cells of each part lie in one of a layer's own tensors, in bytes.
 
         Args:
             rank: whose tensor.
             num_blocks: blocks of the tensor, the null block included.
-            strides: bytes per dim of :meth:`cache_shape`; dense if left out.
+            strides: bytes per dim of :meth:`cache_shape`; if left out, dense or as
+                ``page_size_padded`` says.
         """
-        shape = self.cache_shape(rank, num_blocks)
-        if strides is None:
-            strides = _dense_strides(shape, self.itemsize)
-        cells = self.layout.strides(self.box(rank, num_blocks), strides)
-        return {part: part_strides_of(found) for part, found in cells.items()}
+        return self.tensor_kinds[0].part_strides(self.box(rank, num_blocks), strides)
 
     def nbytes(self, rank: int, num_blocks: int) -> int:
-        """Bytes of all tensors of a rank, lying dense one after the other."""
-        elements = math.prod(self.cache_shape(rank, num_blocks))
-        return elements * self.itemsize * len(self.tensor_names(rank))
+        """Bytes of all tensors of a rank, lying dense one after the other; padding included."""
+        return sum(self.memory(rank, num_blocks).region_bytes)
 
     def memory(self, rank: int, num_blocks: int, *, region_per_tensor: bool = False) -> RankMemory:
-        """A rank's memory if its tensors are dense.
+        """A rank's memory if its tensors are dense, pages padded where the geometry says so.
 
         Args:
             rank: whose memory.
@@ -350,27 +400,12 @@ class EngineGeometry:
             region_per_tensor: one region per tensor; otherwise all lie in region 0, one after
                 the other, ``nbytes(rank, num_blocks)`` in all.
         """
-        names = self.tensor_names(rank)
-        parts = self.part_strides(rank, num_blocks)
-        each = self.nbytes(rank, num_blocks) // max(len(names), 1)
+        self.cache_shape(rank, num_blocks)  # raises
         tensors = [
-            TensorMemory(name=name, region=0, offset=index * each, parts=parts)
-            for index, name in enumerate(names)
+            (name, kind, self.box(rank, num_blocks, kind))
+            for name, kind in self.tensors(rank).items()
         ]
-        if not region_per_tensor:
-            return RankMemory(
-                num_blocks=num_blocks,
-                region_bytes=(each * len(names),) if names else (),
-                tensors=tuple(tensors),
-            )
-        return RankMemory(
-            num_blocks=num_blocks,
-            region_bytes=(each,) * len(names),
-            tensors=tuple(
-                TensorMemory(name=name, region=index, offset=0, parts=parts)
-                for index, name in enumerate(names)
-            ),
-        )
+        return dense_memory(tensors, num_blocks, region_per_tensor=region_per_tensor)
 
     # ---- the wire --------------------------------------------------------------------------
 
@@ -378,10 +413,7 @@ class EngineGeometry:
         """This geometry as plain data; :meth:`from_description` gives it back."""
         return GroupDescription(
             layout=str(self.layout),
-            tp=self.parallel.tp,
-            pp=self.parallel.pp,
-            dcp=self.parallel.dcp,
-            pcp=self.parallel.pcp,
+            **{field: getattr(self.parallel, field) for field in _SHAPE_FIELDS},
             **{field: getattr(self, field) for field in _PLAIN_FIELDS},
         )
 
@@ -394,18 +426,6 @@ class EngineGeometry:
         """
         return cls(
             layout=Layout.parse(group.layout),
-            parallel=ParallelShape(tp=group.tp, pp=group.pp, dcp=group.dcp, pcp=group.pcp),
+            parallel=ParallelShape(**{field: getattr(group, field) for field in _SHAPE_FIELDS}),
             **{field: getattr(group, field) for field in _PLAIN_FIELDS},
         )
-
-
-def part_strides_of(cells: CellStrides) -> PartStrides:
-    """The wire form of strides in bytes."""
-    return PartStrides(**cells._asdict())
-
-
-def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:
-    strides = [itemsize]
-    for extent in reversed(shape[1:]):
-        strides.append(strides[-1] * extent)
-    return strides[::-1]

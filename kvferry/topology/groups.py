@@ -23,6 +23,7 @@ _REMEDIES = {
     "head_size_v": _SAME_MODEL,
     "dtype": "give both the same KV cache dtype",
     "use_mla": "switch MLA on or off on both",
+    "scale_dtype": "give both the same quantisation of the KV cache, with scales of one dtype",
     "kept tokens": _SAME_MODEL,
 }
 

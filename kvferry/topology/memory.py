@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvferry.layouts.arrays import ArrayView, bytes_at, view_of
 from kvferry.topology.description import RankMemory, TensorMemory
-from kvferry.topology.geometry import EngineGeometry, part_strides_of
+from kvferry.topology.geometry import EngineGeometry
 
 Regions: TypeAlias = tuple[npt.NDArray[np.uint8], ...]
 """The bytes of each region of a rank, in the order of its region indices."""
@@ -50,33 +50,27 @@ def memory_of(
         ValueError: a name, shape, dtype or number of blocks is wrong; the message names the
             tensor and both values.
     """
-    per_layer = tuple(geometry.layer_name(layer) for layer in geometry.layers(rank))
-    by_layer = geometry.layout.is_cross_layer and not set(tensors) & set(
-        geometry.tensor_names(rank)
-    )
-    expected = per_layer if by_layer else geometry.tensor_names(rank)
-    _check_names(rank, expected, tensors, partial)
+    if geometry.layout.is_cross_layer and not set(tensors) & set(geometry.tensor_names(rank)):
+        # Views of single layers of a cross-layer tensor: as if the layout had no L.
+        geometry = dataclasses.replace(geometry, layout=geometry.layout.without_layers())
+    expected = geometry.tensors(rank)
+    _check_names(rank, tuple(expected), tensors, partial)
     views = {name: view_of(tensors[name]) for name in expected if name in tensors}
     if not expected:  # the rank's stage has none of the group's layers, hence only a null block
         return RankMemory(num_blocks=1, region_bytes=(), tensors=()), ()
     if not views:
         raise ValueError(f"rank {rank}: no tensors given; expected {', '.join(expected)}")
-    if by_layer:
-        # Views of single layers of a cross-layer tensor: as if the layout had no L.
-        geometry = dataclasses.replace(geometry, layout=geometry.layout.without_layers())
     num_blocks = _num_blocks(geometry, rank, views)
-    box = geometry.box(rank, num_blocks)
     regions = _regions([view.storage for view in views.values()])
     placed = []
     for name, view in views.items():
-        region = _region_of(view, regions)
-        cells = geometry.layout.strides(box, view.strides)
+        region, kind = _region_of(view, regions), expected[name]
         placed.append(
             TensorMemory(
                 name=name,
                 region=region,
                 offset=view.address - regions[region][0],
-                parts={part: part_strides_of(found) for part, found in cells.items()},
+                parts=kind.part_strides(geometry.box(rank, num_blocks, kind), view.strides),
             )
         )
     memory = RankMemory(
@@ -101,22 +95,23 @@ def _check_names(
 
 def _num_blocks(geometry: EngineGeometry, rank: int, views: Mapping[str, ArrayView]) -> int:
     """The number of blocks, after checking every tensor's shape and dtype."""
-    block_dim = geometry.layout.dims(geometry.part_sizes).index("B")
     num_blocks = 0
-    for name, view in views.items():
+    for name, kind in geometry.tensors(rank).items():
+        if name not in views:
+            continue
+        view, block_dim = views[name], kind.layout.dims(kind.part_sizes).index("B")
         found = view.shape[block_dim] if len(view.shape) > block_dim else 1
-        shape = geometry.cache_shape(rank, max(found, 1))
+        shape = kind.layout.shape(geometry.box(rank, max(found, 1), kind))
         if view.shape != shape:
             raise ValueError(
                 f"tensor {name!r}: shape {view.shape}, but rank {rank} with layout "
-                f"{geometry.layout} has {shape} for as many blocks"
+                f"{kind.layout} has {shape} for as many blocks"
             )
+        dtype = kind.parts[0].dtype
         # NumPy has no bfloat16; integers of its size may stand for it.
-        stands_in = view.itemsize == geometry.itemsize and view.dtype.startswith(("int", "uint"))
-        if view.dtype != geometry.dtype and not stands_in:
-            raise ValueError(
-                f"tensor {name!r}: dtype {view.dtype}, but the geometry says {geometry.dtype}"
-            )
+        stands_in = view.itemsize == kind.itemsize and view.dtype.startswith(("int", "uint"))
+        if view.dtype != dtype and not stands_in:
+            raise ValueError(f"tensor {name!r}: dtype {view.dtype}, but the geometry says {dtype}")
         if num_blocks not in (0, found):
             raise ValueError(
                 f"tensor {name!r}: {found} blocks, but the others have {num_blocks}; give all "

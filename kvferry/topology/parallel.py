@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from kvferry.topology.token_shard import TokenShard
+
 _MAX_COUNT = 1 << 20
 """Most layers, heads, elements, tokens per block or ranks per axis."""
 
@@ -34,15 +36,50 @@ class ParallelShape:
     """Decode-context-parallel ranks; they lie inside TP."""
     pcp: int = 1
     """Prefill-context-parallel ranks."""
+    interleave_size: int = 1
+    """Consecutive tokens on one context rank (vLLM: ``cp_kv_cache_interleave_size``); without
+    context parallelism it says nothing."""
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "pp", "dcp", "pcp"):
+        for axis in ("tp", "pp", "dcp", "pcp", "interleave_size"):
             check_count(axis, getattr(self, axis))
 
     @property
     def world_size(self) -> int:
         """Ranks of the engine."""
         return self.pp * self.pcp * self.tp
+
+    @property
+    def num_context_ranks(self) -> int:
+        """Ranks over which the tokens of a request are spread."""
+        return self.dcp * self.pcp
+
+    def context_rank(self, rank: int) -> int:
+        """A rank's number among them: ``pcp_rank * dcp + dcp_rank``.
+
+        The ranks that hold one head are neighbours in TP, and take turns in DCP.
+
+        >>> [ParallelShape(tp=4, pcp=2, dcp=2).context_rank(rank) for rank in range(8)]
+        [0, 1, 0, 1, 2, 3, 2, 3]
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        at = self.coordinates(rank)
+        return at.pcp * self.dcp + at.tp % self.dcp
+
+    def token_shard(self, rank: int) -> TokenShard:
+        """Which tokens of a request a rank holds.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        return self.shard_of_context(self.context_rank(rank))
+
+    def shard_of_context(self, context: int) -> TokenShard:
+        """Which tokens the ranks with this context rank hold."""
+        count = self.num_context_ranks
+        return TokenShard(count, context, self.interleave_size if count > 1 else 1)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """Where a rank stands on each axis.

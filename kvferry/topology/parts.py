@@ -34,7 +34,7 @@ class Part:
     """One kind of content of a cell."""
 
     name: str
-    """``k`` and ``v``, or ``latent`` for MLA."""
+    """``k`` and ``v``, or ``latent`` for MLA; ``k_scale`` and so on for the scales of one."""
     head_size: int
     """Elements per head."""
     dtype: str

@@ -23,13 +23,16 @@ if TYPE_CHECKING:
     from kvferry.topology.binding import BoundCopies
 
 
-_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla")
+_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype")
 """Fields of a geometry that say what a cell is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The cells of one layer and some neighbouring heads that one source rank gives."""
+    """The cells of one layer and some neighbouring heads that one source rank gives.
+
+    Of the tokens, it gives those that it holds; see :meth:`EngineGeometry.token_shard`.
+    """
 
     source_rank: int
     layer: int
@@ -46,7 +49,8 @@ class TransferPlan:
     target: EngineGeometry
     target_rank: int
     pieces: tuple[Piece, ...]
-    """Ascending by layer, then by head. Together they cover the target's cells exactly once."""
+    """Ascending by layer, by the source's context rank, by head. Together they cover the target's
+    cells exactly once."""
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -54,10 +58,18 @@ class TransferPlan:
         return tuple(sorted({piece.source_rank for piece in self.pieces}))
 
     @property
+    def source_contexts(self) -> tuple[int, ...]:
+        """The context ranks of the source that hold tokens of the plan, ascending."""
+        if self.source.parallel.num_context_ranks == 1:
+            return (0,)
+        return tuple(sorted({self.source.parallel.context_rank(r) for r in self.source_ranks}))
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token moves."""
+        """Bytes that one token moves; a token lies in one of the ``source_contexts``."""
         each = sum(part.head_size * part.itemsize for part in self.target.parts)
-        return each * sum(len(piece.heads) for piece in self.pieces)
+        rows = sum(len(piece.heads) for piece in self.pieces)
+        return each * rows // max(len(self.source_contexts), 1)
 
     def for_layers(self, layers: Iterable[int]) -> "TransferPlan":
         """The part of the plan that concerns some of the model's layers."""
@@ -157,9 +169,9 @@ def plan_transfer(
     >>> plan_transfer(source=source, target=target, target_rank=1).source_ranks
     (1, 2)
 
-    Where several source ranks hold replicas of a head, the choice goes round over them by layer
-    and target rank, with an offset from the target's engine id: both sides compute the same, and
-    all replicas share the work.
+    Where several source ranks hold replicas of a head's cells, the choice goes round over them by
+    layer and target rank, with an offset from the target's engine id: both sides compute the same,
+    and all replicas share the work.
 
     Args:
         source: a group of the engine that is read from.
@@ -188,23 +200,37 @@ def plan_transfer(
         raise ValueError("these geometries cannot exchange KV: " + "; ".join(mismatches))
     start = zlib.crc32(target_engine_id.encode()) + target_rank
     heads = target.heads(target_rank)
+    contexts = _giving_contexts(source, target, target_rank)
     pieces = tuple(
         piece
         for layer in target.layers(target_rank)
         if layer in wanted
-        for piece in _layer_pieces(source, layer, heads, start + layer)
+        for context in contexts
+        for piece in _layer_pieces(source, layer, heads, context, start + layer)
     )
     return TransferPlan(source, target, target_rank, pieces)
 
 
-def _layer_pieces(source: EngineGeometry, layer: int, heads: range, choice: int) -> Iterator[Piece]:
+def _giving_contexts(
+    source: EngineGeometry, target: EngineGeometry, target_rank: int
+) -> tuple[int, ...]:
+    """The context ranks of the source that hold any token of the target rank, ascending."""
+    ours = target.token_shard(target_rank)
+    return tuple(
+        context
+        for context in range(source.parallel.num_context_ranks)
+        if source.parallel.shard_of_context(context).meets(ours)
+    )
+
+
+def _layer_pieces(
+    source: EngineGeometry, layer: int, heads: range, context: int, choice: int
+) -> Iterator[Piece]:
     """Splits the heads of one layer at the borders between source ranks."""
-    stage = source.stage_of(layer)
     first, giver = heads.start, -1
     for head in heads:
-        replicas = source.head_replicas(head)
-        tp_rank = replicas[choice % len(replicas)]
-        rank = stage * source.parallel.pcp * source.parallel.tp + tp_rank
+        replicas = source.ranks_with(layer, head, context)
+        rank = replicas[choice % len(replicas)]
         if giver not in (-1, rank):
             yield Piece(giver, layer, range(first, head))
             first = head
@@ -242,10 +268,13 @@ class _Places:
         self._layers = geometry.layers(rank)
         self._heads = geometry.heads(rank)
         self._tensors = {tensor.name: tensor for tensor in memory.tensors}
+        self._suffixes = {
+            part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
+        }
 
     def side(self, layer: int, first_head: int, part: Part) -> _Side:
         """Where the part of one layer lies, from the first head on."""
-        tensor, index = self._tensor(layer)
+        tensor, index = self._tensor(layer, self._suffixes[part.name])
         strides = tensor.parts.get(part.name)
         if strides is None:
             raise ProtocolError(
@@ -257,14 +286,14 @@ class _Places:
             tensor.region, offset, strides.block, strides.token, strides.head, strides.element
         )
 
-    def _tensor(self, layer: int) -> tuple[TensorMemory, int]:
-        name = self._geometry.layer_name(layer)
+    def _tensor(self, layer: int, suffix: str) -> tuple[TensorMemory, int]:
+        name, cross = self._geometry.layer_name(layer) + suffix, CROSS_LAYER_NAME + suffix
         if name in self._tensors:
             return self._tensors[name], 0
-        if CROSS_LAYER_NAME in self._tensors:
-            return self._tensors[CROSS_LAYER_NAME], self._layers.index(layer)
+        if cross in self._tensors:
+            return self._tensors[cross], self._layers.index(layer)
         raise ProtocolError(
-            f"memory of rank {self._rank}: has no tensor {name!r} nor {CROSS_LAYER_NAME!r}, only "
+            f"memory of rank {self._rank}: has no tensor {name!r} nor {cross!r}, only "
             f"{', '.join(sorted(self._tensors)) or 'none'}"
         )
 

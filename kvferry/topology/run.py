@@ -65,9 +65,10 @@ def run_copies(
     )
     segments = 0
     for rank, tiles in plan.lower(memories, target_memory).items():
-        check_bounds(tiles, copies.runs, memories[rank].region_bytes, target_memory.region_bytes)
+        runs = copies.runs_of(rank)
+        check_bounds(tiles, runs, memories[rank].region_bytes, target_memory.region_bytes)
         segments += copy_tiles(
-            addresses_of(regions[rank]), addresses_of(target_regions), tiles, copies.runs
+            addresses_of(regions[rank]), addresses_of(target_regions), tiles, runs
         )
     return segments
 

@@ -38,6 +38,7 @@ class ChunkPlan:
         for table, side in ((self._pack_runs, "target"), (self._unpack_runs, "source")):
             table[f"{side}_block"] = np.arange(len(runs))  # of the table, see _half
             table[f"{side}_token"] = 0
+            table[f"{side}_step"] = 1
 
     def pack(self, index: int) -> tuple[Tiles, Runs]:
         """What copies a chunk from the source's regions into a dense buffer, target region 0."""

@@ -42,6 +42,7 @@ from kvferry.transports.tcp_wire import (
     MAX_REQUEST_BYTES,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
+    STEPS_VERSION,
     VERSION_MAX,
     VERSION_MIN,
     Cancel,
@@ -55,6 +56,7 @@ from kvferry.transports.tcp_wire import (
     Welcome,
     decode_reply,
     encode,
+    encode_steps,
     encode_table,
     refused_error,
 )
@@ -301,8 +303,15 @@ class TcpReader:
                 encode_table(plan.tiles, SOURCE_TILE_DTYPE),
                 encode_table(plan.runs, SOURCE_RUN_DTYPE),
                 encode_table(plan.chunks, CHUNK_DTYPE),
+                encode_steps(plan.runs),
             )
+            if message.steps and peer.endpoint.version_max < STEPS_VERSION:
+                raise TransferError(
+                    f"{peer.address} speaks up to version {peer.endpoint.version_max} of the tcp "
+                    f"protocol, but interleaved tokens need version {STEPS_VERSION}; upgrade it"
+                )
             size = len(message.tiles) + len(message.runs) + len(message.chunks)
+            size += len(message.steps)
             if size > MAX_REQUEST_BYTES - 1024:
                 raise TransferError(
                     f"the tables of this read take {size} bytes, one request {MAX_REQUEST_BYTES}; "

@@ -5,7 +5,8 @@ followed by one frame of bytes. The reader speaks first::
 
     reader → server    Hello      once; the token proves that it knows the endpoint
     server → reader    Welcome    reads may start
-    reader → server    Read       tiles, runs, and how they are cut into chunks
+    reader → server    Read       tiles, runs, and how they are cut into chunks; steps of the runs
+                                  if tokens are interleaved, to servers of version 2 on
     server → reader    Chunk …    one frame of bytes each, while the window lasts
     reader → server    Taken …    opens the window again
     reader → server    Cancel     the rest of a read is not wanted
@@ -22,10 +23,13 @@ import numpy.typing as npt
 
 from kvferry import errors
 from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferError
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 VERSION_MIN = 1
-VERSION_MAX = 1
+VERSION_MAX = 2
+"""2: a read may say how far the tokens of its runs lie apart (:attr:`Read.steps`)."""
+STEPS_VERSION = 2
+"""The first version that understands them."""
 
 MAX_REQUEST_BYTES = 32 << 20
 """Largest message to a server; a longer one ends the connection."""
@@ -51,7 +55,7 @@ SOURCE_TILE_DTYPE = np.dtype(
         )
     ]
 )
-#: The source half of :data:`~kvferry.layouts.tiles.RUN_DTYPE`, little-endian.
+#: The source half of :data:`~kvferry.layouts.tiles.RUN_DTYPE` without the step, little-endian.
 SOURCE_RUN_DTYPE = np.dtype([(name, "<i8") for name in ("source_block", "source_token", "tokens")])
 #: One chunk: ``tiles`` tiles from ``first_tile`` on, times ``runs`` runs from ``first_run`` on. All
 #: its runs have the same number of tokens. Its bytes lie as :mod:`kvferry.layouts.staging` says.
@@ -92,6 +96,8 @@ class Read(msgspec.Struct, frozen=True, tag="read"):
     tiles: bytes
     runs: bytes
     chunks: bytes
+    steps: bytes = b""
+    """Little-endian int64, one ``source_step`` per run; empty where all are 1. Since version 2."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -219,7 +225,7 @@ def decode_table(data: bytes, dtype: np.dtype[np.void], what: str) -> Table:
 
 
 def decode_read(message: Read) -> tuple[Tiles, Runs, Table]:
-    """The tables of a read: tiles, runs (both with target columns zero) and chunks, unchecked.
+    """The tables of a read: tiles, runs (both with blank target columns) and chunks, unchecked.
 
     Raises:
         DecodeError: see :func:`decode_table`.
@@ -229,10 +235,20 @@ def decode_read(message: Read) -> tuple[Tiles, Runs, Table]:
     tiles = np.zeros(source_tiles.shape, TILE_DTYPE)
     for name in SOURCE_TILE_DTYPE.names or ():
         tiles[name] = source_tiles[name]
-    runs = np.zeros(source_runs.shape, RUN_DTYPE)
+    runs = blank_runs(len(source_runs))
     for name in SOURCE_RUN_DTYPE.names or ():
         runs[name] = source_runs[name]
+    if message.steps:
+        if len(message.steps) != 8 * len(runs):
+            raise DecodeError(f"steps: {len(message.steps)} bytes for {len(runs)} runs, 8 for each")
+        runs["source_step"] = np.frombuffer(message.steps, "<i8")
     return tiles, runs, decode_table(message.chunks, CHUNK_DTYPE, "chunks")
+
+
+def encode_steps(runs: Runs) -> bytes:
+    """The ``steps`` of a :class:`Read`."""
+    steps = runs["source_step"]
+    return b"" if (steps == 1).all() else steps.astype("<i8").tobytes()
 
 
 def refused_error(refused: Refused, address: str) -> KVFerryError:

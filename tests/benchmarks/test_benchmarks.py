@@ -17,6 +17,7 @@ from benchmarks.figures import Row, compare
 from benchmarks.kvferry_side import KvferrySource
 from benchmarks.machine import describe_machine
 from benchmarks.nixl_side import merged_blocks, why_missing
+from benchmarks.planning import PlanningResults
 from benchmarks.remote import Remote, RemoteError
 from benchmarks.report import Results, markdown, missed
 from benchmarks.samples import Sample
@@ -85,7 +86,7 @@ def test_nixl_gets_the_descriptors_that_our_copier_would_copy(shuffled):
     plan = plan_transfer(source=geometry, target=geometry)
     memory = geometry.memory(0, SHAPE.blocks)
     copies = plan.bind(*case.block_tables(SHAPE), SHAPE.tokens)
-    ours = expand(plan.lower({0: memory}, memory)[0], copies.runs)
+    ours = expand(plan.lower({0: memory}, memory)[0], copies.runs_of(0))
     columns = (ours[name].tolist() for name in ("source_offset", "target_offset", "nbytes"))
     theirs = (column.tolist() for column in merged_blocks(SHAPE, case))
     assert sorted(zip(*columns, strict=True)) == sorted(zip(*theirs, strict=True))
@@ -179,7 +180,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
     # The managers are in test_managers.py.
-    parts = [f"--only={part}" for part in ("transports", "bind", "confirm")]
+    parts = [f"--only={part}" for part in ("transports", "bind", "confirm", "planning")]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *parts],
         cwd=ROOT,
@@ -203,6 +204,11 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert {bind.tokens for bind in results.bind} == {4096, 32768}
     assert {confirm.case for confirm in results.confirm} == {"one by one", "all at once"}
     assert (tmp_path / "transport.png").stat().st_size > 10_000
+    planned = msgspec.json.decode((tmp_path / "planning.json").read_bytes(), type=PlanningResults)
+    assert {plan.ranks for plan in planned.plans} == {64, 128}
+    assert all(plan.pieces >= plan.pairs >= plan.ranks for plan in planned.plans)
+    assert {bind.tokens for bind in planned.binds} == {1024, 4096}
+    assert (tmp_path / "planning.png").stat().st_size > 10_000
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(str(case) in page for case in all_cases())
     assert "A quick run" in page

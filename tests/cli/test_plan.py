@@ -192,6 +192,21 @@ def test_a_latent_is_read_whole_by_every_decode_rank(planned):
     assert pair["balance"]["prefill_ranks"]["peak"] < 1.05
 
 
+def test_interleaved_tokens_are_explained(planned):
+    text, pair = planned("tp=16,dcp=2", "tp=2,pcp=2,interleave=4", "llama-3-8b")
+
+    assert sentence(text, "context:") == (
+        "context: tokens go round over 2 prefill ranks, 1 at a time, and go round over 2 decode "
+        "ranks, 4 at a time"
+    )
+    assert "block:" not in text  # 2 * 16 tokens on both sides
+    assert "lies on" not in text  # no two ranks of prefill hold the same tokens
+    assert total(pair, "nbytes") == 32 * 8 * 2 * 128 * 2 * 512
+    assert {transfer["nbytes"] for transfer in pair["transfers"]} == {32 * 2 * 128 * 2 * 128}
+    text, _ = planned("block=32", "tp=8,dcp=1,pcp=2", "llama-3-8b")
+    assert "tokens lie together on a prefill rank, and go round over 2 decode ranks" in text
+
+
 def test_the_dtype_of_one_side_alone_is_a_mismatch_with_its_remedy(kvferry):
     outcome = kvferry(*options("dtype=float8_e4m3fn", "tp=2", "llama-3-8b"))
 

@@ -449,3 +449,20 @@ def test_what_a_peer_writes_at_length_is_cut_short_in_messages(describe, fingerp
     with pytest.raises(ProtocolError) as raised:
         validate(change(description, ["groups", 0, "layout"], "X" * 100_000))
     assert len(str(raised.value)) < 2000
+
+
+def test_every_scale_has_a_tensor_that_stays_inside_its_region(describe):
+    one = describe("p0", dtype="float8_e4m3fn", scale_dtype="float32")
+    validate(one)
+    memory = one.ranks[0].memory[0]
+    *tensors, last = memory.tensors
+    assert last.name == "layer.5.v_scale"
+    far = replace(last, offset=1)
+    for changed, says in (
+        (tensors, "missing: layer.5.v_scale"),
+        ([*tensors, far], r"layer\.5\.v_scale: part v_scale: spans bytes"),
+    ):
+        bad = replace(memory, tensors=tuple(changed))
+        rank = replace(one.ranks[0], memory=(bad,))
+        with pytest.raises(ProtocolError, match=says):
+            validate(replace(one, ranks=(rank, *one.ranks[1:])))

@@ -164,7 +164,7 @@ def test_geometries_follow_the_groups_and_the_models_stages():
         for names, spec in (
             (
                 ["layer.0", "layer.1", "layer.2"],
-                SlidingWindowSpec(8, 2, 4, "float32", sliding_window=8),
+                SlidingWindowSpec(8, 2, 4, "float32", page_size_padded=640, sliding_window=8),
             ),
             (["layer.4", "layer.3"], FullAttentionSpec(8, 2, 4, "float32")),
         )
@@ -174,6 +174,7 @@ def test_geometries_follow_the_groups_and_the_models_stages():
     assert [list(sliding.layers(rank)) for rank in (0, 2)] == [[0, 1, 2], []]
     assert [list(full.layers(rank)) for rank in (0, 2)] == [[], [3, 4]]
     assert (sliding.sliding_window, full.sliding_window) == (8, None)
+    assert (sliding.page_size_padded, full.page_size_padded) == (640, None)
     assert {geometry.block_size for geometry in (sliding, full)} == {8}
     for group in (
         KVCacheGroupSpec(["layer.5"], groups[1].kv_cache_spec),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from kvferry.layouts import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts import TILE_DTYPE, blank_runs
 
 # Triton reads it when kernels are defined, so it is set before anything imports them.
 if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ class CopyCases:
     def _runs(self, draw, rng, blocks, tokens):
         """Every target block at most once; parts of blocks, or whole ones."""
         count = draw(st.integers(0, blocks))
-        runs = np.zeros(count, dtype=RUN_DTYPE)
+        runs = blank_runs(count)
         runs["target_block"] = (
             rng.permutation(blocks)[:count] if draw(st.booleans()) else np.arange(count)
         )
@@ -95,8 +95,12 @@ class CopyCases:
             rng.integers(0, blocks, count) if draw(st.booleans()) else np.arange(count)
         )
         runs["tokens"] = tokens if draw(st.booleans()) else rng.integers(1, tokens + 1, count)
+        stepped = draw(st.booleans())
         for side in ("source", "target"):
-            runs[f"{side}_token"] = rng.integers(0, tokens - runs["tokens"] + 1)
+            most = (tokens - 1) // np.maximum(runs["tokens"] - 1, 1)
+            runs[f"{side}_step"] = rng.integers(1, np.maximum(most, 1) + 1) if stepped else 1
+            reach = (runs["tokens"] - 1) * runs[f"{side}_step"]
+            runs[f"{side}_token"] = rng.integers(0, tokens - reach)
         return runs
 
     def copy(self, copies: Copies, targets) -> None:
@@ -110,7 +114,8 @@ class CopyCases:
                                 side: int(
                                     tile[f"{side}_offset"]
                                     + run[f"{side}_block"] * tile[f"{side}_block_stride"]
-                                    + (run[f"{side}_token"] + i) * tile[f"{side}_token_stride"]
+                                    + (run[f"{side}_token"] + i * run[f"{side}_step"])
+                                    * tile[f"{side}_token_stride"]
                                     + h * tile[f"{side}_head_stride"]
                                     + e * tile[f"{side}_element_stride"]
                                 )

@@ -32,6 +32,7 @@ def one(**changes):
         "itemsize": 1,
     }
     run = {"source_block": 1, "source_token": 0, "target_block": 1, "target_token": 0, "tokens": 2}
+    run |= {"source_step": 1, "target_step": 1}
     for field, value in changes.items():
         (tile if field in tile else run)[field] = value
     return (
@@ -57,6 +58,10 @@ def test_a_copy_that_ends_with_its_region_is_accepted():
         ({"source_token": -1}, "source_token is -1"),
         ({"tokens": 3}, "bytes 16 to 40"),
         ({"tokens": 0}, "tokens is 0"),
+        ({"source_step": 2}, "bytes 16 to 40 of source"),
+        ({"target_step": 2}, "bytes 16 to 40 of target"),
+        ({"target_step": 0}, "target_step is 0"),
+        ({"source_step": 2**63 - 1}, "reach"),
         ({"heads": 0}, "heads is 0"),
         ({"elements": -4}, "elements is -4"),
         ({"itemsize": 0}, "itemsize is 0"),
@@ -117,7 +122,8 @@ def inside(tile, run, side, sizes):
     corners = [
         int(tile[f"{side}_offset"])
         + int(run[f"{side}_block"]) * int(tile[f"{side}_block_stride"])
-        + (int(run[f"{side}_token"]) + i) * int(tile[f"{side}_token_stride"])
+        + (int(run[f"{side}_token"]) + i * int(run[f"{side}_step"]))
+        * int(tile[f"{side}_token_stride"])
         + h * int(tile[f"{side}_head_stride"])
         + e * int(tile[f"{side}_element_stride"])
         for i in (0, int(run["tokens"]) - 1)
@@ -144,6 +150,8 @@ def test_no_numbers_of_a_peer_wrap_around_the_check(data):
             (tiles, "elements"),
             (tiles, "itemsize"),
             (runs, "tokens"),
+            (runs, "source_step"),
+            (runs, "target_step"),
         )
     )
     for side in ("source", "target"):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, copier, kernels, num_bytes
+from kvferry.layouts import TILE_DTYPE, blank_runs, copier, kernels, num_bytes
 from kvferry.layouts.copier import CopyJob, chunks, copy_tiles, count_pieces, expand, warm
 
 PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -133,7 +133,7 @@ def large_job(num_tiles=16, num_runs=64, row=4096):
         tiles[f"{side}_block_stride"] = row
         tiles[f"{side}_element_stride"] = 1
     tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, row, 1
-    runs = np.zeros(num_runs, dtype=RUN_DTYPE)
+    runs = blank_runs(num_runs)
     rng = np.random.default_rng(0)
     runs["source_block"], runs["target_block"] = (rng.permutation(num_runs) for _ in range(2))
     runs["tokens"] = 1

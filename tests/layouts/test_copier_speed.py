@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, Box, Layout
+from kvferry.layouts import TILE_DTYPE, Box, Layout, blank_runs
 from kvferry.layouts.copier import copy_tiles, warm
 
 pytestmark = pytest.mark.slow
@@ -46,7 +46,7 @@ def memories():
     ("source", "target"), [("NHD", "NHD"), ("HND", "HND"), ("NHD", "HND"), ("HND", "NHD")]
 )
 def test_a_copy_takes_little_longer_than_one_memcpy(memories, source, target, order):
-    tiles, runs = tiles_between(source, target), np.zeros(BLOCKS, dtype=RUN_DTYPE)
+    tiles, runs = tiles_between(source, target), blank_runs(BLOCKS)
     rng = np.random.default_rng(0)
     for side in ("source", "target"):
         ids = np.arange(BLOCKS)

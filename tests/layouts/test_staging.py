@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, check_bounds, num_bytes
+from kvferry.layouts import TILE_DTYPE, blank_runs, check_bounds, num_bytes
 from kvferry.layouts.copier import copy_tiles, expand
 from kvferry.layouts.staging import stage
 
@@ -81,7 +81,7 @@ def hnd_to_nhd(blocks=8, tokens=16, heads=4, elements=64):
         tiles[f"{side}_token_stride"], tiles[f"{side}_head_stride"] = token, head
         tiles[f"{side}_element_stride"] = 2
     tiles["heads"], tiles["elements"], tiles["itemsize"] = heads, elements, 2
-    runs = np.zeros(blocks, dtype=RUN_DTYPE)
+    runs = blank_runs(blocks)
     runs["source_block"], runs["target_block"] = np.arange(blocks)[::-1], np.arange(blocks)
     runs["tokens"] = tokens
     runs["tokens"][-1] = 3

@@ -1,5 +1,7 @@
 """Random worlds for the laws, and a slow oracle that slices and concatenates logical arrays."""
 
+import dataclasses
+import functools
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -41,6 +43,9 @@ class Case:
 class Worlds:
     """Draws cases, fills memory, and knows the slow truth."""
 
+    often_context_parallel = False
+    """Whether most engines spread tokens over ranks, and not every other one."""
+
     # ---- drawing -------------------------------------------------------------------------------
 
     def case(self, data, **fixed) -> Case:
@@ -80,9 +85,9 @@ class Worlds:
     def _nulled(self, draw, source, target, source_blocks, target_blocks):
         """Source blocks that only null target blocks want may be null as well."""
         wanted = {
-            token // source.block_size
-            for token in range(len(target_blocks) * target.block_size)
-            if target_blocks[token // target.block_size] != 0
+            token // source.virtual_block_size
+            for token in range(len(target_blocks) * target.virtual_block_size)
+            if target_blocks[token // target.virtual_block_size] != 0
         }
         drop = draw(st.booleans(), label="null source blocks")
         return [0 if drop and i not in wanted else b for i, b in enumerate(source_blocks)]
@@ -98,6 +103,7 @@ class Worlds:
             "head_size_v": draw(st.integers(1, 5)) if sizes_differ else None,
             "use_mla": mla,
             "dtype": draw(st.sampled_from(sorted(DTYPES)), label="dtype"),
+            "scale_dtype": draw(st.sampled_from([None, None, "bfloat16", "float32"])),
         }
 
     def geometry(self, draw, model) -> EngineGeometry:
@@ -112,13 +118,63 @@ class Worlds:
             )
             edges = [0, *sorted(cuts), model["num_layers"]]
             split = [b - a for a, b in itertools.pairwise(edges)]
-        return EngineGeometry(
+        parallel = self.parallel(draw, [model["num_kv_heads"]], most_tp=7, pp=pp)
+        geometry = EngineGeometry(
             **model,
-            block_size=draw(st.integers(1, 6), label="block_size"),
+            block_size=self.block_size(draw, parallel),
             layout=self.layout(draw, "latent" if model["use_mla"] else None),
-            parallel=ParallelShape(tp=draw(st.integers(1, 7), label="tp"), pp=pp),
+            parallel=parallel,
             layer_split=split,
         )
+        return self.padded(draw, geometry)
+
+    def padded(self, draw, geometry) -> EngineGeometry:
+        """The same, in one case of four with padded pages."""
+        if draw(st.integers(0, 3), label="padded pages"):
+            return geometry
+        elements = geometry.block_size * max(
+            len(geometry.heads(rank)) for rank in range(geometry.world_size)
+        )
+        elements *= sum(size for _, size in geometry.part_sizes)
+        padding = draw(st.integers(0, 3), label="padding")
+        return dataclasses.replace(
+            geometry, page_size_padded=(elements + padding) * geometry.itemsize
+        )
+
+    def parallel(self, draw, kv_heads, most_tp, pp) -> ParallelShape:
+        """A shape, half the time with context parallelism; for layers with these KV heads."""
+        tp = draw(st.integers(1, most_tp), label="tp")
+        multiple = math.lcm(*kv_heads) * draw(st.integers(2, 4), label="replicas")
+        kinds = ["none"] * (1 if self.often_context_parallel else 4) + ["dcp", "dcp", "pcp", "both"]
+        kind = draw(st.sampled_from(kinds), label="context parallelism")
+        if multiple <= 8 and (kind == "dcp" or draw(st.booleans(), label="equal replicas")):
+            tp = multiple
+        if kind == "none":
+            return ParallelShape(tp=tp, pp=pp)
+        replicas = [
+            sum(heads * rank // tp == head for rank in range(tp))
+            for heads in kv_heads
+            for head in range(heads)
+            if heads < tp
+        ]
+        if any(heads >= tp for heads in kv_heads):
+            replicas.append(1)
+        fits = [n for n in range(1, tp + 1) if all(count % n == 0 for count in replicas)]
+        return ParallelShape(
+            tp=tp,
+            pp=pp,
+            dcp=1 if kind == "pcp" else draw(st.sampled_from(fits[1:] or [1]), label="dcp"),
+            pcp=1 if kind == "dcp" else draw(st.integers(2, 3), label="pcp"),
+            interleave_size=draw(st.sampled_from([1, 1, 2, 3]), label="interleave_size"),
+        )
+
+    def block_size(self, draw, parallel) -> int:
+        size = draw(st.integers(1, 6), label="block_size")
+        if parallel.dcp * parallel.pcp == 1:
+            return size
+        size += draw(st.integers(0, 6), label="more")
+        turn = parallel.interleave_size
+        return -(-size // turn) * turn
 
     def layout(self, draw, latent=None) -> Layout:
         kind = draw(st.sampled_from(["named", "order", "inner"]), label="kind of layout")
@@ -134,7 +190,7 @@ class Worlds:
         return Layout(outer, {part: "".join(draw(st.permutations(inner))) for part in parts})
 
     def _table(self, draw, geometry, num_tokens):
-        blocks = -(-num_tokens // geometry.block_size) + draw(st.integers(0, 2))
+        blocks = -(-num_tokens // geometry.virtual_block_size) + draw(st.integers(0, 2))
         ids = draw(st.permutations(range(1, blocks + 3)), label="block ids")
         return list(ids[:blocks])
 
@@ -148,13 +204,21 @@ class Worlds:
             names = geometry.tensor_names(rank)
             dtype = DTYPES[geometry.dtype]
             tensors, storages = {}, []
-            if kind == "one storage":
-                stacked, storage = self._dense(rng, (len(names), *shape), dtype)
-                tensors = dict(zip(names, stacked, strict=True))
+            own = [name for name in names if not name.endswith("_scale")]
+            if kind == "one storage" and geometry.page_size_padded is None:
+                stacked, storage = self._dense(rng, (len(own), *shape), dtype)
+                tensors = dict(zip(own, stacked, strict=True))
                 storages.append(storage)
-            for name in names if kind != "one storage" else ():
+            for name in own if not tensors else ():
                 make = self._dense if kind == "dense" else self._strided
+                if geometry.page_size_padded is not None:
+                    make = functools.partial(self._padded, geometry)
                 tensors[name], storage = make(rng, shape, dtype)
+                storages.append(storage)
+            for name in names[len(own) :]:
+                shape = geometry.cache_shape(rank, num_blocks, name.rpartition(".")[2])
+                make = self._dense if kind == "dense" else self._strided
+                tensors[name], storage = make(rng, shape, DTYPES[geometry.scale_dtype])
                 storages.append(storage)
             engine.tensors[rank], engine.storages[rank] = tensors, storages
         return engine
@@ -163,6 +227,25 @@ class Worlds:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         storage = rng.integers(0, 256, GUARD + nbytes + GUARD, dtype=np.uint8)
         return storage[GUARD : GUARD + nbytes].view(dtype).reshape(shape), storage
+
+    def _padded(self, geometry, rng, shape, dtype):
+        nbytes = math.prod(self._num_pages(geometry, shape)) * geometry.page_size_padded
+        storage = rng.integers(0, 256, GUARD + nbytes + GUARD, dtype=np.uint8)
+        return self.padded_view(geometry, storage[GUARD : GUARD + nbytes], shape, dtype), storage
+
+    def _num_pages(self, geometry, shape):
+        dims = geometry.layout.dims(geometry.part_sizes)
+        return [extent for extent, letter in zip(shape, dims, strict=True) if letter in "LB"]
+
+    def padded_view(self, geometry, memory, shape, dtype):
+        """Page after page, each with its cells in order and then bytes that nobody may touch."""
+        dims = geometry.layout.dims(geometry.part_sizes)
+        order = sorted(range(len(dims)), key=lambda dim: dims[dim] not in "LB")
+        pages = memory.view(dtype).reshape(math.prod(self._num_pages(geometry, shape)), -1)
+        cells = pages[:, : math.prod(shape) // len(pages)]
+        view = cells.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        assert np.shares_memory(view, memory)
+        return view
 
     def _strided(self, rng, shape, dtype):
         """A view with gaps in every dim, some of them walked backwards, in any dim order."""
@@ -177,13 +260,12 @@ class Worlds:
     # ---- the slow truth ------------------------------------------------------------------------
 
     def logical(self, rng, geometry, num_blocks):
-        tokens = num_blocks * geometry.block_size
-        info = np.iinfo(DTYPES[geometry.dtype])
+        tokens = num_blocks * geometry.virtual_block_size
         return {
             part.name: rng.integers(
                 0,
-                info.max,
-                dtype=DTYPES[geometry.dtype],
+                np.iinfo(DTYPES[part.dtype]).max,
+                dtype=DTYPES[part.dtype],
                 endpoint=True,
                 size=(geometry.num_layers, tokens, geometry.num_kv_heads, part.head_size),
             )
@@ -208,33 +290,63 @@ class Worlds:
                     )
 
     def write(self, engine, rank, layer, part, blocks, tokens, cells) -> None:
-        """cells: [token, head, element], for those token positions."""
-        size = engine.geometry.block_size
+        """cells: [token, head, element], for those token positions; the rank has some of them."""
         boxes = self._read_box(engine, rank, layer, part)  # [block, token, head, element]
         for token, cell in zip(tokens, cells, strict=True):
-            boxes[blocks[token // size], token % size] = cell
+            if (place := self.place(engine.geometry, rank, token)) is not None:
+                boxes[blocks[place[0]], place[1]] = cell
         self._write_box(engine, rank, layer, part, boxes)
 
-    def _tensor(self, engine, rank, layer):
-        """One layer's tensor with its dims' letters; L is gone."""
+    def place(self, geometry, rank, token):
+        """Entry of the block table and slot in the block of a token, or None; by definition."""
+        shape = geometry.parallel
+        ranks = shape.dcp * shape.pcp
+        if ranks == 1:
+            return token // geometry.block_size, token % geometry.block_size
+        rest, tp_rank = divmod(rank, shape.tp)
+        head = geometry.heads(rank).start
+        replicas = [
+            other for other in range(shape.tp) if head in geometry.heads(rest * shape.tp + other)
+        ]
+        ours = rest % shape.pcp * shape.dcp + replicas.index(tp_rank) % shape.dcp
+        entry = token // (geometry.block_size * ranks)
+        first = entry * geometry.block_size * ranks
+        held = [
+            position
+            for position in range(first, first + geometry.block_size * ranks)
+            if position // shape.interleave_size % ranks == ours
+        ]
+        assert len(held) == geometry.block_size
+        return (entry, held.index(token)) if token in held else None
+
+    def _tensor(self, engine, rank, layer, part):
+        """One layer's tensor that holds a part, with its dims' letters; L is gone."""
         geometry = engine.geometry
         dims = geometry.layout.order.replace("C", "D")
         inner = geometry.layout.inner_orders
-        if len({part.head_size for part in geometry.parts}) > 1:
-            dims = dims.replace("K", "")
-        dims += "*" if inner else ""
+        suffix = ""
+        if part.endswith("_scale"):
+            suffix = f".{part}"
+            dims = dims.replace("K", "") + inner.get(part.removesuffix("_scale"), "")
+        else:
+            if len({size for _, size in geometry.part_sizes}) > 1:
+                dims = dims.replace("K", "")
+            dims += "*" if inner else ""
         if "L" not in dims:
-            return engine.tensors[rank][f"layer.{layer}"], dims
+            return engine.tensors[rank][f"layer.{layer}{suffix}"], dims
         index = list(geometry.layers(rank)).index(layer)
-        tensor = engine.tensors[rank]["layers"]
+        tensor = engine.tensors[rank][f"layers{suffix}"]
         view = tensor[(slice(None),) * dims.index("L") + (index,)]
         return view, dims.replace("L", "")
 
     def _part_view(self, engine, rank, layer, part):
         """A view of one part's cells, and the letters of its dims; the last may be ``*``."""
         geometry = engine.geometry
-        tensor, dims = self._tensor(engine, rank, layer)
-        names = [p.name for p in geometry.parts]
+        tensor, dims = self._tensor(engine, rank, layer, part)
+        if part.endswith("_scale"):
+            return tensor, dims
+        parts = [p for p in geometry.parts if not p.name.endswith("_scale")]
+        names = [p.name for p in parts]
         if "K" in dims:
             view = tensor[(slice(None),) * dims.index("K") + (names.index(part),)]
             return view, dims.replace("K", "")
@@ -244,7 +356,7 @@ class Worlds:
             * math.prod(
                 self._extents(engine, rank, part)[d] for d in inner.get(p.name, "").replace("D", "")
             )
-            for p in geometry.parts
+            for p in parts
         ]
         first = sum(sizes[: names.index(part)])
         axis = dims.index("*" if inner else "D")
@@ -287,12 +399,12 @@ class Worlds:
                 )
 
     def moved(self, case: Case) -> list:
-        size = case.target.geometry.block_size
-        return [
-            token
+        geometry, rank = case.target.geometry, case.target_rank
+        places = {
+            token: self.place(geometry, rank, token)
             for token in range(case.first_token, case.num_tokens)
-            if case.target_blocks[token // size] != 0
-        ]
+        }
+        return [t for t, place in places.items() if place and case.target_blocks[place[0]] != 0]
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ def staged_slowly(source, target, target_rank, source_rank, num_tokens):
         )
     ]
     tiles = plan.lower({source_rank: memory[0]}, memory[1])[source_rank]
-    runs = plan.bind(*tables, num_tokens).runs
+    runs = plan.bind(*tables, num_tokens).runs_of(source_rank)
     longest = runs[runs["tokens"] == runs["tokens"].max()][:1]
     return any(len(expand(tiles[index : index + 1], longest)) > 1 for index in range(len(tiles)))
 

@@ -244,8 +244,25 @@ def test_dtypes_come_as_torch_or_numpy_dtypes_or_names(dtype, name, itemsize):
         ({"attention_chunk_size": 1.5}, "attention_chunk_size: 1.5 is not a whole number"),
         ({"sliding_window": 1 << 41}, "sliding_window: .* is more than"),
         ({"sliding_window": 4, "attention_chunk_size": 4}, "give only that one"),
-        ({"parallel": ParallelShape(tp=2, dcp=2)}, "context parallelism .* not supported yet"),
-        ({"parallel": ParallelShape(pcp=2)}, "context parallelism .* not supported yet"),
+        ({"page_size_padded": 0}, "page_size_padded: 0 is less than 1"),
+        ({"page_size_padded": 4}, "page_size_padded: 4 bytes; a page of .* needs"),
+        ({"page_size_padded": (1 << 20) + 1}, "a whole number of elements of 4"),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=2, dcp=2)},
+            "dcp=2 does not divide the 1 TP ranks that hold each of the 2 KV heads with tp=2",
+        ),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=5, dcp=2)},
+            "dcp=2 does not divide the 2 or 3 TP ranks",
+        ),
+        (
+            {"num_kv_heads": 2, "parallel": ParallelShape(tp=8, dcp=3)},
+            "dcp=3 does not divide the 4 TP ranks",
+        ),
+        (
+            {"parallel": ParallelShape(pcp=2, interleave_size=3)},
+            "interleave_size=3 does not divide block_size=",
+        ),
     ],
 )
 def test_bad_arguments_are_refused_by_name(changes, says):
@@ -278,22 +295,115 @@ def test_a_geometry_survives_the_wire(worlds):
     law()
 
 
+def felt(memory, box):
+    """Strides of dims with one cell left out: no address depends on them."""
+    extents = {"layer": box.layers, "block": box.blocks, "token": box.tokens, "head": box.heads}
+    elements = dict(box.parts)
+    return [
+        (
+            (tensor.name, tensor.region, tensor.offset, name, strides.offset),
+            *(
+                getattr(strides, dim)
+                for dim, extent in (extents | {"element": elements[name]}).items()
+                if extent > 1
+            ),
+        )
+        for tensor in memory.tensors
+        for name, strides in tensor.parts.items()
+    ]
+
+
 def test_dense_memory_is_what_dense_tensors_have(worlds):
     @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.data())
     def law(data):
         one = worlds.geometry(data.draw, worlds._model(data.draw))
         rank = data.draw(st.integers(0, one.world_size - 1))
+        one = dataclasses.replace(one, scale_dtype=None)
         names = one.tensor_names(rank)
-        whole = np.zeros((len(names), *one.cache_shape(rank, 3)), dtype=f"u{one.itemsize}")
+        shape, dtype = one.cache_shape(rank, 3), f"u{one.itemsize}"
+        whole = np.zeros(one.nbytes(rank, 3), dtype=np.uint8).reshape(len(names), -1)
+        if one.page_size_padded is None:
+            whole = whole.view(dtype).reshape(len(names), *shape)
+        else:
+            whole = [worlds.padded_view(one, each, shape, dtype) for each in whole]
         memory, regions = memory_of(one, rank, dict(zip(names, whole, strict=True)))
-        assert memory == one.memory(rank, 3)
+        box = one.box(rank, 3)
+        assert felt(memory, box) == felt(one.memory(rank, 3), box)
         assert [region.nbytes for region in regions] == [one.nbytes(rank, 3)]
         apart = one.memory(rank, 3, region_per_tensor=True)
         assert sum(apart.region_bytes) == one.nbytes(rank, 3)
         assert [tensor.region for tensor in apart.tensors] == list(range(len(names)))
 
     law()
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "token", "head"),
+    [
+        ("NHD", (5, 16, 3, 1), 12, 4),
+        ("HND", (5, 3, 16, 1), 4, 64),
+        ("BNHC", (5, 16, 3, 1), 12, 4),
+        ("BHK(k=DN,v=ND)", (5, 3, 1, 16), 4, 64),
+    ],
+)
+def test_scales_have_tensors_of_their_own(layout, shape, token, head):
+    one = geometry(
+        num_layers=2, dtype="float8_e4m3fn", head_size=9, layout=layout, scale_dtype=torch.float32
+    )
+    assert one.tensor_names(0) == (
+        "layer.0",
+        "layer.1",
+        *(f"layer.{layer}.{part}_scale" for part in "kv" for layer in (0, 1)),
+    )
+    assert [(p.name, p.head_size, p.itemsize) for p in one.parts] == [
+        ("k", 9, 1),
+        ("v", 9, 1),
+        ("k_scale", 1, 4),
+        ("v_scale", 1, 4),
+    ]
+    assert one.cache_shape(0, 5, "k_scale") == shape
+    memory = one.memory(0, 5)
+    assert memory.tensors[-1].name == "layer.1.v_scale"
+    found = memory.tensors[2].parts["k_scale"]
+    assert (found.block, found.token, found.head) == (192, token, head)
+    assert all(tensor.offset % 4 == 0 for tensor in memory.tensors[2:])
+    assert memory.region_bytes == (one.nbytes(0, 5),)
+
+
+def test_a_cross_layer_cache_has_cross_layer_scales():
+    quantised = {"dtype": "int8", "scale_dtype": "float16"}
+    one = geometry(layout="BLKNHD", **quantised)
+    assert one.tensor_names(0) == ("layers", "layers.k_scale", "layers.v_scale")
+    assert one.cache_shape(0, 5, "v_scale") == (5, 9, 16, 3, 1)
+    latent = geometry(num_kv_heads=1, layout="BND", use_mla=True, **quantised)
+    assert latent.cache_shape(0, 5, "latent_scale") == (5, 16, 1)
+
+
+@pytest.mark.parametrize("scale", ["k", "v_scale", ""])
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match="is not one of the group's scales, none"):
+        geometry().cache_shape(0, 5, scale)
+
+
+def test_a_padded_page_holds_all_of_a_block_whatever_the_order_of_the_dims():
+    one = geometry(
+        num_kv_heads=3,
+        head_size=4,
+        head_size_v=2,
+        block_size=2,
+        dtype="float32",
+        parallel=ParallelShape(),
+        layout="KBNHD",
+        page_size_padded=256,
+    )
+    strides = one.part_strides(0, num_blocks=5)
+    assert (strides["k"].offset, strides["v"].offset) == (0, 16)
+    assert {part.block for part in strides.values()} == {256}
+    assert {part.token for part in strides.values()} == {3 * 6 * 4}
+    assert one.nbytes(0, 5) == 9 * 5 * 256
+    with_layers = dataclasses.replace(one, layout=Layout("LBNHD"), head_size_v=None)
+    assert with_layers.part_strides(0, 5)["k"].layer == 5 * 256
 
 
 def test_layout_objects_and_names_are_the_same():

@@ -140,7 +140,8 @@ def draw_case(worlds, draw) -> GroupedCase:
 
 
 def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
-    shape = ParallelShape(tp=draw(st.integers(1, 4)), pp=draw(st.integers(1, 3)))
+    kv_heads = [kind["num_kv_heads"] for kind in kinds]
+    shape = worlds.parallel(draw, kv_heads, most_tp=4, pp=draw(st.integers(1, 3)))
     cuts = sorted(draw(st.integers(0, len(layers))) for _ in range(shape.pp - 1))
     stage_layers = [b - a for a, b in itertools.pairwise([0, *cuts, len(layers)])]
     keeps_windows = draw(st.booleans(), label="keeps windows")
@@ -154,17 +155,18 @@ def draw_side(worlds, draw, rng, kinds, layers, num_tokens) -> Side:
         indices = grouped[key]
         one = EngineGeometry(
             **kinds[key[0]] | {"num_layers": len(indices)},
-            block_size=draw(st.integers(1, 6), label="block_size"),
+            block_size=worlds.block_size(draw, shape),
             layout=worlds.layout(draw, "latent" if kinds[key[0]]["use_mla"] else None),
             parallel=shape,
             layer_indices=indices,
             layer_split=split_of_group(indices, stage_layers),
             **kept[indices[0]],
         )
+        one = worlds.padded(draw, one)
         table = worlds._table(draw, one, num_tokens)
         engines.append(worlds.engine(draw, rng, one, max(table, default=0) + 1))
         nulls = draw(st.booleans(), label="null blocks below the window")
-        below = one.first_kept_token(num_tokens) // one.block_size if nulls else 0
+        below = one.first_kept_token(num_tokens) // one.virtual_block_size if nulls else 0
         tables.append([0] * below + table[below:])
     return Side(engines, tables, kept)
 
@@ -350,10 +352,11 @@ def stages_without_layers_overlooked(monkeypatch):
 def the_models_index_taken_inside_a_cross_layer_tensor(monkeypatch):
     right = plan._Places._tensor
 
-    def wrong(self, layer):
-        tensor, index = right(self, layer)
+    def wrong(self, layer, suffix):
+        tensor, index = right(self, layer, suffix)
         held = len(self._layers)
-        return tensor, index if tensor.name != "layers" else (layer - self._layers[0]) % held
+        is_cross = tensor.name.startswith("layers")
+        return tensor, (layer - self._layers[0]) % held if is_cross else index
 
     monkeypatch.setattr(plan._Places, "_tensor", wrong)
 
@@ -378,5 +381,5 @@ def test_a_defect_in_the_arithmetic_of_groups_is_caught(worlds, monkeypatch, def
     def law(data):
         check(worlds, data)
 
-    with pytest.raises((AssertionError, KVFerryError)):
+    with pytest.raises((AssertionError, KVFerryError, ValueError)):
         law()

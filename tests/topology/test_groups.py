@@ -116,3 +116,16 @@ def test_shapes_stages_layouts_and_block_sizes_are_no_mismatch():
         layer_names=("a", "b", "c"),
     )
     assert group_mismatches([source], [target]) == []
+
+
+def test_caches_with_other_scales_can_never_meet():
+    one = group((0, 1), dtype="int8", scale_dtype="float32")
+    for other, has in (
+        (group((0, 1), dtype="int8"), "None"),
+        (dataclasses.replace(one, scale_dtype="float16"), "float16"),
+    ):
+        (mismatch,) = group_mismatches([one], [other])
+        assert mismatch == (
+            f"scale_dtype of layers 0-1: source has float32, target has {has}; give both the same "
+            "quantisation of the KV cache, with scales of one dtype"
+        )

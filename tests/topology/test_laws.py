@@ -8,7 +8,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import KVFerryError
-from kvferry.topology import binding, memory_of, plan, plan_transfer, run_copies
+from kvferry.topology import (
+    ParallelShape,
+    binding,
+    memory_of,
+    plan,
+    plan_transfer,
+    run_copies,
+    spans,
+)
+from kvferry.topology.tensors import TensorKind
 
 LAW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 #: Finding that a defect is caught needs no small example.
@@ -127,17 +136,17 @@ def off_by_one_head(monkeypatch):
 def replica_chosen_twice(monkeypatch):
     right = plan._layer_pieces
 
-    def twice(source, layer, heads, choice):
-        yield from right(source, layer, heads, choice)
-        if len(source.head_replicas(heads.start)) > 1:
-            yield from right(source, layer, heads, choice + 1)
+    def twice(source, layer, heads, context, choice):
+        yield from right(source, layer, heads, context, choice)
+        if len(source.ranks_with(layer, heads.start, context)) > 1:
+            yield from right(source, layer, heads, context, choice + 1)
 
     monkeypatch.setattr(plan, "_layer_pieces", twice)
 
 
 def token_offset_ignored(monkeypatch):
-    right = binding._starts
-    monkeypatch.setattr(binding, "_starts", lambda first, *rest: np.maximum(right(0, *rest), 0))
+    right = binding.shared_spans
+    monkeypatch.setattr(binding, "shared_spans", lambda *given: right(*given[:3], (0, given[3][1])))
 
 
 def last_layer_of_a_stage_lost(monkeypatch):
@@ -152,10 +161,74 @@ def last_layer_of_a_stage_lost(monkeypatch):
 
 
 def source_block_size_taken_for_the_target(monkeypatch):
-    right = binding._starts
+    right = binding.shared_spans
     monkeypatch.setattr(
-        binding, "_starts", lambda first, last, source, _target: right(first, last, source, source)
+        binding,
+        "shared_spans",
+        lambda one, two, sizes, span: right(one, two, (sizes[0], sizes[0]), span),
     )
+
+
+def ranks_of_context_parallelism_in_blocks(monkeypatch):
+    def in_blocks(self, rank):
+        at = self.coordinates(rank)
+        return at.pcp * self.dcp + at.tp // max(self.tp // self.dcp, 1)
+
+    monkeypatch.setattr(ParallelShape, "context_rank", in_blocks)
+
+
+def turns_of_one_token_each(monkeypatch):
+    right = ParallelShape.shard_of_context
+    monkeypatch.setattr(
+        ParallelShape,
+        "shard_of_context",
+        lambda self, context: dataclasses.replace(right(self, context), interleave_size=1),
+    )
+
+
+def steps_ignored(monkeypatch):
+    right = binding.shared_spans
+    monkeypatch.setattr(
+        binding, "shared_spans", lambda *given: right(*given)._replace(steps=(1, 1))
+    )
+
+
+def blocks_begin_where_the_other_side_begins_them(monkeypatch):
+    right = spans._by_progressions
+    monkeypatch.setattr(
+        spans,
+        "_by_progressions",
+        lambda one, two, sizes, steps, span: right(one, two, sizes[::-1], steps, span),
+    )
+
+
+def a_context_rank_overlooked(monkeypatch):
+    right = plan._giving_contexts
+    monkeypatch.setattr(plan, "_giving_contexts", lambda *given: right(*given)[:2])
+
+
+def scales_left_behind(monkeypatch):
+    right = plan._tiles
+    monkeypatch.setattr(
+        plan,
+        "_tiles",
+        lambda pieces, parts, *places: right(
+            pieces, [part for part in parts if not part.name.endswith("_scale")], *places
+        ),
+    )
+
+
+def padding_counted_as_cells(monkeypatch):
+    right = TensorKind.part_strides
+
+    def packed(self, box, strides=None):
+        found = right(self, box, strides)
+        if self.page_size_padded is None:
+            return found
+        one = dataclasses.replace(self, page_size_padded=None)
+        return right(one, box, one.strides(self.layout.shape(box)))
+
+    monkeypatch.setattr(TensorKind, "part_strides", packed)
 
 
 def packed_parts_never_told_apart(monkeypatch):
@@ -171,9 +244,31 @@ def packed_parts_never_told_apart(monkeypatch):
         last_layer_of_a_stage_lost,
         source_block_size_taken_for_the_target,
         packed_parts_never_told_apart,
+        scales_left_behind,
+        padding_counted_as_cells,
     ],
 )
 def test_a_defect_of_the_planner_is_caught(worlds, monkeypatch, defect, check):
+    must_be_caught(worlds, monkeypatch, defect, check)
+
+
+@pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
+@pytest.mark.parametrize(
+    "defect",
+    [
+        ranks_of_context_parallelism_in_blocks,
+        turns_of_one_token_each,
+        steps_ignored,
+        blocks_begin_where_the_other_side_begins_them,
+        a_context_rank_overlooked,
+    ],
+)
+def test_a_defect_in_context_parallelism_is_caught(worlds, monkeypatch, defect, check):
+    monkeypatch.setattr(worlds, "often_context_parallel", True)
+    must_be_caught(worlds, monkeypatch, defect, check)
+
+
+def must_be_caught(worlds, monkeypatch, defect, check):
     defect(monkeypatch)
 
     @MUTANT

@@ -172,6 +172,43 @@ def test_only_the_layers_of_the_plan_need_tensors():
     assert target["layer.1"].sum() == 7 * 2 * 4 * 2 * 4
 
 
+def test_scales_inside_the_pages_of_their_cells_go_to_tensors_of_their_own():
+    """vLLM keeps the scale of a head after its elements, so that both are views of one tensor."""
+    quantised = {"dtype": "float8_e4m3fn", "scale_dtype": "float32", "head_size": 8}
+    source = geometry(num_layers=1, layout="BKNHD", **quantised)
+    target = geometry(num_layers=1, layout="HND", block_size=3, **quantised)
+    pages = np.random.default_rng(0).integers(0, 256, (4, 2, 4, 2, 8 + 4), dtype=np.uint8)
+    scales = pages[..., 8:].view(np.float32)
+    given_ = {
+        "layer.0": pages[..., :8],
+        "layer.0.k_scale": scales[:, 0].view(np.uint32),
+        "layer.0.v_scale": scales[:, 1].view(np.uint32),
+    }
+    memory, regions = memory_of(source, 0, given_)
+    assert len(regions) == 1  # one allocation
+    assert [tensor.offset for tensor in memory.tensors] == [0, 8, 8 + 4 * 2 * 12]
+    found = {
+        "layer.0": np.zeros(target.cache_shape(0, 5), dtype=np.uint8),
+        **{
+            f"layer.0.{part}": np.zeros(target.cache_shape(0, 5, part), dtype=np.uint32)
+            for part in ("k_scale", "v_scale")
+        },
+    }
+    copies = plan_transfer(source=source, target=target).bind([3, 1], [1, 4, 2], 8)
+    assert copies.nbytes == 8 * 2 * 2 * (8 + 4)
+    run_copies(copies, {0: given_}, found)
+    for token in range(8):
+        block, slot = [3, 1][token // 4], token % 4
+        there, place = [1, 4, 2][token // 3], token % 3
+        for index, part in enumerate(("k_scale", "v_scale")):
+            np.testing.assert_array_equal(
+                found["layer.0"][index, there, :, place], pages[block, index, slot, :, :8]
+            )
+            np.testing.assert_array_equal(
+                found[f"layer.0.{part}"][there, :, place], given_[f"layer.0.{part}"][block, slot]
+            )
+
+
 def test_ids_outside_the_tensors_are_refused_before_anything_moves():
     one = geometry()
     source, target = zeros(one), zeros(one)
@@ -264,21 +301,17 @@ def test_any_flipped_bit_of_the_span_changes_the_digest(worlds):
         token = data.draw(st.integers(case.first_token, case.num_tokens - 1))
         part = data.draw(st.sampled_from(one.parts))
         bit = data.draw(st.integers(0, part.head_size * part.itemsize * 8 - 1))
-        holder = next(
-            r for r in range(one.world_size) if layer in one.layers(r) and head in one.heads(r)
+        holder, place = next(
+            (rank, place)
+            for rank in range(one.world_size)
+            if layer in one.layers(rank) and head in one.heads(rank)
+            if (place := worlds.place(one, rank, token))
         )
+        cell = blocks[place[0]], place[1], head - one.heads(holder).start
         boxes = worlds._read_box(engine, holder, layer, part.name)
-        row = np.ascontiguousarray(
-            boxes[
-                blocks[token // one.block_size],
-                token % one.block_size,
-                head - one.heads(holder).start,
-            ]
-        ).view(np.uint8)
+        row = np.ascontiguousarray(boxes[cell]).view(np.uint8)
         row[bit // 8] ^= 1 << bit % 8
-        boxes[
-            blocks[token // one.block_size], token % one.block_size, head - one.heads(holder).start
-        ] = row.view(boxes.dtype)
+        boxes[cell] = row.view(boxes.dtype)
         worlds._write_box(engine, holder, layer, part.name, boxes)
         assert engine_digest(engine, blocks, *span) != before
 

@@ -21,7 +21,7 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.staging import stage
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
@@ -107,7 +107,7 @@ def tables():
         tiles[f"{side}_block_stride"], tiles[f"{side}_token_stride"] = 4096, 256
         tiles[f"{side}_element_stride"] = 1
     tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, 256, 1
-    runs = np.zeros(NBYTES // 4096, dtype=RUN_DTYPE)
+    runs = blank_runs(NBYTES // 4096)
     runs["source_block"] = runs["target_block"] = np.arange(len(runs))
     runs["tokens"] = 16
     return tiles, runs
@@ -317,6 +317,20 @@ def test_an_impossible_endpoint_is_refused(local, server, changes):
     endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
     with pytest.raises(DecodeError, match="endpoint"):
         local.connect(encode(msgspec.structs.replace(endpoint, **changes)))
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_an_older_server_is_only_asked_for_what_it_understands(local, server, step):
+    endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
+    peer = local.connect(encode(msgspec.structs.replace(endpoint, version_max=1)))
+    tiles, runs = tables()
+    runs["tokens"], runs["source_step"] = 8, step
+    transfer = local.read(peer, tiles, runs)
+    if step == 1:
+        assert server.expect(Read).steps == b""
+        return
+    ended(local, transfer)
+    assert "need version 2; upgrade it" in str(transfer.error)
 
 
 def test_a_host_that_zmq_cannot_parse_is_an_error_of_ours(local, server):

@@ -11,7 +11,7 @@ import zmq
 from kvferry.errors import ConfigError, HostError, PortInUseError
 from kvferry.layouts.copier import expand
 from kvferry.layouts.staging import stage
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import large_case, random_case
 from kvferry.testing.transport_peer import pattern
@@ -110,14 +110,14 @@ def flat_tiles(**changes):
 
 
 def flat_runs(count, **changes):
-    runs = np.zeros(count, dtype=RUN_DTYPE)
+    runs = blank_runs(count)
     runs["source_block"], runs["tokens"] = np.arange(count), 16
     for name, value in changes.items():
         runs[name] = value
     return runs
 
 
-def request(transfer, tiles, runs, chunks=None):
+def request(transfer, tiles, runs, chunks=None, steps=b""):
     """A read of everything, in the given chunks or in one."""
     chunks = [(0, len(tiles), 0, len(runs))] if chunks is None else chunks
     return Read(
@@ -125,7 +125,12 @@ def request(transfer, tiles, runs, chunks=None):
         encode_table(tiles, SOURCE_TILE_DTYPE),
         encode_table(runs, SOURCE_RUN_DTYPE),
         np.array(chunks, dtype=CHUNK_DTYPE).tobytes(),
+        steps,
     )
+
+
+def steps_of(*steps):
+    return np.array(steps, dtype="<i8").tobytes()
 
 
 def per_run(count):
@@ -139,6 +144,14 @@ def test_a_read_is_answered_with_its_bytes(reader):
     assert np.array_equal(
         np.frombuffer(reader.data[0], dtype=np.uint8), pattern(REGION_BYTES, 1)[: 3 * 4096]
     )
+
+
+def test_tokens_that_lie_apart_come_packed(reader):
+    reader.send(request(5, flat_tiles(), flat_runs(2, tokens=8), steps=steps_of(2, 1)))
+    assert reader.receive() == Chunk(5, 0)
+    rows = pattern(REGION_BYTES, 1).reshape(-1, 256)
+    wanted = np.concatenate([rows[0:16:2], rows[16:24]]).ravel()
+    assert np.array_equal(np.frombuffer(reader.data[0], dtype=np.uint8), wanted)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +194,21 @@ def test_a_read_is_answered_with_its_bytes(reader):
         (Read(1, b"", b"", b""), "DecodeError", "tiles: 0 bytes"),
         (Read(1, b"x" * 72, b"y" * 25, b""), "DecodeError", "runs: 25 bytes"),
         (request(1, flat_tiles(), flat_runs(1), []), "DecodeError", "chunks: 0 bytes"),
+        (
+            request(1, flat_tiles(), flat_runs(2), steps=steps_of(2)),
+            "DecodeError",
+            "steps: 8 bytes for 2 runs",
+        ),
+        (
+            request(1, flat_tiles(), flat_runs(1), steps=steps_of(0)),
+            "BoundsError",
+            "source_step is 0",
+        ),
+        (
+            request(1, flat_tiles(), flat_runs(1), steps=steps_of(1 << 30)),
+            "BoundsError",
+            "which has 1048576 bytes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -46,7 +46,7 @@ class RankDigests:
         for group, ids in zip(self._groups, spec.block_ids, strict=True):
             # A source that computed on has let go of more than its targets may ask for; they are
             # refused, but that is no reason to trip over it here.
-            let_go = _num_leading_nulls(ids) * group.block_size
+            let_go = _num_leading_nulls(ids) * group.virtual_block_size
             first = max(group.first_kept_token(spec.num_tokens), let_go)
             firsts |= dict.fromkeys(group.model_layers, first)
         return self._sums(spec.block_ids, 0, spec.num_tokens, firsts, spec.num_tokens)

@@ -90,7 +90,7 @@ class SourceGroups:
         for pair in self.pairs:
             first = first_needed_token(pair, first_token, num_tokens)
             table = ticket.block_ids[pair.source_group]
-            block_size = self.geometries[pair.source_group].block_size
+            block_size = self.geometries[pair.source_group].virtual_block_size
             where = f"engine {self.engine_id!r}, KV cache group {pair.source_group}"
             if len(table) * block_size < num_tokens:
                 raise BlockTableError(
@@ -116,8 +116,8 @@ class SourceGroups:
         needed = first_needed_token(pair, first_token, num_tokens)
         if pair.is_partial or needed == num_tokens:
             return needed  # no block is ever a hit for it, or none moves at all
-        source_size = self.geometries[pair.source_group].block_size
-        target_size = self.targets[pair.target_group].block_size
+        source_size = self.geometries[pair.source_group].virtual_block_size
+        target_size = self.targets[pair.target_group].virtual_block_size
         wanted = max(first_token, _first_there(ticket, pair), needed // target_size * target_size)
         table = ticket.block_ids[pair.source_group]
         for block in reversed(range(wanted // source_size, needed // source_size)):

@@ -304,13 +304,14 @@ class Loader:
                 spec.num_tokens,
                 spec.starts[group.index],
             )
-            if not len(copies.runs):
-                continue  # all that moves lies behind the window
             check_block_ids(copies, group.source_num_blocks, group.target_num_blocks)
             for source_rank, tiles in group.tiles.items():
+                runs = copies.runs_of(source_rank)
+                if not len(runs):
+                    continue  # all that moves lies behind the window, or on other ranks
                 connection = peer.connections[source_rank]
-                transfer = peer.transport.read(connection, tiles, copies.runs)
-                load.reads.append(_Read(source_rank, tiles, copies.runs, connection, transfer))
+                transfer = peer.transport.read(connection, tiles, runs)
+                load.reads.append(_Read(source_rank, tiles, runs, connection, transfer))
 
     def _read_again(self, load: RankLoad) -> bool:
         """Repeats, once, the reads that failed because their connection was lost.

@@ -278,7 +278,7 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
         tables = tuple(
-            tuple(ids[: -(-num_tokens // group.block_size)])
+            tuple(ids[: -(-num_tokens // group.virtual_block_size)])
             for ids, group in zip(block_ids, self._context.groups, strict=True)
         )
         num_blocks = sum(block != 0 for ids in tables for block in ids)

@@ -197,7 +197,7 @@ class PullWorker(WorkerConnector):
             return
         output.failed_recving.add(load.spec.request_id)
         if len(self._context.groups) == 1:
-            block_size = self._context.groups[0].block_size
+            block_size = self._context.groups[0].virtual_block_size
             loaded = load.spec.target_block_ids[0][load.spec.first_token // block_size :]
             output.invalid_block_ids.update(block for block in loaded if block != 0)
 
