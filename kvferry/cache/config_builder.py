@@ -53,6 +53,7 @@ def build_kv_cache_config(
             has the bytes wanted, the bytes there are, and the largest model length that fits.
     """
     groups = _require_groups(specs, hybrid)
+    _check_bytes(available_bytes)
     _check_states(specs, limits)
     slots = _page_slots(groups)
     block_bytes = sum(slot.nbytes for slot in slots)
@@ -95,8 +96,14 @@ def largest_model_len(
         ValueError: no layer keeps anything, or the layers make no groups.
     """
     groups = _require_groups(specs, hybrid)
+    _check_bytes(available_bytes)
     block_bytes = sum(slot.nbytes for slot in _page_slots(groups))
     return _largest_model_len(groups, available_bytes // block_bytes, limits)
+
+
+def _check_bytes(available_bytes: object) -> None:
+    if not isinstance(available_bytes, int):
+        raise ValueError(f"available_bytes: {available_bytes!r} is not a whole number")
 
 
 def _require_groups(specs: Mapping[str, KVCacheSpec], hybrid: bool) -> tuple[KVCacheGroupSpec, ...]:

@@ -49,6 +49,9 @@ def group_layers(specs: Specs, *, hybrid: bool = True) -> tuple[KVCacheGroupSpec
         ValueError: the layers make no group; the message names two that do not agree, what they
             have, and what to change.
     """
+    for name, spec in specs.items():
+        if not isinstance(spec, KVCacheSpec):
+            raise ValueError(f"specs: {name!r} has {spec!r}, which is no KVCacheSpec")
     kept = {
         name: spec for name, spec in specs.items() if not isinstance(spec, EncoderOnlyAttentionSpec)
     }

@@ -1,6 +1,7 @@
 """Requests, as far as the cache core knows them."""
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Protocol
 
 from kvferry.cache.hashing import (
@@ -160,7 +161,7 @@ class Request:
             keys.append(self.cache_salt)
         return tuple(keys) or None
 
-    def append_output_token_ids(self, token_ids: int | Sequence[int]) -> None:
+    def append_output_token_ids(self, token_ids: int | Integral | Sequence[int]) -> None:
         """Appends one output token, or several.
 
         Raises:
@@ -169,6 +170,8 @@ class Request:
         """
         if isinstance(token_ids, int):
             self._all_token_ids.append(token_ids)
+        elif isinstance(token_ids, Integral):  # NumPy's integers, for one
+            self._all_token_ids.append(int(token_ids))
         else:
             self._all_token_ids.extend(token_ids)
         if self._hash_block_size is not None:

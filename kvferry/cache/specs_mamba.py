@@ -35,7 +35,13 @@ class MambaSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        try:
+            shapes = tuple(tuple(shape) for shape in self.shapes)
+        except TypeError as error:
+            raise ValueError(
+                f"MambaSpec.shapes: {self.shapes!r} is not one shape per state, such as ((3, 4),)"
+            ) from error
+        object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "dtypes", tuple(dtype_name(dtype) for dtype in self.dtypes))
         if not self.shapes or len(self.shapes) != len(self.dtypes):
             raise ValueError(

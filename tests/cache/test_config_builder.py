@@ -209,3 +209,11 @@ def test_layers_that_make_no_groups_are_refused_here_too():
     odd = dataclasses.replace(WINDOW, num_kv_heads=2)
     with pytest.raises(ValueError, match="no multiple"):
         build_kv_cache_config(named(odd, WIDE), 10**6, LIMITS)
+
+
+@pytest.mark.parametrize("wrong", [1.5e9, "8GiB", None])
+def test_memory_is_a_whole_number_of_bytes(wrong):
+    spec = FullAttentionSpec(16, num_kv_heads=1, head_size=8, dtype="float32")
+    for call in (build_kv_cache_config, largest_model_len):
+        with pytest.raises(ValueError, match=r"available_bytes: .* is not a whole number"):
+            call({"a": spec}, wrong, CacheLimits(64))

@@ -250,3 +250,8 @@ def test_groups_follow_the_order_of_the_model(order):
     assert first.layer_names[0] == "layer.0"
     assert list(first.layer_names) == sorted(first.layer_names)
     assert list(second.layer_names) == sorted(second.layer_names)
+
+
+def test_what_is_no_spec_is_named():
+    with pytest.raises(ValueError, match="specs: 'a' has 3, which is no KVCacheSpec"):
+        group_layers({"a": 3})

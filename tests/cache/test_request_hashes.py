@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,3 +180,12 @@ def test_callers_lists_are_copied():
     request.append_output_token_ids(5)
     assert request.prompt_token_ids == [1, 2, 3]
     assert request.all_token_ids == [1, 2, 3, 5]
+
+
+def test_an_integer_of_numpy_is_one_token():
+    request = Request("r", [1, 2], hash_block_size=2)
+    request.append_output_token_ids(np.int64(3))
+    request.append_output_token_ids(np.array([4, 5]))
+    assert list(request.all_token_ids) == [1, 2, 3, 4, 5]
+    same = Request("s", [1, 2, 3, 4, 5], hash_block_size=2)
+    assert request.block_hashes == same.block_hashes

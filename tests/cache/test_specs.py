@@ -527,3 +527,8 @@ def test_kernel_blocks_divide_dense_pages():
     for spec in (padded, MambaSpec(4, [(1,)], ["int8"])):
         with pytest.raises(ValueError, match="pages of 'a' are padded or hold a state"):
             KVCacheGroupSpec(["a"], spec, kernel_block_size=2)
+
+
+def test_a_state_without_a_shape_of_its_own_is_refused():
+    with pytest.raises(ValueError, match=r"MambaSpec.shapes: \(3, 4\) is not one shape per state"):
+        MambaSpec(16, shapes=(3, 4), dtypes=("float32", "float32"))
