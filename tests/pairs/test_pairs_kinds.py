@@ -35,6 +35,17 @@ def shape(text: str) -> dict[str, Any]:
     }
 
 
+def check_tokens_and_digests(open_pair: Any, undivided: Any, prefill: str, decode: str) -> None:
+    """Five prompts through a pair: all KV from the source, bit for bit, and the right tokens."""
+    pair = open_pair(shape(prefill), shape(decode))
+    questions = prompts(5, seed=len(prefill) * len(decode))
+    answers = pair.generate(questions, MAX_TOKENS)
+    assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
+    assert [answer.num_external_tokens for answer in answers] == [len(q) for q in questions]
+    assert pair.check_digests() == len(questions)
+    pair.settle()
+
+
 HYBRID_PAIRS = [
     ("1x1 16 NHD", "1x1 16 NHD"),
     ("1x1 16 NHD whole", "1x1 16 NHD"),
@@ -54,13 +65,7 @@ HYBRID_PAIRS = [
 def test_windows_and_full_attention_together_give_the_tokens_of_the_undivided_engine(
     open_pair: Any, undivided: Any, prefill: str, decode: str
 ) -> None:
-    pair = open_pair(shape(prefill), shape(decode))
-    questions = prompts(5, seed=len(prefill) * len(decode))
-    answers = pair.generate(questions, MAX_TOKENS)
-    assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
-    assert [answer.num_external_tokens for answer in answers] == [len(q) for q in questions]
-    assert pair.check_digests() == len(questions)
-    pair.settle()
+    check_tokens_and_digests(open_pair, undivided, prefill, decode)
 
 
 MLA_PAIRS = [
@@ -78,13 +83,7 @@ MLA_PAIRS = [
 def test_latent_attention_gives_the_tokens_of_the_undivided_engine(
     open_pair: Any, undivided: Any, prefill: str, decode: str
 ) -> None:
-    pair = open_pair(shape(prefill), shape(decode))
-    questions = prompts(5, seed=len(prefill) * len(decode))
-    answers = pair.generate(questions, MAX_TOKENS)
-    assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
-    assert [answer.num_external_tokens for answer in answers] == [len(q) for q in questions]
-    assert pair.check_digests() == len(questions)
-    pair.settle()
+    check_tokens_and_digests(open_pair, undivided, prefill, decode)
 
 
 def _first_block(num_tokens: int, block_size: int) -> int:
