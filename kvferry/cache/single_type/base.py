@@ -114,6 +114,10 @@ class SingleTypeManager(ABC):
         self._hash_stride = self.block_size // rules.hash_block_size
         self._num_beyond = int(rules.use_eagle)
         """Blocks after a hit that must be known too."""
+        self._adopt(spec)
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        """Takes over what this kind alone reads from its spec; the end of the constructor."""
 
     # -- What kinds differ in
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlock
-from kvferry.cache.single_type.base import HitRules, SingleTypeManager
+from kvferry.cache.single_type.base import SingleTypeManager
 from kvferry.cache.specs import KVCacheSpec
 
 
@@ -33,13 +32,5 @@ class SinkFullAttentionManager(FullAttentionManager):
     1, 2, ... They are nobody's, so they are in no table and never given back.
     """
 
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        group_id: int,
-        pool: BlockPool,
-        num_token_shards: int,
-        rules: HitRules,
-    ) -> None:
-        super().__init__(spec, group_id, pool, num_token_shards, rules)
-        self.sink_blocks = pool.get_new_blocks(spec.num_reserved_blocks)
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        self.sink_blocks = self.pool.get_new_blocks(spec.num_reserved_blocks)

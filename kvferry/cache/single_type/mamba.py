@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlock
 from kvferry.cache.request import CacheRequest
-from kvferry.cache.single_type.base import GroupTable, HitRules, Limits
+from kvferry.cache.single_type.base import GroupTable, Limits
 from kvferry.cache.single_type.windowed import WindowedManager
 from kvferry.cache.specs import KVCacheSpec
 from kvferry.cache.specs_mamba import MambaSpec
@@ -25,15 +24,7 @@ class MambaManager(WindowedManager):
     is_token_sharded: ClassVar[bool] = False
     sliding_window = 2
 
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        group_id: int,
-        pool: BlockPool,
-        num_token_shards: int,
-        rules: HitRules,
-    ) -> None:
-        super().__init__(spec, group_id, pool, num_token_shards, rules)
+    def _adopt(self, spec: KVCacheSpec) -> None:
         assert isinstance(spec, MambaSpec)
         self._num_speculative = spec.num_speculative_blocks
         self._num_beyond = 0  # drafters have no recurrent layers

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from math import gcd
 
-from kvferry.cache.block_pool import BlockPool
 from kvferry.cache.blocks import KVCacheBlock
-from kvferry.cache.single_type.base import NEVER, HitRules, SingleTypeManager
+from kvferry.cache.single_type.base import NEVER, SingleTypeManager
 from kvferry.cache.specs import KVCacheSpec
 from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, SlidingWindowSpec
 from kvferry.topology.windows import computed_to_forget, first_kept_token
@@ -84,15 +83,7 @@ class WindowedManager(SingleTypeManager):
 class SlidingWindowManager(WindowedManager):
     """A token needs the ``sliding_window - 1`` tokens before it."""
 
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        group_id: int,
-        pool: BlockPool,
-        num_token_shards: int,
-        rules: HitRules,
-    ) -> None:
-        super().__init__(spec, group_id, pool, num_token_shards, rules)
+    def _adopt(self, spec: KVCacheSpec) -> None:
         assert isinstance(spec, SlidingWindowSpec)
         self.sliding_window = spec.sliding_window
 
@@ -110,15 +101,7 @@ class SlidingWindowManager(WindowedManager):
 class ChunkedLocalAttentionManager(WindowedManager):
     """A token needs those before it in its chunk."""
 
-    def __init__(
-        self,
-        spec: KVCacheSpec,
-        group_id: int,
-        pool: BlockPool,
-        num_token_shards: int,
-        rules: HitRules,
-    ) -> None:
-        super().__init__(spec, group_id, pool, num_token_shards, rules)
+    def _adopt(self, spec: KVCacheSpec) -> None:
         assert isinstance(spec, ChunkedLocalAttentionSpec)
         self.attention_chunk_size = spec.attention_chunk_size
 
