@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.config import KVTransferConfig
+
 PLUGIN = """
 import msgspec
 
@@ -74,3 +76,24 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@pytest.fixture
+def producer_and_consumer() -> tuple[KVTransferConfig, KVTransferConfig]:
+    """Two engines' PullConnectors; a lease that nobody takes ends within the suite's patience."""
+    extra = {
+        "cluster_key": "k" * 32,
+        "lease_duration_s": 1.0,
+        "handshake_timeout_s": 2.0,
+        "record_digests": True,
+    }
+    producer, consumer = (
+        KVTransferConfig(
+            kv_connector="PullConnector",
+            kv_role=role,
+            kv_port=0,
+            kv_connector_extra_config=extra,
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+    return producer, consumer

@@ -48,27 +48,6 @@ GEOMETRIES = {
 }
 
 
-@pytest.fixture
-def producer_and_consumer() -> tuple[KVTransferConfig, KVTransferConfig]:
-    """A lease that nobody takes ends within the suite's patience."""
-    extra = {
-        "cluster_key": "k" * 32,
-        "lease_duration_s": 1.0,
-        "handshake_timeout_s": 2.0,
-        "record_digests": True,
-    }
-    producer, consumer = (
-        KVTransferConfig(
-            kv_connector="PullConnector",
-            kv_role=role,
-            kv_port=0,
-            kv_connector_extra_config=extra,
-        )
-        for role in ("kv_producer", "kv_consumer")
-    )
-    return producer, consumer
-
-
 class TestGeometriesOverShm(ConnectorConformance):
     @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:

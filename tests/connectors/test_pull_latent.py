@@ -37,27 +37,6 @@ GEOMETRIES = {
 }
 
 
-@pytest.fixture
-def configs() -> tuple[KVTransferConfig, KVTransferConfig]:
-    """Producer and consumer; a lease that nobody takes ends within the suite's patience."""
-    extra = {
-        "cluster_key": "k" * 32,
-        "lease_duration_s": 1.0,
-        "handshake_timeout_s": 2.0,
-        "record_digests": True,
-    }
-    producer, consumer = (
-        KVTransferConfig(
-            kv_connector="PullConnector",
-            kv_role=role,
-            kv_port=0,
-            kv_connector_extra_config=extra,
-        )
-        for role in ("kv_producer", "kv_consumer")
-    )
-    return producer, consumer
-
-
 class TestLatentsOverShm(ConnectorConformance):
     @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
@@ -66,17 +45,17 @@ class TestLatentsOverShm(ConnectorConformance):
 
     @pytest.fixture
     def configs(
-        self, configs: tuple[KVTransferConfig, KVTransferConfig]
+        self, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
     ) -> tuple[KVTransferConfig, KVTransferConfig]:
-        return configs
+        return producer_and_consumer
 
 
 @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
 def pair(
-    request: pytest.FixtureRequest, configs: tuple[KVTransferConfig, KVTransferConfig]
+    request: pytest.FixtureRequest, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
 ) -> Iterator[Pair]:
     """Two open engines."""
-    with open_pair(configs, request.param) as pair:
+    with open_pair(producer_and_consumer, request.param) as pair:
         yield pair
 
 
