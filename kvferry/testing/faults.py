@@ -227,6 +227,7 @@ def faulty_transport(transport: type[Transport], faults: Faults) -> type[FaultyT
     attributes: dict[str, Any] = {
         "__doc__": f"{transport.__name__} with {faults}.",
         "name": transport.name,
+        "addressing": transport.addressing,
         "fences": transport.fences,
         "ExtraConfig": transport.ExtraConfig,
         "inner_class": transport,

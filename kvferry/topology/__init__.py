@@ -10,6 +10,7 @@ Describe, plan, bind, run::
     run_copies          run them between tensors of this process      run.py
     plan_repack         instead: whole blocks, permuted in place      in_place.py
     digest              compare two engines' cells                    cell_digest.py
+    Strategy            the ways of running them                      strategies.py
     explain_transfer    what it costs, before anything moves          explain.py
     find_savings        which other shapes would cost less            advice.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
@@ -29,13 +30,16 @@ from kvferry.topology.parallel import ParallelShape, RankCoordinates
 from kvferry.topology.parts import Part
 from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
 from kvferry.topology.run import run_copies
+from kvferry.topology.strategies import Addressing, MoverTraits, Strategy
 
 __all__ = [
+    "Addressing",
     "Balance",
     "BoundCopies",
     "EngineGeometry",
     "GroupPair",
     "KVTopology",
+    "MoverTraits",
     "PairCost",
     "ParallelShape",
     "Part",
@@ -43,6 +47,7 @@ __all__ = [
     "RankCoordinates",
     "Saving",
     "SideChange",
+    "Strategy",
     "TransferPlan",
     "check_block_ids",
     "default_split",

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvferry.errors import KVFerryError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
+from kvferry.topology.strategies import Addressing
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -93,6 +94,8 @@ class Transport(Closing):
 
     name: ClassVar[str]
     """Name under which it is registered, for example ``"shm"``."""
+    addressing: ClassVar[Addressing]
+    """What it does with tiles × runs."""
     fences: ClassVar[bool]
     """Whether a terminal state proves that nothing of the transfer can land any more."""
     ExtraConfig: ClassVar[type[msgspec.Struct]]

@@ -23,6 +23,7 @@ from kvferry.errors import (
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import (
     ByteArray,
     Peer,
@@ -166,6 +167,7 @@ class ShmTransport(Transport):
     """Shared memory between the processes of one host."""
 
     name = "shm"
+    addressing = Addressing.BOTH
     fences = True
     ExtraConfig = ShmExtraConfig
 

@@ -25,6 +25,7 @@ from kvferry.errors import (
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import (
     ByteArray,
     Peer,
@@ -70,6 +71,7 @@ class TcpTransport(Transport):
     """TCP between hosts, or between processes that share no memory."""
 
     name = "tcp"
+    addressing = Addressing.PACKED
     fences = True
     ExtraConfig = TcpExtraConfig
 
