@@ -10,7 +10,8 @@ Describe, plan, bind, run::
     run_copies          run them between tensors of this process      run.py
     plan_repack         instead: whole blocks, permuted in place      in_place.py
     digest              compare two engines' cells                    cell_digest.py
-    Strategy            the ways of running them                      strategies.py
+    choose_strategy     the ways of running them, and the cheapest    strategies.py
+    MachineCosts        what the choice goes by                       machine_costs.py
     explain_transfer    what it costs, before anything moves          explain.py
     find_savings        which other shapes would cost less            advice.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
@@ -25,12 +26,21 @@ from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
 from kvferry.topology.in_place import plan_repack
 from kvferry.topology.kv_topology import KVTopology
 from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
+from kvferry.topology.machine_costs import MachineCosts
 from kvferry.topology.memory import memory_of
 from kvferry.topology.parallel import ParallelShape, RankCoordinates
 from kvferry.topology.parts import Part
 from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
 from kvferry.topology.run import run_copies
-from kvferry.topology.strategies import Addressing, MoverTraits, Strategy
+from kvferry.topology.strategies import (
+    Addressing,
+    MoverTraits,
+    Strategy,
+    StrategyChoice,
+    StrategyCost,
+    StrategyWork,
+    choose_strategy,
+)
 
 __all__ = [
     "Addressing",
@@ -39,6 +49,7 @@ __all__ = [
     "EngineGeometry",
     "GroupPair",
     "KVTopology",
+    "MachineCosts",
     "MoverTraits",
     "PairCost",
     "ParallelShape",
@@ -48,8 +59,12 @@ __all__ = [
     "Saving",
     "SideChange",
     "Strategy",
+    "StrategyChoice",
+    "StrategyCost",
+    "StrategyWork",
     "TransferPlan",
     "check_block_ids",
+    "choose_strategy",
     "default_split",
     "digest",
     "explain_transfer",
