@@ -92,6 +92,43 @@ def serve(
 
 
 @app.command()
+def router(
+    prefill: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="A prefill server; repeat it.", show_default=False),
+    ],
+    decode: Annotated[
+        list[str],
+        typer.Option(metavar="URL", help="A decode server; repeat it.", show_default=False),
+    ],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="The model's folder: its tokenizer lets the prefill server's first token through "
+            "at once. Without it decode servers draw every token.",
+            show_default=False,
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, help="Port; 0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="KVFERRY_API_KEY",
+            help="Bearer token that clients must show, and servers are shown.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
+) -> None:
+    """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C."""
+    from kvferry.cli.router import router as command
+
+    command(prefill, decode, tokenizer, (host, port), api_key, timeout)
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture and the results.")] = Path(
         "demo-out"

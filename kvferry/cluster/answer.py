@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvferry.cluster.engines import Wording
 from kvferry.cluster.life import Delta, Lives
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.text import TextCodec, TextStream
@@ -34,6 +35,7 @@ class Answer:
         lives: Lives,
         codec: TextCodec,
         timeout_s: float,
+        wording: Wording,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
@@ -44,6 +46,7 @@ class Answer:
         self._lives = lives
         self._codec = codec
         self._timeout_s = timeout_s
+        self._wording = wording
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage of what has passed so far: each prompt once, however many choices."""
@@ -100,7 +103,7 @@ class Answer:
         only_one = len(self._prompts) * self._generation.n == 1
         request_id = self.request_id if only_one else f"{self.request_id}-{index}"
         text = self._codec.stream(self._generation.stop)
-        run = self._lives.run(request_id, prompt, sampling, self._timeout_s)
+        run = self._lives.run(request_id, prompt, sampling, self._timeout_s, self._wording)
         async with aclosing(run) as deltas:
             async for delta in deltas:
                 if sample == 0:

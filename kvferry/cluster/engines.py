@@ -66,6 +66,68 @@ class _ErrorBody(msgspec.Struct):
     error: _Error
 
 
+class Forwarded:
+    """An engine's answer to a body that was not taken apart; closed once its bytes are out."""
+
+    def __init__(self, engine: "Engine", response: httpx.Response) -> None:
+        self._engine = engine
+        self._response = response
+        self._bytes = response.aiter_bytes()
+        self._open = True
+        engine.outstanding += 1
+
+    @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return self._response.status_code
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether events come one after the other."""
+        kind: str = self._response.headers.get("content-type", "")
+        return kind.startswith("text/event-stream")
+
+    async def first_bytes(self) -> bytes:
+        """Like :meth:`next_bytes`, and closes the answer if that fails."""
+        try:
+            return await self.next_bytes()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def next_bytes(self) -> bytes:
+        """More of the answer, empty at its end.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
+        try:
+            return await anext(self._bytes, b"")
+        except httpx.HTTPError as error:
+            raise self._engine.down(_reason(error), reached=True) from error
+
+    async def read(self) -> bytes:
+        """All of it, and closes it.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
+        try:
+            content = b""
+            while chunk := await self.next_bytes():
+                content += chunk
+            return content
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Drops the connection, unless the answer was read; the engine then ends the request."""
+        if self._open:
+            self._open = False
+            self._engine.outstanding -= 1
+            await self._response.aclose()
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """One engine behind the router."""
@@ -81,6 +143,8 @@ class Engine:
     """Why it is not healthy."""
     max_model_len: int | None = None
     """Longest sequence in tokens, once it told."""
+    model: str | None = None
+    """The name of its (first) model, once it told."""
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
         """Runs a completion and waits for the whole of it.
@@ -125,22 +189,42 @@ class Engine:
             finally:
                 await response.aclose()
             if not ended:
-                raise self._down("its stream broke off", reached=True)
+                raise self.down("its stream broke off", reached=True)
+
+    async def forward(self, path: str, body: Mapping[str, Any], request_id: str) -> Forwarded:
+        """Sends a body as it is; its answer may be a refusal. The caller closes it.
+
+        Raises:
+            EngineDownError: it cannot be reached, or says 503.
+        """
+        request = self.client.build_request(
+            "POST",
+            f"{self.url}{path}",
+            content=msgspec.json.encode(body),
+            headers=_headers(request_id),
+        )
+        with self._working():
+            response = await self.client.send(request, stream=True)
+            if response.status_code == 503:
+                content = await response.aread()
+                self._raise_for_status(503, content)
+            return Forwarded(self, response)
 
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""
         try:
             response = await self.client.get(f"{self.url}/health", timeout=CONNECT_TIMEOUT_S)
             if response.status_code != 200:
-                self._down(_unhealthy(response), reached=True)
+                self.down(_unhealthy(response), reached=True)
                 return
             if self.max_model_len is None:
                 models = await self.client.get(f"{self.url}/v1/models", timeout=CONNECT_TIMEOUT_S)
-                self.max_model_len = int(models.json()["data"][0]["max_model_len"])
+                model = models.json()["data"][0]
+                self.model, self.max_model_len = str(model["id"]), int(model["max_model_len"])
         except httpx.HTTPError as error:
-            self._down(_reason(error), reached=False)
+            self.down(_reason(error), reached=False)
         except (ValueError, LookupError, TypeError) as error:
-            self._down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
+            self.down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
         else:
             self.healthy = True
             self.last_error = ""
@@ -153,11 +237,12 @@ class Engine:
         except httpx.HTTPError as error:
             # Only these two prove that the request was never sent.
             unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-            raise self._down(_reason(error), reached=not unsent) from error
+            raise self.down(_reason(error), reached=not unsent) from error
         finally:
             self.outstanding -= 1
 
-    def _down(self, reason: str, *, reached: bool) -> EngineDownError:
+    def down(self, reason: str, *, reached: bool) -> EngineDownError:
+        """Notes that it is not healthy; returns the error to raise."""
         self.healthy = False
         self.last_error = reason
         return EngineDownError(f"{self.role} engine {self.name!r}", reason, reached=reached)
@@ -170,7 +255,7 @@ class Engine:
         except msgspec.DecodeError:
             error = _Error(message=content[:200].decode(errors="replace"))
         if status == 503:
-            raise self._down(error.message or "says 503", reached=True)
+            raise self.down(error.message or "says 503", reached=True)
         raise ApiError(status, self._attribute(error.message, status), code=_code(error))
 
     def _checked(self, payload: bytes) -> Reply:
@@ -208,18 +293,34 @@ def _headers(request_id: str) -> dict[str, str]:
     return {"content-type": "application/json", "x-request-id": request_id}
 
 
+@dataclass(frozen=True, slots=True)
+class Wording:
+    """What an engine is told beside the prompt."""
+
+    only: frozenset[str] | None = None
+    """Sampling fields to name; all of them if ``None``. An engine with defaults of its own is told
+    what the client wrote, and no more."""
+    model: str | None = None
+    """The model, where the client named one and the engine may have several."""
+
+
 def completion_body(
     prompt: Sequence[int],
     sampling: SamplingParams,
     kv_transfer_params: Mapping[str, Any] | None,
+    wording: Wording,
 ) -> dict[str, Any]:
     """The body of an engine's ``/v1/completions``."""
     fields = {
         name: value
         for name, value in msgspec.to_builtins(sampling).items()
-        if value is not None and value != []
+        if value is not None
+        and value != []
+        and (wording.only is None or name in wording.only or name == "max_tokens")
     }
     body: dict[str, Any] = {"prompt": list(prompt), "return_token_ids": True, **fields}
+    if wording.model is not None:
+        body["model"] = wording.model
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = dict(kv_transfer_params)
     return body

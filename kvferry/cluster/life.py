@@ -14,7 +14,15 @@ from typing import Any
 
 import msgspec
 
-from kvferry.cluster.engines import Engine, EngineDownError, EnginePool, Reply, completion_body
+from kvferry.cluster import web
+from kvferry.cluster.engines import (
+    Engine,
+    EngineDownError,
+    EnginePool,
+    Reply,
+    Wording,
+    completion_body,
+)
 from kvferry.cluster.openai import ApiError
 from kvferry.engine.messages import SamplingParams
 
@@ -56,6 +64,7 @@ class _Life:
     drawn: list[int]
     prefill_tried: set[Engine]
     decode_tried: set[Engine]
+    wording: Wording
     attempt: int = 1
 
     @property
@@ -68,7 +77,8 @@ class _Life:
         sampling = msgspec.structs.replace(
             self.sampling, max_tokens=max_tokens, seed_offset=len(self.drawn)
         )
-        return completion_body((*self.prompt, *self.drawn), sampling, kv_transfer_params)
+        prompt = (*self.prompt, *self.drawn)
+        return completion_body(prompt, sampling, kv_transfer_params, self.wording)
 
     @property
     def tokens_left(self) -> int:
@@ -83,7 +93,12 @@ class Lives:
     decode: EnginePool
 
     async def run(
-        self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, timeout_s: float
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        timeout_s: float,
+        wording: Wording,
     ) -> AsyncGenerator[Delta, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
@@ -92,18 +107,13 @@ class Lives:
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
         """
-        life = _Life(request_id, tuple(prompt), sampling, [], set(), set())
+        life = _Life(request_id, tuple(prompt), sampling, [], set(), set(), wording)
         deadline = asyncio.get_running_loop().time() + timeout_s
         steps = self._steps(life)
         async with aclosing(steps):
             while True:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        delta = await anext(steps, None)
-                except TimeoutError:
-                    raise ApiError(
-                        504, f"no complete answer within {timeout_s:g} s", code="timeout"
-                    ) from None
+                async with web.deadline(deadline, timeout_s):
+                    delta = await anext(steps, None)
                 if delta is None:
                     return
                 yield delta

@@ -7,20 +7,12 @@ read by people alone, in ``ps`` and in the kernel's log.
 import asyncio
 import contextlib
 import logging
-import signal
-import socket
 import sys
-from typing import TYPE_CHECKING, Any
 
 from kvferry.cluster.child import Bound, Failed, Ready, Reporter, Terminated, begin, listen
+from kvferry.cluster.http_server import serve
 from kvferry.cluster.settings import ConvertSettings, EngineSettings, RouterSettings
 from kvferry.errors import KVFerryError
-
-if TYPE_CHECKING:
-    import uvicorn
-
-SHUTDOWN_GRACE_S = 3
-"""Seconds that open requests have at the end."""
 
 logger = logging.getLogger("kvferry.cluster")
 
@@ -63,9 +55,10 @@ def _router(report: Reporter) -> None:
         from kvferry.cluster.router import Router
         from kvferry.cluster.text import TextCodec
 
+        assert settings.model_folder is not None  # the launcher names the converted model
         router = Router(settings, TextCodec.open(settings.model_folder))
         report.send(Ready())
-        asyncio.run(_serve(router.app(), listener))
+        asyncio.run(serve(router.app(), listener))
 
 
 def _engine(report: Reporter) -> None:
@@ -75,37 +68,7 @@ def _engine(report: Reporter) -> None:
         report.send(Bound(port=listener.getsockname()[1]))
         from kvferry.cluster.engine_process import run_engine
 
-        run_engine(settings, listener, report, _serve)
-
-
-async def _serve(app: Any, listener: socket.socket, until: "asyncio.Event | None" = None) -> None:
-    """Serves ``app`` until SIGTERM, or until the event is set."""
-    import uvicorn
-
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
-    )
-    server = uvicorn.Server(config)
-    # uvicorn would take the signals for itself and raise them again when it has ended.
-    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop, server)
-    watcher = asyncio.create_task(_stop_when(server, until)) if until is not None else None
-    await server.serve(sockets=[listener])
-    if watcher is not None:
-        watcher.cancel()
-
-
-def _stop(server: "uvicorn.Server") -> None:
-    server.should_exit = True
-
-
-async def _stop_when(server: "uvicorn.Server", event: asyncio.Event) -> None:
-    await event.wait()
-    _stop(server)
+        run_engine(settings, listener, report, serve)
 
 
 if __name__ == "__main__":

@@ -168,6 +168,8 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    written: frozenset[str] = frozenset()
+    """Sampling fields that the client wrote; the others have the defaults of this API."""
 
 
 def parse_completion(body: Any) -> Generation:
@@ -256,6 +258,11 @@ def _generation(
         stream=bool(request.stream),
         include_usage=options is not None and options.include_usage,
         return_token_ids=bool(request.return_token_ids),
+        written=frozenset(
+            name
+            for name in SamplingParams.__struct_fields__
+            if getattr(request, name, None) not in (None, False)
+        ),
     )
 
 

@@ -2,11 +2,15 @@
 
 It speaks plain HTTP to the engines and knows nothing of KV: the transfer parameters that a prefill
 engine returns are handed to a decode engine as they are.
+
+In front of foreign servers (vLLM's) it serves all that they serve. Requests that it understands
+get their first token from the prefill engine; every other body is passed through as it is.
 """
 
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -22,10 +26,11 @@ from starlette.routing import Route
 
 from kvferry.cluster import sse, web
 from kvferry.cluster.answer import Answer, ChoiceDelta
-from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool
+from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool, Wording
 from kvferry.cluster.life import Lives
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
+from kvferry.cluster.pass_through import PassThrough
 from kvferry.cluster.settings import Role, RouterSettings
 from kvferry.cluster.shapes import Shape, WholeChoice
 from kvferry.cluster.text import TextCodec
@@ -34,10 +39,14 @@ from kvferry.cluster.text import TextCodec
 class Router:
     """The router's endpoints and what they share."""
 
-    def __init__(self, settings: RouterSettings, codec: TextCodec) -> None:
+    def __init__(self, settings: RouterSettings, codec: TextCodec | None) -> None:
+        """Without a codec, which takes foreign engines, every request is passed through."""
+        if codec is None and not settings.foreign:
+            raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._codec = codec
         self._client = httpx.AsyncClient(
+            headers=_bearer(settings.api_key),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # a proxy of the environment must not get between us and the engines
@@ -46,6 +55,7 @@ class Router:
         self.decode = self._pool("decode")
         self._engines = self.prefill.engines + self.decode.engines
         self._lives = Lives(self.prefill, self.decode)
+        self._pass_through = PassThrough(self.prefill, self.decode, settings.request_timeout_s)
         self._metrics = RouterMetrics(self._engines)
 
     def _pool(self, role: Role) -> EnginePool:
@@ -83,7 +93,8 @@ class Router:
     def _endpoint(self, parse: Callable[[Any], Generation]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
-                response = await self._serve(request, parse(await web.read_json(request)))
+                self._authorize(request)
+                response = await self._respond(request, await web.read_json(request), parse)
             except ApiError as error:
                 self._metrics.requests.labels(str(error.status)).inc()
                 self._count_error(error)
@@ -93,9 +104,20 @@ class Router:
 
         return endpoint
 
-    async def _serve(self, request: Request, generation: Generation) -> Response:
+    async def _respond(
+        self, request: Request, body: Any, parse: Callable[[Any], Generation]
+    ) -> Response:
+        if not self._settings.foreign:
+            assert self._codec is not None  # checked at the start
+            return await self._serve(request, parse(body), self._codec)
+        generation = _taken_apart(body, parse) if self._codec is not None else None
+        if generation is None or self._codec is None:
+            return await self._pass_through.answer(request, request.url.path, body)
+        return await self._serve(request, generation, self._codec)
+
+    async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
         self._check_model(generation.model)
-        prompts = self._encode(generation)
+        prompts = _encode(generation, codec)
         generation = self._fit(generation, prompts)
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
         answer = Answer(
@@ -103,13 +125,14 @@ class Router:
             prompts,
             generation,
             lives=self._lives,
-            codec=self._codec,
+            codec=codec,
             timeout_s=self._settings.request_timeout_s,
+            wording=self._wording(generation),
         )
         shape = Shape(
             generation.kind,
             answer.request_id,
-            self._settings.model_name,
+            self._model_name(generation),
             generation.include_usage,
             generation.return_token_ids,
         )
@@ -168,34 +191,34 @@ class Router:
     def _count_error(self, error: ApiError) -> None:
         self._metrics.errors.labels(error.code or str(error.status)).inc()
 
+    def _authorize(self, request: Request) -> None:
+        wanted = _bearer(self._settings.api_key).get("authorization")
+        if wanted is None:
+            return
+        shown = request.headers.get("authorization", "")
+        if not secrets.compare_digest(shown.encode(), wanted.encode()):
+            raise ApiError(401, "authorization: not the bearer token of this router")
+
+    def _wording(self, generation: Generation) -> Wording:
+        if not self._settings.foreign:
+            return Wording()
+        return Wording(only=generation.written, model=generation.model)
+
+    def _model_name(self, generation: Generation) -> str:
+        return self._settings.model_name or generation.model or self._first_model() or ""
+
+    def _first_model(self) -> str | None:
+        return next((engine.model for engine in self._engines if engine.model), None)
+
     def _check_model(self, model: str | None) -> None:
         name = self._settings.model_name
-        if model is not None and model != name:
+        if name is not None and model is not None and model != name:
             raise ApiError(
                 404,
                 f"model: {model!r} is not served here; {name!r} is",
                 code="model_not_found",
                 param="model",
             )
-
-    def _encode(self, generation: Generation) -> list[Sequence[int]]:
-        if generation.kind == "chat":
-            try:
-                return [self._codec.encode_chat(generation.messages)]
-            except ValueError as error:
-                raise ApiError(400, f"messages: {error}", param="messages") from error
-        return [self._encode_prompt(prompt) for prompt in generation.prompts]
-
-    def _encode_prompt(self, prompt: str | tuple[int, ...]) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self._codec.encode(prompt)
-        size = self._codec.vocab_size
-        bad = next((token for token in prompt if not 0 <= token < size), None)
-        if bad is not None:
-            raise ApiError(
-                400, f"prompt: token id {bad} is outside the vocabulary of {size}", param="prompt"
-            )
-        return prompt
 
     def _fit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> Generation:
         """``generation`` with ``max_tokens`` filled in; refuses what cannot fit."""
@@ -219,10 +242,11 @@ class Router:
         sampling = msgspec.structs.replace(generation.sampling, max_tokens=wanted)
         return dataclasses.replace(generation, sampling=sampling)
 
-    async def _models(self, _: Request) -> Response:
+    async def _models(self, request: Request) -> Response:
+        self._authorize(request)
         limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
         model: dict[str, Any] = {
-            "id": self._settings.model_name,
+            "id": self._settings.model_name or self._first_model(),
             "object": "model",
             "created": 0,
             "owned_by": "kvferry",
@@ -250,6 +274,45 @@ class Router:
 
     async def _render_metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+def _bearer(api_key: str | None) -> dict[str, str]:
+    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+
+
+def _taken_apart(body: Any, parse: Callable[[Any], Generation]) -> Generation | None:
+    """The request, unless its engine must see the client's own words.
+
+    A seeded draw belongs to one engine as well: a foreign decode engine would begin its draws anew
+    at the second token.
+    """
+    try:
+        generation = parse(body)
+    except ApiError:
+        return None  # the engines serve it, or say better what is wrong
+    sampling = generation.sampling
+    return None if sampling.seed is not None and sampling.temperature > 0 else generation
+
+
+def _encode(generation: Generation, codec: TextCodec) -> list[Sequence[int]]:
+    if generation.kind == "chat":
+        try:
+            return [codec.encode_chat(generation.messages)]
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+    return [_encode_prompt(prompt, codec) for prompt in generation.prompts]
+
+
+def _encode_prompt(prompt: str | tuple[int, ...], codec: TextCodec) -> Sequence[int]:
+    if isinstance(prompt, str):
+        return codec.encode(prompt)
+    size = codec.vocab_size
+    bad = next((token for token in prompt if not 0 <= token < size), None)
+    if bad is not None:
+        raise ApiError(
+            400, f"prompt: token id {bad} is outside the vocabulary of {size}", param="prompt"
+        )
+    return prompt
 
 
 async def _next(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:

@@ -41,10 +41,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For the router."""
 
     engines: tuple[EngineAddress, ...]
-    model_folder: str
-    """Folder with the tokenizer and the chat template."""
-    model_name: str
-    """The name that clients write in ``model``."""
+    model_folder: str | None = None
+    """Folder with the tokenizer and the chat template; only foreign engines can do without."""
+    model_name: str | None = None
+    """The name that clients write in ``model``; unless given, the engines judge it."""
+    foreign: bool = False
+    """Whether the engines are servers of another kind, such as vLLM's: with defaults of their own,
+    and able to serve bodies that this router cannot take apart."""
+    api_key: str | None = None
+    """Bearer token that clients must show, and engines are shown."""
     host: str = "127.0.0.1"
     port: int = 0
     request_timeout_s: float = 600.0

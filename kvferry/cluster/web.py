@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -93,6 +93,21 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+@asynccontextmanager
+async def deadline(when: float, timeout_s: float) -> AsyncGenerator[None, None]:
+    """Ends what runs inside it at a time of the event loop's clock.
+
+    Raises:
+        ApiError: 504; ``timeout_s``, the whole of the time, is in the message.
+    """
+    try:
+        async with asyncio.timeout_at(when):
+            yield
+    except TimeoutError:
+        message = f"no complete answer within {timeout_s:g} s"
+        raise ApiError(504, message, code="timeout") from None
 
 
 class EventStream(Response):

@@ -1,0 +1,80 @@
+"""``kvferry router``."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import typer
+from rich.table import Table
+
+from kvferry.cli.console import make_console
+from kvferry.cluster.child import listen
+from kvferry.cluster.http_server import serve
+from kvferry.cluster.router import Router
+from kvferry.cluster.settings import EngineAddress, Role, RouterSettings
+from kvferry.cluster.text import TextCodec
+
+
+def router(
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    tokenizer: Path | None,
+    address: tuple[str, int],
+    api_key: str | None,
+    timeout_s: float,
+) -> None:
+    """Serves until Ctrl-C or SIGTERM.
+
+    Raises:
+        KVFerryError: the tokenizer cannot be loaded, or the port is taken.
+        typer.BadParameter: a URL is none.
+    """
+    engines = (*_addresses("prefill", prefill), *_addresses("decode", decode))
+    host, port = address
+    settings = RouterSettings(
+        engines=engines,
+        model_folder=str(tokenizer) if tokenizer is not None else None,
+        foreign=True,
+        api_key=api_key,
+        host=host,
+        port=port,
+        request_timeout_s=timeout_s,
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
+    with contextlib.closing(listen(host, port, "router")) as listener:
+        codec = TextCodec.open(tokenizer) if tokenizer is not None else None
+        app = Router(settings, codec).app()
+        console = make_console()
+        table = Table("role", "server")
+        for engine in engines:
+            table.add_row(engine.role, engine.url)
+        console.print(table)
+        first = "prefill" if codec is not None else "decode (give --tokenizer to have prefill's)"
+        console.print(f"first token: from {first}", style="dim")
+        port = listener.getsockname()[1]
+        console.print(f"OpenAI API at [bold]http://{host}:{port}/v1[/] (Ctrl-C stops it)")
+
+        async def run() -> None:
+            stop = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
+            await serve(app, listener, stop)
+
+        asyncio.run(run())
+
+
+def _addresses(role: Role, urls: Sequence[str]) -> list[EngineAddress]:
+    return [_address(role, url) for url in urls]
+
+
+def _address(role: Role, url: str) -> EngineAddress:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise typer.BadParameter(
+            f"{url!r} is no URL of a server; write http://HOST:PORT", param_hint=f"--{role}"
+        )
+    url = url.rstrip("/").removesuffix("/v1")
+    return EngineAddress(name=parts.netloc.rpartition("@")[2], role=role, url=url)

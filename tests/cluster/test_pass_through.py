@@ -1,0 +1,303 @@
+"""The router in front of foreign servers: what passes through, and whom it asks."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvferry.cluster.router import Router
+from kvferry.cluster.settings import EngineAddress, RouterSettings
+
+ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
+EVENTS = [
+    b'data: {"choices": [{"text": "?", "token_ids": [63], "finish_reason": "length"}]}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@dataclass
+class Server:
+    """Serves anything, as vLLM would."""
+
+    name: str
+    model: str = "big"
+    status: int = 200
+    lends: bool = True
+    """Whether it returns transfer parameters."""
+    drop: bool = False
+    """Send the headers of a stream, and then go away."""
+    hang: bool = False
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    aborted: threading.Event = field(default_factory=threading.Event)
+    url: str = ""
+
+    def app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models),
+                Route("/health", lambda _: Response()),
+                Route("/{path:path}", self._complete, methods=["POST"]),
+            ]
+        )
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
+
+    async def _complete(self, request: Request) -> Response:
+        body = await request.json()
+        self.bodies.append(body)
+        self.paths.append(request.url.path)
+        self.headers.append(dict(request.headers))
+        if self.status != 200:
+            return JSONResponse({"error": {"message": "as told"}}, self.status)
+        if self.hang:
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            self.aborted.set()
+            return Response(status_code=499)
+        if body.get("stream"):
+            return StreamingResponse(self._events(), media_type="text/event-stream")
+        params = body.get("kv_transfer_params") or {}
+        ids = {"token_ids": [33], "finish_reason": "length"}
+        if params.get("do_remote_decode"):
+            reply = {"choices": [ids]}
+            if self.lends:
+                reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}
+            return JSONResponse(reply)
+        return JSONResponse(ANSWER)
+
+    async def _events(self):
+        if self.drop:
+            raise ConnectionResetError("as told by the test")
+        for event in EVENTS:
+            yield event
+
+
+@dataclass
+class Setup:
+    prefill: list[Server]
+    decode: list[Server]
+    client: httpx.Client
+
+    def post(self, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
+        return self.client.post(path, json={"messages": [{"role": "user", "content": "?"}], **body})
+
+
+@pytest.fixture
+def make(servers, codec) -> Iterator[Callable[..., Setup]]:
+    clients = []
+
+    def build(prefill=1, decode=1, *, tokenizer=False, headers=None, **settings) -> Setup:
+        fakes = [Server(f"p{i}") for i in range(prefill)], [Server(f"d{i}") for i in range(decode)]
+        addresses = []
+        for role, group in zip(("prefill", "decode"), fakes, strict=True):
+            for fake in group:
+                fake.url = servers.start(fake.app())
+                addresses.append(EngineAddress(name=fake.name, role=role, url=fake.url))
+        config = RouterSettings(engines=tuple(addresses), foreign=True, **settings)
+        url = servers.start(Router(config, codec if tokenizer else None).app())
+        client = httpx.Client(base_url=url, timeout=20, trust_env=False, headers=headers)
+        clients.append(client)
+        _until_healthy(client)
+        return Setup(*fakes, client)
+
+    yield build
+    for client in clients:
+        client.close()
+
+
+def _until_healthy(client: httpx.Client) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.ConnectError):
+            if all(engine["healthy"] for engine in client.get("/health").json()["engines"]):
+                return
+        time.sleep(0.02)
+    raise AssertionError("the router saw no healthy servers")
+
+
+def test_a_body_the_router_does_not_understand_reaches_the_decode_server_as_it_is(make):
+    setup = make(tokenizer=True)
+
+    response = setup.post(tools=[{"type": "function"}], logprobs=True, top_logprobs=3, seed=1)
+
+    assert response.json() == ANSWER
+    (asked_p,), (asked_d,) = setup.prefill[0].bodies, setup.decode[0].bodies
+    assert asked_p["max_tokens"] == 1
+    assert asked_p["stream"] is False
+    assert asked_p["tools"] == [{"type": "function"}]  # they are part of the prompt
+    assert "logprobs" not in asked_p
+    assert asked_p["kv_transfer_params"]["do_remote_decode"] is True
+    assert "keep_first_token" not in asked_p["kv_transfer_params"]
+    assert asked_d == {
+        "messages": [{"role": "user", "content": "?"}],
+        "tools": [{"type": "function"}],
+        "logprobs": True,
+        "top_logprobs": 3,
+        "seed": 1,
+        "kv_transfer_params": {"ticket": "from p0"},
+    }
+    assert setup.prefill[0].paths == setup.decode[0].paths == ["/v1/chat/completions"]
+    ids = {server.headers[0]["x-request-id"] for server in (*setup.prefill, *setup.decode)}
+    assert ids == {response.headers["x-request-id"]}
+
+
+def test_a_body_it_understands_gets_its_first_token_from_the_prefill_server(make):
+    setup = make(tokenizer=True)
+
+    body = setup.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).json()
+
+    assert body["choices"][0]["text"] == "!?"
+    assert body["model"] == "big"
+    assert setup.decode[0].bodies[0]["prompt"] == [*b"Hi!"]
+
+
+def test_foreign_servers_are_told_only_what_the_client_wrote(make):
+    setup = make(tokenizer=True)
+    setup.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": "lora"})
+
+    for server in (*setup.prefill, *setup.decode):
+        sampling = server.bodies[0].keys() - {"prompt", "return_token_ids", "stream"}
+        assert sampling == {"max_tokens", "model", "kv_transfer_params"}
+
+
+def test_a_seeded_draw_is_left_to_one_server(make):
+    setup = make(tokenizer=True)
+
+    setup.client.post("/v1/completions", json={"prompt": "Hi", "seed": 7})
+
+    assert setup.decode[0].bodies[0]["prompt"] == "Hi"
+
+
+def test_transfer_parameters_of_a_client_are_dropped(make):
+    setup = make()
+    setup.prefill[0].lends = False
+
+    setup.post(kv_transfer_params={"remote_host": "evil"})
+
+    assert "evil" not in str(setup.prefill[0].bodies + setup.decode[0].bodies)
+    assert "kv_transfer_params" not in setup.decode[0].bodies[0]
+
+
+@pytest.mark.parametrize(
+    "body", [{"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}]
+)
+def test_several_sequences_are_computed_by_the_decode_server_alone(make, body):
+    setup = make()
+
+    assert setup.client.post("/v1/completions", json={"prompt": "a", **body}).json() == ANSWER
+    assert setup.prefill[0].bodies == []
+
+
+def test_a_prompt_of_token_ids_is_one_sequence(make):
+    setup = make()
+
+    setup.client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+
+    assert setup.decode[0].bodies[0]["kv_transfer_params"] == {"ticket": "from p0"}
+
+
+def test_a_stream_is_relayed_byte_for_byte(make):
+    setup = make()
+
+    with setup.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as r:
+        assert r.headers["content-type"].startswith("text/event-stream")
+        assert r.read() == b"".join(EVENTS)
+
+
+def test_a_refusal_of_a_prefill_server_is_the_answer(make):
+    setup = make()
+    setup.prefill[0].status = 400
+
+    response = setup.post()
+
+    assert (response.status_code, response.json()) == (400, {"error": {"message": "as told"}})
+    assert setup.decode[0].bodies == []
+
+
+def test_a_refusal_of_a_decode_server_is_the_answer(make):
+    setup = make()
+    setup.decode[0].status = 422
+
+    response = setup.post()
+
+    assert (response.status_code, response.json()) == (422, {"error": {"message": "as told"}})
+
+
+def test_a_prefill_server_that_is_down_is_replaced(make):
+    setup = make(prefill=2)
+    for server in setup.prefill[:1]:
+        server.status = 503
+
+    for _ in range(3):
+        assert setup.post().json() == ANSWER
+    assert all(
+        body["kv_transfer_params"] == {"ticket": "from p1"} for body in setup.decode[0].bodies
+    )
+
+
+@pytest.mark.parametrize("failure", ["busy", "gone"])
+def test_a_decode_server_that_fails_before_its_first_byte_is_replaced_after_a_new_prefill(
+    make, failure
+):
+    setup = make(decode=2)
+    setup.decode[0].status = 503 if failure == "busy" else 200
+    setup.decode[0].drop = failure == "gone"
+
+    with setup.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as r:
+        assert r.read() == b"".join(EVENTS)
+
+    assert len(setup.decode[0].bodies) == 1  # it was picked first
+    assert len(setup.prefill[0].bodies) == 2
+    assert setup.decode[1].headers[0]["x-request-id"].endswith("-try2")
+
+
+def test_a_client_that_goes_away_ends_the_work_of_the_server(make):
+    setup = make()
+    setup.decode[0].hang = True
+
+    with pytest.raises(httpx.ReadTimeout):
+        setup.client.post("/v1/completions", json={"prompt": "a"}, timeout=0.3)
+
+    assert setup.decode[0].aborted.wait(5)
+    _until_idle(setup.client)
+
+
+def _until_idle(client: httpx.Client) -> None:
+    deadline = time.monotonic() + 5
+    while any(engine["outstanding"] for engine in client.get("/health").json()["engines"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_answer_that_takes_too_long_is_a_504(make):
+    setup = make(request_timeout_s=0.3)
+    setup.decode[0].hang = True
+
+    assert setup.post().status_code == 504
+    assert setup.decode[0].aborted.wait(5)
+
+
+def test_with_an_api_key_clients_must_show_it_and_servers_are_shown_it(make):
+    setup = make(api_key="s3cret", headers={"authorization": "Bearer s3cret"})
+
+    assert setup.post().json() == ANSWER
+    assert setup.decode[0].headers[0]["authorization"] == "Bearer s3cret"
+    refused = setup.client.get("/v1/models", headers={"authorization": "Bearer guess"})
+    assert refused.status_code == 401
+
+
+def test_a_body_that_is_no_object_is_refused(make):
+    assert make().client.post("/v1/completions", json=[1]).status_code == 400
