@@ -78,6 +78,17 @@ def pair(open_engine: OpenEngine) -> Pair:
     return Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
 
 
+def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_has(open_engine):
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 10.0)
+    request = pair.decode(pair.prefill("r", 21))
+    pair.consumer.step()  # asks for the lease: the first that the two hear of each other
+
+    pair.consumer.abort(request.request_id)
+
+    pair.settle()
+
+
 def port_of(engine: FakeEngine) -> int:
     port: int = engine.scheduler.port  # type: ignore[attr-defined]
     return port

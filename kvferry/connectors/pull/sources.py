@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.control.client import ControlClient
@@ -104,6 +104,8 @@ class Source:
     """``time.monotonic()`` before which no handshake starts."""
     stale: bool = False
     """Whether a ticket or an answer spoke of another start of this engine than we know."""
+    given_up: list[Ticket] = field(default_factory=list)
+    """Tickets whose leases were given up before the source knew us; told after the handshake."""
 
 
 class Sources:
@@ -186,8 +188,17 @@ class Sources:
 
     def release(self, load: Load) -> None:
         """Gives up a lease under which no rank will read; the source may free the blocks."""
-        self.drop(load)
-        self._client.release(load.address, load.ticket.incarnation, [load.lease_id])
+        with self._wake:
+            self._loads.pop(load.lease_id, None)
+            source = self._sources[load.address]
+            if source.description is None or source.stale:  # it would not listen to us
+                source.given_up.append(load.ticket)
+                self._wake.notify()
+                return
+        self._tell_released(load.ticket)
+
+    def _tell_released(self, ticket: Ticket) -> None:
+        self._client.release(ticket.address, ticket.incarnation, [ticket.lease_id])
 
     def take_news(self) -> list[EngineDescription]:
         """Sources whose handshake succeeded since the last call.
@@ -242,7 +253,7 @@ class Sources:
     def _needs_handshake(self, source: Source) -> bool:
         if source.description is not None and not source.stale:
             return False
-        return source.configured or any(
+        return bool(source.configured or source.given_up) or any(
             load.address == source.address and load.wants_lease for load in self._loads.values()
         )
 
@@ -265,12 +276,15 @@ class Sources:
                 source.description, source.error, source.stale = future.result(), None, False
                 source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
+                for ticket in source.given_up:
+                    self._tell_released(ticket)
             else:
                 self._failed(source, "handshake", _as_ours(error))
                 refused = isinstance(error, IncompatibleError)
                 source.next_attempt = time.monotonic() + (REFUSED_RETRY_S if refused else RETRY_S)
                 if refused:
                     self._fail_all(source, _as_ours(error))
+            source.given_up.clear()  # told, or left to expire
             self._wake.notify()
 
     def _failed(self, source: Source, what: str, error: KVFerryError) -> None:
