@@ -39,7 +39,7 @@ class BoundCopies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
+        """Bytes that leave the sources."""
         return sum(
             int(self.runs_of(rank)["tokens"].sum()) * self.plan.for_source(rank).bytes_per_token
             for rank in self.plan.source_ranks
@@ -54,9 +54,16 @@ class BoundCopies:
             Source rank → rows of ``PIECE_DTYPE``: regions, byte offsets into them, bytes.
 
         Raises:
+            ValueError: the plan converts the dtype, which no copies of bytes can do.
             ValueError, ProtocolError: see :meth:`TransferPlan.lower`.
         """
         from kvferry.layouts.copier import expand
+
+        if self.plan.conversion is not None:
+            one, two = self.plan.conversion
+            raise ValueError(
+                f"segments: {one} becomes {two} on the way, so there are none; stage the tiles"
+            )
 
         tiles = self.plan.lower(source_memory, target_memory)
         return {rank: expand(table, self.runs_of(rank)) for rank, table in tiles.items()}

@@ -21,7 +21,7 @@ _REMEDIES = {
     "num_kv_heads": _SAME_MODEL,
     "head_size": _SAME_MODEL,
     "head_size_v": _SAME_MODEL,
-    "dtype": "give both the same KV cache dtype",
+    "dtype": "give both the same KV cache dtype, or allow a conversion that rounds",
     "use_mla": "switch MLA on or off on both",
     "scale_dtype": "give both the same quantisation of the KV cache, with scales of one dtype",
     "kept tokens": _SAME_MODEL,
@@ -60,7 +60,10 @@ class GroupPair:
 
 
 def pair_groups(
-    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+    sources: Sequence[EngineGeometry],
+    targets: Sequence[EngineGeometry],
+    *,
+    convert: bool = False,
 ) -> tuple[GroupPair, ...]:
     """The pairs of groups that share layers; every layer of the targets is in exactly one.
 
@@ -80,6 +83,7 @@ def pair_groups(
     Args:
         sources: the groups of the engine that is read from.
         targets: the groups of the engine that reads.
+        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
         The pairs by target group, then by source group.
@@ -87,7 +91,7 @@ def pair_groups(
     Raises:
         ValueError: the groups can never match; the message lists every mismatch.
     """
-    mismatches = group_mismatches(sources, targets)
+    mismatches = group_mismatches(sources, targets, convert=convert)
     if mismatches:
         raise ValueError("these groups cannot exchange KV: " + "; ".join(mismatches))
     return tuple(
@@ -101,6 +105,7 @@ def group_mismatches(
     targets: Sequence[EngineGeometry],
     *,
     names: tuple[str, str] = ("source", "target"),
+    convert: bool = False,
 ) -> list[str]:
     """Why two engines' groups can never exchange KV, one sentence per difference.
 
@@ -115,9 +120,11 @@ def group_mismatches(
     ['head_size_v of layers 0-1: source has 4, target has 2; serve the same model on both']
 
     Args:
-        sources: the groups of one engine.
-        targets: the groups of the other; the answer is the same either way round.
+        sources: the groups of the engine that is read from.
+        targets: the groups of the engine that reads; the other way round the answer is the same,
+            but for dtypes that can be converted without loss one way only.
         names: how the messages call the two engines.
+        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
 
     Returns:
         The sentences; empty if the engines fit.
@@ -129,7 +136,7 @@ def group_mismatches(
         *(
             f"{what} of layers {ranges_text(sorted(layers))}: {names[0]} has {one}, {names[1]} "
             f"has {two}; {_REMEDIES[what]}"
-            for (what, one, two), layers in _differing_values(sources, targets).items()
+            for (what, one, two), layers in _differing_values(sources, targets, convert).items()
         ),
     ]
 
@@ -198,13 +205,13 @@ def _differing_layers(
 
 
 def _differing_values(
-    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry], convert: bool
 ) -> dict[tuple[str, object, object], list[int]]:
     """What differs, with both values → the layers for which it does, from all pairs of groups."""
     found: dict[tuple[str, object, object], list[int]] = defaultdict(list)
     for (target_group, source_group), layers in sorted(_shared(sources, targets).items()):
         source, target = sources[source_group], targets[target_group]
-        for difference in cell_differences(source, target):
+        for difference in cell_differences(source, target, convert=convert):
             found[difference] += layers
         kept = _kept(source), _kept(target)
         if None not in kept and kept[0] != kept[1]:

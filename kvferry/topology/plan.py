@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BoundsError, ProtocolError
+from kvferry.layouts.convert import is_convertible, is_lossless
 from kvferry.layouts.tiles import TILE_DTYPE, Tiles
 from kvferry.topology.description import RankMemory, TensorMemory
 from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype")
 """Fields of a geometry that say what a cell is."""
+
+_REMEDIES = {"dtype": "they must be equal, or without scales and convert=True given"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,15 @@ class TransferPlan:
         return tuple(sorted({self.source.parallel.context_rank(r) for r in self.source_ranks}))
 
     @property
+    def conversion(self) -> tuple[str, str] | None:
+        """Source dtype and target dtype where they differ: such a plan is staged and converted."""
+        dtypes = self.source.dtype, self.target.dtype
+        return None if dtypes[0] == dtypes[1] else dtypes
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token moves; a token lies in one of the ``source_contexts``."""
-        each = sum(part.head_size * part.itemsize for part in self.target.parts)
+        """Bytes that leave the source for one token, which lies in one of ``source_contexts``."""
+        each = sum(part.head_size * part.itemsize for part in self.source.parts)
         rows = sum(len(piece.heads) for piece in self.pieces)
         return each * rows // max(len(self.source_contexts), 1)
 
@@ -100,6 +109,9 @@ class TransferPlan:
     ) -> dict[int, Tiles]:
         """Strided tiles per source rank; compute them once per peer.
 
+        With a :attr:`conversion`, ``itemsize`` is the source's and the target's strides are in the
+        target's bytes: such tiles are only for :func:`kvferry.layouts.staging.stage`.
+
         Args:
             source_memory: source rank → its memory, as the peer described it.
             target_memory: the memory of ``target_rank``.
@@ -130,24 +142,35 @@ class TransferPlan:
 
 
 def cell_differences(
-    source: EngineGeometry, target: EngineGeometry
+    source: EngineGeometry, target: EngineGeometry, *, convert: bool = False
 ) -> Iterator[tuple[str, object, object]]:
     """Where the cells of two geometries are not the same thing: field, source's value, target's.
 
-    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will.
+    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will. So may dtypes
+    of which the target's holds every value of the source's; with ``convert`` any that can be
+    converted; with scales none.
 
     >>> from kvferry.topology import ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
     ...                      block_size=2, layout="NHD", parallel=ParallelShape())
     >>> list(cell_differences(one, replace(one, dtype="bfloat16", block_size=3)))
     [('dtype', 'float32', 'bfloat16')]
+    >>> list(cell_differences(replace(one, dtype="bfloat16"), one))
+    []
     """
     for field in _CELL_FIELDS:
         one, two = getattr(source, field), getattr(target, field)
         if field == "head_size_v":  # left out where k and v are alike
             one, two = one or source.head_size, two or target.head_size
-        if one != two:
+        if one != two and not (field == "dtype" and _may_convert(source, target, convert)):
             yield field, one, two
+
+
+def _may_convert(source: EngineGeometry, target: EngineGeometry, convert: bool) -> bool:
+    if source.scale_dtype is not None or target.scale_dtype is not None:
+        return False  # the scales belong to the very codes of their cells
+    allowed = is_convertible if convert else is_lossless
+    return allowed(source.dtype, target.dtype)
 
 
 def plan_transfer(
@@ -157,6 +180,7 @@ def plan_transfer(
     target_rank: int = 0,
     target_engine_id: str = "",
     layers: Iterable[int] | None = None,
+    convert: bool = False,
 ) -> TransferPlan:
     """Plans what one target rank reads, and from whom.
 
@@ -180,6 +204,7 @@ def plan_transfer(
         target_engine_id: decides the choice among replicas.
         layers: only these of the model's layers, which both groups must have; all of the
             target's if left out. :func:`~kvferry.topology.groups.pair_groups` finds them.
+        convert: allow a conversion of the dtype that rounds; without it only one that does not.
 
     Raises:
         ValueError: there is no such target rank, or the geometries can never match; the message
@@ -187,8 +212,8 @@ def plan_transfer(
     """
     wanted = frozenset(target.model_layers if layers is None else layers)
     mismatches = [
-        f"{field}: source has {one}, target has {two}; they must be equal"
-        for field, one, two in cell_differences(source, target)
+        f"{field}: source has {one}, target has {two}; {_REMEDIES.get(field, 'they must be equal')}"
+        for field, one, two in cell_differences(source, target, convert=convert)
     ]
     for side, geometry in (("source", source), ("target", target)):
         if lacking := sorted(wanted.difference(geometry.model_layers)):
@@ -257,6 +282,8 @@ class _Tile(NamedTuple):
     heads: int
     elements: int
     itemsize: int
+    target_itemsize: int
+    """Not part of the row; other than ``itemsize`` only if the dtype is converted."""
 
 
 class _Places:
@@ -271,6 +298,8 @@ class _Places:
         self._suffixes = {
             part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
         }
+        self.itemsizes = {part.name: part.itemsize for part in geometry.parts}
+        """Bytes per element of each part."""
 
     def side(self, layer: int, first_head: int, part: Part) -> _Side:
         """Where the part of one layer lies, from the first head on."""
@@ -310,13 +339,14 @@ def _tiles(
                 target.side(piece.layer, piece.heads.start, part),
                 len(piece.heads),
                 part.head_size,
-                part.itemsize,
+                source.itemsizes[part.name],
+                target.itemsizes[part.name],
             )
             for part in parts
         )
     ]
     try:
-        return np.array([(*t.source, *t.target, *t[2:]) for t in tiles], dtype=TILE_DTYPE)
+        return np.array([(*t.source, *t.target, *t[2:5]) for t in tiles], dtype=TILE_DTYPE)
     except OverflowError as error:
         raise BoundsError("a memory has offsets or strides that do not fit 64 bits") from error
 
@@ -333,8 +363,11 @@ def _fused(tiles: Iterable[_Tile]) -> list[_Tile]:
 
 
 def _follows(tile: _Tile, other: _Tile) -> bool:
-    width = tile.elements * tile.itemsize
-    return (tile.heads, tile.itemsize) == (other.heads, other.itemsize) and all(
-        one.element == tile.itemsize and two == one._replace(offset=one.offset + width)
-        for one, two in ((tile.source, other.source), (tile.target, other.target))
+    return (tile.heads, *tile[4:]) == (other.heads, *other[4:]) and all(
+        one.element == itemsize
+        and two == one._replace(offset=one.offset + tile.elements * itemsize)
+        for one, two, itemsize in (
+            (tile.source, other.source, tile.itemsize),
+            (tile.target, other.target, tile.target_itemsize),
+        )
     )

@@ -82,7 +82,7 @@ def test_views_of_a_plan_split_it():
 
 
 def test_geometries_that_can_never_match_are_refused_with_every_mismatch():
-    other = geometry(num_layers=6, num_kv_heads=3, head_size=5, dtype="float16", head_size_v=2)
+    other = geometry(num_layers=6, num_kv_heads=3, head_size=5, dtype="float64", head_size_v=2)
     says = (
         "num_kv_heads: source has 3, target has 2; .*; head_size: source has 5.*; head_size_v: "
         "source has 2, target has 4; .*; dtype: source has .*; layers: 6-7 not in the source, "

@@ -1,0 +1,62 @@
+"""Conversions of floating-point formats as Numba kernels on bits."""
+
+from typing import Any
+
+from kvferry.layouts.kernels import kernel
+
+
+@kernel
+def encode(
+    bits: Any,
+    codes: Any,
+    fraction: int,
+    bias: int,
+    largest: int,
+    beyond: int,
+    nan: int,
+    signed_zero: bool,
+) -> None:
+    """Rounds to nearest, ties to even.
+
+    Args:
+        bits: int32[n], the bits of float32 values.
+        codes: uint8[n] or uint16[n], written: a sign, an exponent and a fraction.
+        fraction: bits of the target's fraction.
+        bias: of the target's exponent.
+        largest: code of its largest finite value, without the sign.
+        beyond: code of what is larger.
+        nan: code of NaN.
+        signed_zero: whether zero has a sign; without one, neither have NaN and what is beyond.
+    """
+    sign_at = 15 if largest > 255 else 7
+    cut = 23 - fraction
+    for index in range(len(bits)):
+        word = int(bits[index])
+        sign = 1 << sign_at if word < 0 else 0
+        word &= 0x7FFFFFFF
+        exponent = (word >> 23) - 127 + bias
+        if word > 0x7F800000:
+            code = nan
+        else:
+            # A carry out of the fraction goes on into the exponent. With float32's own bias, the
+            # subnormal values have no leading one either, and are cut like the others.
+            if exponent >= 1 or bias == 127:
+                code = ((word + (1 << (cut - 1)) - 1 + (word >> cut & 1)) >> cut) - (
+                    (127 - bias) << fraction
+                )
+            else:  # subnormal: the leading one is written out, and more of the fraction is cut
+                more = min(cut + 1 - exponent, 25)
+                whole = word & 0x7FFFFF | 0x800000
+                code = (whole + (1 << (more - 1)) - 1 + (whole >> more & 1)) >> more
+            if code > largest:
+                code = beyond
+        if not signed_zero and code in {0, nan}:
+            sign = 0
+        codes[index] = code | sign
+
+
+@kernel
+def look_up(codes: Any, table: Any, found: Any) -> None:
+    """``found[i] = table[codes[i]]``, for unsigned codes."""
+    for index in range(len(codes)):
+        found[index] = table[codes[index]]
