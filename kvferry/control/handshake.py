@@ -199,8 +199,9 @@ def _check_tensor(
         raise ValueError(f"{where}: parts: {sorted(tensor.parts)}, expected {sorted(sizes)}")
     size = region_bytes[tensor.region]
     for name, strides in tensor.parts.items():
+        held = kind.part_box(box, name)
         try:
-            first, end = _extent(strides, box, sizes[name].head_size, sizes[name].itemsize)
+            first, end = _extent(strides, held, sizes[name].head_size, sizes[name].itemsize)
         except ValueError as error:
             raise ValueError(f"{where}: part {name}: {error}") from error
         first, end = tensor.offset + first, tensor.offset + end

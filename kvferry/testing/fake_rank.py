@@ -214,7 +214,7 @@ def _open_caches(context: ConnectorContext, rank: int, worker: WorkerConnector) 
     num_blocks = context.num_blocks
     sizes = [group.nbytes(rank, num_blocks) for group in context.groups]
     shapes = {
-        (group.cache_shape(rank, num_blocks), group.layout, group.itemsize)
+        (group.cache_shape(rank, num_blocks), group.layout, group.itemsize, group.states)
         for group, size in zip(context.groups, sizes, strict=True)
         if size
     }

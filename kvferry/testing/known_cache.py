@@ -68,18 +68,21 @@ class KnownCache:
         geometry = self.geometry
         cross = geometry.layout.is_cross_layer
         owner = CROSS_LAYER_NAME if cross else geometry.layer_name(layer)
+        owners = {owner + kind.suffix for kind in geometry.tensor_kinds}
         tensor = next(
             tensor
             for tensor in described.tensors
-            if part.name in tensor.parts and tensor.name in (owner, f"{owner}.{part.name}")
+            if part.name in tensor.parts and tensor.name in owners
         )
         strides = tensor.parts[part.name]
         offset = tensor.offset + strides.offset
         if cross:
             offset += geometry.layers(self.rank).index(layer) * strides.layer
-        heads = len(geometry.heads(self.rank))
+        heads = len(geometry.heads(self.rank, part.name))
+        # A recurrent state has one place per block, whatever its number of tokens.
+        tokens = 1 if geometry.states else geometry.block_size
         return np.ndarray(
-            (described.num_blocks, geometry.block_size, heads, part.head_size),
+            (described.num_blocks, tokens, heads, part.head_size),
             dtype=f"u{part.itemsize}",
             buffer=memory.data,
             offset=offset,
@@ -186,11 +189,17 @@ class KnownCache:
         ]
 
     def _places(self, table: Sequence[int], first: int, end: int) -> tuple[Int64s, Int64s, Int64s]:
-        """Those of the tokens that the rank holds, the blocks and the slots where they lie."""
+        """Those of the tokens that the rank holds, the blocks and the slots where they lie.
+
+        Of a recurrent state, the last token of each block: the others leave no cells.
+        """
         positions = np.arange(first, end)
         shard = self.geometry.token_shard(self.rank)
         held = positions[shard.holds(positions)]
         blocks, slots = np.divmod(shard.slots(held), self.geometry.block_size)
+        if self.geometry.states:
+            is_last = np.append(blocks[1:] != blocks[:-1], True)[: len(blocks)]
+            held, blocks, slots = held[is_last], blocks[is_last], slots[is_last] * 0
         return held, np.asarray(table, dtype=np.int64)[blocks], slots
 
     def _expected(
@@ -201,7 +210,7 @@ class KnownCache:
         last = int(positions.max(initial=-1))
         state = np.array(prefix_states(tokens[: last + 1]), dtype=np.uint64)
         state = state[positions][:, None, None]
-        heads = np.array(self.geometry.heads(self.rank), dtype=np.uint64)[None, :, None]
+        heads = np.array(self.geometry.heads(self.rank, part), dtype=np.uint64)[None, :, None]
         elements = np.arange(parts[part].head_size, dtype=np.uint64)[None, None, :]
         place = np.uint64((salt * 64 + layer) * 64 + list(parts).index(part))
         bits = _mix(state ^ _mix((place << np.uint64(32)) + (heads << np.uint64(16)) + elements))

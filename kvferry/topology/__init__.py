@@ -3,6 +3,7 @@
 Describe, plan, bind, run::
 
     EngineGeometry      which cells each rank of an engine holds      geometry.py
+    recurrent_group     the same of layers that keep a state          recurrent.py
     memory_of           where they lie in real tensors                memory.py
     pair_groups         which groups of two engines share layers      groups.py
     plan_transfer       who gives what to whom; once per peer         plan.py
@@ -31,7 +32,9 @@ from kvferry.topology.memory import memory_of
 from kvferry.topology.parallel import ParallelShape, RankCoordinates
 from kvferry.topology.parts import Part
 from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
+from kvferry.topology.recurrent import mamba2_states, recurrent_group
 from kvferry.topology.run import run_copies
+from kvferry.topology.states import state_part
 from kvferry.topology.strategies import (
     Addressing,
     MoverTraits,
@@ -70,12 +73,15 @@ __all__ = [
     "explain_transfer",
     "find_savings",
     "group_mismatches",
+    "mamba2_states",
     "memory_of",
     "pair_groups",
     "plan_repack",
     "plan_transfer",
     "ranges_text",
+    "recurrent_group",
     "run_copies",
     "split_of_group",
+    "state_part",
     "token_digests",
 ]

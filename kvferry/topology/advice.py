@@ -43,7 +43,8 @@ class SideChange:
         tp = group.parallel.tp if self.tp is None else self.tp
         return replace(
             group,
-            layout=self.layout or group.layout,
+            # States lie in their own orders, whatever heads do.
+            layout=group.layout if group.states else self.layout or group.layout,
             block_size=max(1, group.block_size * size // block_size),
             parallel=replace(group.parallel, tp=tp),
         )

@@ -90,7 +90,7 @@ def bind(
         source_blocks: the source's whole block table for this group.
         target_blocks: the target's; its null blocks (id 0) are skipped.
         num_tokens: end of the span, in tokens from the start of the request.
-        first_token: start of the span.
+        first_token: start of the span. Of a state, that after the last token moves.
 
     Raises:
         ValueError: the span is no span.
@@ -104,6 +104,7 @@ def bind(
         _table("source", source_blocks, plan.source, num_tokens),
         _table("target", target_blocks, plan.target, num_tokens),
     )
+    first_token = plan.target.first_bound_token(first_token, num_tokens)
     block_sizes = plan.source.block_size, plan.target.block_size
     ours = plan.target.token_shard(plan.target_rank)
     context_runs = {}
@@ -134,6 +135,7 @@ def bind_own(
     """
     _check_span(first_token, num_tokens)
     table = _table("own", block_ids, geometry, num_tokens)
+    first_token = geometry.first_bound_token(first_token, num_tokens)
     shard = geometry.token_shard(rank)
     block_sizes = geometry.block_size, geometry.block_size
     spans = shared_spans(shard, shard, block_sizes, (first_token, num_tokens))

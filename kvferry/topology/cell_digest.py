@@ -26,10 +26,10 @@ def digest(
 ) -> int:
     """Sums, modulo 2**64, a hash of each row of cells that a rank holds of a request.
 
-    A row is one layer, part, token position and head, all by the model's indices, with the bits
-    of its elements in order. The sum over all ranks of an engine, modulo 2**64, therefore does not
-    depend on its layout, block size or sharding. Cells with replicas are counted by the first
-    rank that holds them and by no other.
+    A row is one layer, part, token position and head (of a state: section and channel, at the last
+    token's position), all by the model's indices, with the bits of its elements in order. The sum
+    over all ranks of an engine, modulo 2**64, therefore does not depend on its layout, block size
+    or sharding. Cells with replicas are counted by the first rank that holds them and by no other.
 
     >>> from kvferry.topology import ParallelShape, memory_of
     >>> def of(block_size, layout, block_ids):
@@ -98,16 +98,18 @@ def _counted(
     geometry: EngineGeometry, rank: int, memory: RankMemory, layers: Sequence[int]
 ) -> tuple[Tiles, npt.NDArray[np.int64]]:
     """One tile per layer and part for the heads that this rank counts, and their keys."""
-    heads = geometry.heads(rank)
     context = geometry.parallel.context_rank(rank)
-    if not layers or geometry.ranks_with(layers[0], heads.start, context)[0] != rank:
-        return np.empty(0, dtype=TILE_DTYPE), np.empty((0, 3), dtype=np.int64)
-    tiles, keys = [], []
-    for part in geometry.parts:
-        # One part at a time, so that packed parts stay apart.
-        pieces = tuple(Piece(rank, layer, heads) for layer in layers)
+    tiles, keys = [np.empty(0, dtype=TILE_DTYPE)], [np.empty((0, 3), dtype=np.int64)]
+    for share in geometry.shares(rank) if layers else ():
+        _, owners = next(geometry.owners(layers[0], share, context))
+        if owners[0] != rank:
+            continue
+        pieces = tuple(Piece(rank, layer, share.heads, share.part) for layer in layers)
         plan = TransferPlan(geometry, geometry, rank, pieces)
-        tiles.append(plan.lower({rank: memory}, memory, parts=(part,))[rank])
-        number = zlib.crc32(part.name.encode())
-        keys.append([(layer, number, heads.start) for layer in layers])
-    return np.concatenate(tiles), np.concatenate([np.array(rows, dtype=np.int64) for rows in keys])
+        for part in filter(pieces[0].has, geometry.parts):
+            # One part at a time, so that packed parts stay apart.
+            tiles.append(plan.lower({rank: memory}, memory, parts=(part,))[rank])
+            number = zlib.crc32(part.name.encode())
+            rows = [(layer, number, share.heads.start) for layer in layers]
+            keys.append(np.array(rows, dtype=np.int64))
+    return np.concatenate(tiles), np.concatenate(keys)

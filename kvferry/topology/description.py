@@ -67,6 +67,34 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[TensorMemory, ...]
 
 
+class StateSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring channels of a recurrent state that TP divides by one rule."""
+
+    name: str
+    num_units: int
+    """What TP divides, as it divides KV heads: with replicas where ranks outnumber them, so that
+    every rank holds a section of one unit."""
+    unit_size: int = 1
+    """Channels per unit."""
+
+
+class StatePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of the state that a recurrent layer keeps per request."""
+
+    name: str
+    """As in ``layer.0.conv``."""
+    dtype: str
+    sections: tuple[StateSection, ...]
+    """In the order of their channels."""
+    channel_size: int = 1
+    """Elements per channel: all other dims of the state."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the model, in all sections."""
+        return sum(section.num_units * section.unit_size for section in self.sections)
+
+
 class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache group: the keyword arguments of its ``EngineGeometry``, as plain data."""
 
@@ -91,6 +119,7 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     interleave_size: int = 1
     page_size_padded: int | None = None
     scale_dtype: str | None = None
+    states: tuple[StatePart, ...] = ()
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

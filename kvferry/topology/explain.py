@@ -30,11 +30,12 @@ class PairCost:
     layers: tuple[int, ...]
     """The model's layers, ascending."""
     heads: tuple[int, ...]
-    """The model's KV heads, ascending; with replicas not each of them in each layer."""
+    """The model's KV heads, ascending; with replicas not each of them in each layer. None for
+    recurrent states, which have channels."""
     nbytes: int
     """Bytes of the whole request."""
     rows: int
-    """Copies if nothing were merged: one per layer, part, token and head."""
+    """Copies if nothing were merged: one per layer, part, token and head, or channel of a state."""
     segments_ordered: int
     """Contiguous copies after merging, if both block tables are in order."""
     segments_shuffled: int
@@ -228,15 +229,17 @@ class _Part:
             num_tokens = int(ordered["tokens"].sum())
             given = self.plan.for_source(rank)
             nbytes = given.bytes_per_token * num_tokens
-            heads = sum(len(piece.heads) for piece in given.pieces)
+            parts = self.plan.target.parts
+            rows = sum(len(piece.heads) for piece in given.pieces for p in parts if piece.has(p))
+            heads = {h for piece in given.pieces if piece.part is None for h in piece.heads}
             is_whole = _count(tiles, longest) <= len(tiles)
             yield PairCost(
                 target_rank=self.plan.target_rank,
                 source_rank=rank,
                 layers=tuple(sorted({piece.layer for piece in given.pieces})),
-                heads=tuple(sorted({head for piece in given.pieces for head in piece.heads})),
+                heads=tuple(sorted(heads)),
                 nbytes=nbytes,
-                rows=heads * len(self.plan.target.parts) * num_tokens,
+                rows=rows * num_tokens,
                 segments_ordered=_count(tiles, ordered),
                 segments_shuffled=_count(tiles, shuffled),
                 staging_bytes=0 if is_whole else nbytes,

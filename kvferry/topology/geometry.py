@@ -2,19 +2,25 @@
 
 A cell is ``(layer, part, token, head, element)`` with the model's own layer and head indices. No
 divisibility is assumed anywhere: 9 layers over 2 stages, 3 KV heads over 2 ranks and 6 heads over
-4 ranks are ordinary.
+4 ranks are ordinary. Recurrent layers have other cells: see :mod:`kvferry.topology.states`.
 """
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from kvferry.layouts.layout import Box, Layout
-from kvferry.topology.description import GroupDescription, PartStrides, RankMemory
-from kvferry.topology.head_ranges import check_dcp, heads_of, query_heads_of, replicas_of
+from kvferry.topology.description import GroupDescription, PartStrides, RankMemory, StatePart
+from kvferry.topology.head_ranges import (
+    check_dcp,
+    heads_of,
+    query_heads_of,
+    replicas_of,
+    split_heads,
+)
 from kvferry.topology.layer_ranges import (
     check_indices,
     check_split,
@@ -23,6 +29,14 @@ from kvferry.topology.layer_ranges import (
 )
 from kvferry.topology.parallel import ParallelShape, RankCoordinates, check_count
 from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
+from kvferry.topology.states import (
+    Share,
+    channels_of,
+    check_state_group,
+    split_channels,
+    state_kinds,
+    state_text,
+)
 from kvferry.topology.tensors import TensorKind, dense_memory
 from kvferry.topology.token_shard import TokenShard
 from kvferry.topology.windows import first_kept_token
@@ -98,6 +112,9 @@ class EngineGeometry:
     page_size_padded: int | None = None
     """Bytes to which a page, one block of one layer on a rank, is padded. The cells of such a page
     lie together, in the layout's order of the other dims; pages follow each other."""
+    states: tuple[StatePart, ...] = ()
+    """Of a group of recurrent layers: what each keeps, see :func:`recurrent_group`, which gives
+    the fields above that speak of heads values that mean nothing."""
 
     def __init__(
         self,
@@ -118,6 +135,7 @@ class EngineGeometry:
         attention_chunk_size: int | None = None,
         scale_dtype: Any = None,
         page_size_padded: int | None = None,
+        states: Sequence[StatePart] = (),
     ) -> None:
         values = {
             "num_layers": check_count("num_layers", num_layers),
@@ -136,6 +154,7 @@ class EngineGeometry:
             "attention_chunk_size": attention_chunk_size,
             "scale_dtype": None if scale_dtype is None else dtype_name(scale_dtype),
             "page_size_padded": page_size_padded,
+            "states": tuple(states),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -158,13 +177,16 @@ class EngineGeometry:
             )
         self._check_layers()
         self._check_windows()
+        padded = self.page_size_padded
+        if padded is not None:
+            check_count("page_size_padded", padded, most=_MAX_PAGE)
+        if self.states:
+            check_state_group(self)
+            return
         heads = -(-self.num_kv_heads // self.parallel.tp)  # most heads of any rank
         box = Box(1, 1, self.block_size, heads, self.part_sizes)
         page = math.prod(self.layout.shape(box)) * self.itemsize  # raises where it lacks a dim
-        padded = self.page_size_padded
-        if padded is not None and (
-            check_count("page_size_padded", padded, most=_MAX_PAGE) < page or padded % self.itemsize
-        ):
+        if padded is not None and (padded < page or padded % self.itemsize):
             raise ValueError(
                 f"page_size_padded: {padded} bytes; a page of {self.block_size} tokens and {heads} "
                 f"heads needs {page}, and a whole number of elements of {self.itemsize}"
@@ -191,7 +213,16 @@ class EngineGeometry:
 
     @property
     def tensor_kinds(self) -> tuple[TensorKind, ...]:
-        """What lies in the layers' own tensors, then in those of each kind of scale."""
+        """What lies in the layers' own tensors, then in those of each kind of scale.
+
+        Of recurrent layers: what lies in those of each state, on rank 0.
+        """
+        return self._kinds(0)
+
+    def _kinds(self, rank: int) -> tuple[TensorKind, ...]:
+        if self.states:
+            tp_rank, tp = self.rank_coordinates(rank).tp, self.parallel.tp
+            return state_kinds(self.states, self.layout, self.page_size_padded, tp_rank, tp)
         itemsize = ITEMSIZES[self.dtype]
         head_size_v = self.head_size if self.head_size_v is None else self.head_size_v
         sizes = (
@@ -213,6 +244,11 @@ class EngineGeometry:
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
         """Name and elements per head of each part in the layers' own tensors."""
         return self.tensor_kinds[0].part_sizes
+
+    @property
+    def recurrent_state(self) -> str | None:
+        """What the cells of recurrent layers are; ``None`` for attention."""
+        return state_text(self.states) if self.states else None
 
     @property
     def itemsize(self) -> int:
@@ -278,9 +314,51 @@ class EngineGeometry:
             attention_chunk_size=self.attention_chunk_size,
         )
 
-    def heads(self, rank: int) -> range:
-        """The model's KV heads that a rank holds; ranks beyond the heads hold replicas."""
+    def first_bound_token(self, first_token: int, num_tokens: int) -> int:
+        """The first token of a span that has cells of its own: of states only the last one."""
+        return max(first_token, num_tokens - 1) if self.states else first_token
+
+    def heads(self, rank: int, part: str | None = None) -> range:
+        """The model's KV heads that a rank holds; ranks beyond the heads hold replicas.
+
+        Args:
+            rank: whose.
+            part: of a group of states: the section, of which the rank holds these channels.
+        """
+        if part is not None and self.states:
+            return dict(self.shares(rank))[part]
         return heads_of(self.rank_coordinates(rank).tp, self.parallel.tp, self.num_kv_heads)
+
+    def shares(self, rank: int) -> tuple[Share, ...]:
+        """What a rank holds of each of its layers: its heads, or its channels of each section."""
+        tp_rank = self.rank_coordinates(rank).tp
+        if self.states:
+            return channels_of(self.states, tp_rank, self.parallel.tp)
+        return (Share(None, self.heads(rank)),)
+
+    def owners(self, layer: int, share: Share, context: int) -> Iterator[tuple[range, range]]:
+        """Splits heads or channels at the borders between ranks: some, and the ranks with them.
+
+        Args:
+            layer: one of the group's.
+            share: what is split.
+            context: only ranks that hold the tokens of this context rank.
+
+        Raises:
+            ValueError: the layer is not one of the group's.
+        """
+        tp, dcp = self.parallel.tp, self.parallel.dcp
+        pcp_rank, dcp_rank = divmod(context, dcp)
+        first = (self.stage_of(layer) * self.parallel.pcp + pcp_rank) * tp
+        split = (
+            split_channels(self.states, share, tp)
+            if self.states
+            else split_heads(share.heads, tp, self.num_kv_heads)
+        )
+        for some, replicas in split:
+            # Their number is a multiple of dcp, and so is the first of them.
+            turn = replicas[dcp_rank::dcp]
+            yield some, range(first + turn.start, first + turn.stop, turn.step)
 
     def head_replicas(self, head: int) -> range:
         """The TP ranks that hold a KV head."""
@@ -292,11 +370,7 @@ class EngineGeometry:
         Raises:
             ValueError: the layer is not one of the group's.
         """
-        pcp_rank, dcp_rank = divmod(context, self.parallel.dcp)
-        first = (self.stage_of(layer) * self.parallel.pcp + pcp_rank) * self.parallel.tp
-        # Their number is a multiple of dcp, and so is the first of them.
-        replicas = self.head_replicas(head)[dcp_rank :: self.parallel.dcp]
-        return range(first + replicas.start, first + replicas.stop, replicas.step)
+        return next(self.owners(layer, Share(None, range(head, head + 1)), context))[1]
 
     def query_heads(self, rank: int, num_query_heads: int) -> range:
         """The model's query heads that a rank computes; may be empty.
@@ -337,21 +411,25 @@ class EngineGeometry:
         names = [self.layer_name(layer) for layer in layers]
         if self.layout.is_cross_layer:
             names = [CROSS_LAYER_NAME] if layers else []
-        return {name + kind.suffix: kind for kind in self.tensor_kinds for name in names}
+        kinds = self._kinds(rank)
+        if self.states:  # a layer's states share its pages
+            return {name + kind.suffix: kind for name in names for kind in kinds}
+        return {name + kind.suffix: kind for kind in kinds for name in names}
 
     def tensor_names(self, rank: int) -> tuple[str, ...]:
         """Names of a rank's tensors: one per layer ascending, or ``("layers",)`` cross-layer.
 
         With scales, each of these names again with ``.k_scale``, then with ``.v_scale`` (or
-        ``.latent_scale``). Empty where the rank's stage holds none of the group's layers.
+        ``.latent_scale``). Of recurrent layers one per state, ``layer.0.conv``. Empty where the
+        rank's stage holds none of the group's layers.
         """
         return tuple(self.tensors(rank))
 
     def box(self, rank: int, num_blocks: int, kind: TensorKind | None = None) -> Box:
         """What one tensor of a rank holds: one of a layer's own, unless a kind is given."""
-        sizes = self.part_sizes if kind is None else kind.part_sizes
+        kind = self._kinds(rank)[0] if kind is None else kind
         layers = len(self.layers(rank)) if self.layout.is_cross_layer else 1
-        return Box(layers, num_blocks, self.block_size, len(self.heads(rank)), sizes)
+        return kind.box(layers, num_blocks, self.block_size, len(self.heads(rank)))
 
     def cache_shape(self, rank: int, num_blocks: int, scale: str | None = None) -> tuple[int, ...]:
         """The shape of each of a rank's tensors.
@@ -360,15 +438,16 @@ class EngineGeometry:
             rank: whose tensors.
             num_blocks: blocks of each, the null block included.
             scale: a part of scales, for example ``"k_scale"``: the shape of its tensors, which
-                have one element per head, and no dim K.
+                have one element per head, and no dim K. Of recurrent layers the name of a state,
+                the first one if left out; dims of a channel's elements are one.
 
         Raises:
-            ValueError: there is no such rank or scale, or ``num_blocks`` is less than 1.
+            ValueError: there is no such rank, scale or state, or ``num_blocks`` is less than 1.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks: {num_blocks} is less than 1")
-        kinds = {kind.suffix: kind for kind in self.tensor_kinds}
-        suffix = "" if scale is None else f".{scale}"
+        kinds = {kind.suffix: kind for kind in self._kinds(rank)}
+        suffix = next(iter(kinds)) if scale is None else f".{scale}"
         if suffix not in kinds:
             names = ", ".join(known[1:] for known in kinds if known) or "none"
             raise ValueError(f"scale: {scale!r} is not one of the group's scales, {names}")
@@ -385,7 +464,7 @@ class EngineGeometry:
             strides: bytes per dim of :meth:`cache_shape`; if left out, dense or as
                 ``page_size_padded`` says.
         """
-        return self.tensor_kinds[0].part_strides(self.box(rank, num_blocks), strides)
+        return self._kinds(rank)[0].part_strides(self.box(rank, num_blocks), strides)
 
     def nbytes(self, rank: int, num_blocks: int) -> int:
         """Bytes of all tensors of a rank, lying dense one after the other; padding included."""

@@ -24,6 +24,7 @@ _REMEDIES = {
     "dtype": "give both the same KV cache dtype, or allow a conversion that rounds",
     "use_mla": "switch MLA on or off on both",
     "scale_dtype": "give both the same quantisation of the KV cache, with scales of one dtype",
+    "recurrent_state": _SAME_MODEL,
     "kept tokens": _SAME_MODEL,
 }
 

@@ -4,6 +4,8 @@ With more heads than ranks, neighbouring heads share a rank; with more ranks tha
 neighbouring ranks hold replicas of one head, and context parallelism spreads its tokens over them.
 """
 
+from collections.abc import Iterator
+
 
 def heads_of(tp_rank: int, tp: int, num_kv_heads: int) -> range:
     """The heads of one TP rank; never empty.
@@ -25,6 +27,22 @@ def replicas_of(head: int, tp: int, num_kv_heads: int) -> range:
         first = ((head + 1) * tp - 1) // num_kv_heads
         return range(first, first + 1)
     return range(-(-head * tp // num_kv_heads), -(-(head + 1) * tp // num_kv_heads))
+
+
+def split_heads(heads: range, tp: int, num_kv_heads: int) -> Iterator[tuple[range, range]]:
+    """Splits heads at the borders between TP ranks: some heads, and the ranks that hold them.
+
+    >>> list(split_heads(range(1, 4), 2, 4))
+    [(range(1, 2), range(0, 1)), (range(2, 4), range(1, 2))]
+    >>> list(split_heads(range(0, 2), 5, 2))
+    [(range(0, 1), range(0, 3)), (range(1, 2), range(3, 5))]
+    """
+    first = heads.start
+    while first < heads.stop:
+        replicas = replicas_of(first, tp, num_kv_heads)
+        stop = min(heads.stop, heads_of(replicas.start, tp, num_kv_heads).stop)
+        yield range(first, stop), replicas
+        first = stop
 
 
 def query_heads_of(tp_rank: int, tp: int, num_kv_heads: int, num_query_heads: int) -> range:

@@ -19,12 +19,16 @@ from kvferry.topology.description import RankMemory, TensorMemory
 from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
 from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.parts import Part
+from kvferry.topology.states import Share
 
 if TYPE_CHECKING:
     from kvferry.topology.binding import BoundCopies
 
 
-_CELL_FIELDS = ("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype")
+_CELL_FIELDS = (
+    *("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype"),
+    "recurrent_state",
+)
 """Fields of a geometry that say what a cell is."""
 
 _REMEDIES = {"dtype": "they must be equal, or without scales and convert=True given"}
@@ -32,7 +36,7 @@ _REMEDIES = {"dtype": "they must be equal, or without scales and convert=True gi
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The cells of one layer and some neighbouring heads that one source rank gives.
+    """The cells of one layer and some neighbouring heads or channels that one source rank gives.
 
     Of the tokens, it gives those that it holds; see :meth:`EngineGeometry.token_shard`.
     """
@@ -42,6 +46,12 @@ class Piece:
     """Index in the model."""
     heads: range
     """Indices in the model."""
+    part: str | None = None
+    """The section of a state whose channels these are; heads of all parts if ``None``."""
+
+    def has(self, part: Part) -> bool:
+        """Whether it has cells of a part."""
+        return self.part in (None, part.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +62,8 @@ class TransferPlan:
     target: EngineGeometry
     target_rank: int
     pieces: tuple[Piece, ...]
-    """Ascending by layer, by the source's context rank, by head. Together they cover the target's
-    cells exactly once."""
+    """Ascending by layer, by the source's context rank, by section, by head. Together they cover
+    the target's cells exactly once."""
 
     @property
     def source_ranks(self) -> tuple[int, ...]:
@@ -75,10 +85,17 @@ class TransferPlan:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that leave the source for one token, which lies in one of ``source_contexts``."""
-        each = sum(part.head_size * part.itemsize for part in self.source.parts)
-        rows = sum(len(piece.heads) for piece in self.pieces)
-        return each * rows // max(len(self.source_contexts), 1)
+        """Bytes that leave the source for one token, which lies in one of ``source_contexts``.
+
+        Of a state: for the one token that it is bound to.
+        """
+        nbytes = sum(
+            len(piece.heads) * part.head_size * part.itemsize
+            for part in self.source.parts
+            for piece in self.pieces
+            if piece.has(part)
+        )
+        return nbytes // max(len(self.source_contexts), 1)
 
     def for_layers(self, layers: Iterable[int]) -> "TransferPlan":
         """The part of the plan that concerns some of the model's layers."""
@@ -224,14 +241,15 @@ def plan_transfer(
     if mismatches:
         raise ValueError("these geometries cannot exchange KV: " + "; ".join(mismatches))
     start = zlib.crc32(target_engine_id.encode()) + target_rank
-    heads = target.heads(target_rank)
+    shares = target.shares(target_rank)
     contexts = _giving_contexts(source, target, target_rank)
     pieces = tuple(
         piece
         for layer in target.layers(target_rank)
         if layer in wanted
         for context in contexts
-        for piece in _layer_pieces(source, layer, heads, context, start + layer)
+        for share in shares
+        for piece in _layer_pieces(source, layer, share, context, start + layer)
     )
     return TransferPlan(source, target, target_rank, pieces)
 
@@ -249,18 +267,11 @@ def _giving_contexts(
 
 
 def _layer_pieces(
-    source: EngineGeometry, layer: int, heads: range, context: int, choice: int
+    source: EngineGeometry, layer: int, share: Share, context: int, choice: int
 ) -> Iterator[Piece]:
-    """Splits the heads of one layer at the borders between source ranks."""
-    first, giver = heads.start, -1
-    for head in heads:
-        replicas = source.ranks_with(layer, head, context)
-        rank = replicas[choice % len(replicas)]
-        if giver not in (-1, rank):
-            yield Piece(giver, layer, range(first, head))
-            first = head
-        giver = rank
-    yield Piece(giver, layer, range(first, heads.stop))
+    """Splits what a rank wants of one layer at the borders between source ranks."""
+    for heads, replicas in source.owners(layer, share, context):
+        yield Piece(replicas[choice % len(replicas)], layer, heads, share.part)
 
 
 class _Side(NamedTuple):
@@ -293,7 +304,7 @@ class _Places:
         self._geometry = geometry
         self._rank = rank
         self._layers = geometry.layers(rank)
-        self._heads = geometry.heads(rank)
+        self._heads = {part.name: geometry.heads(rank, part.name) for part in geometry.parts}
         self._tensors = {tensor.name: tensor for tensor in memory.tensors}
         self._suffixes = {
             part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
@@ -310,7 +321,7 @@ class _Places:
                 f"memory of rank {self._rank}: tensor {tensor.name!r} has no part {part.name!r}"
             )
         offset = tensor.offset + strides.offset + strides.layer * index
-        offset += strides.head * (first_head - self._heads.start)
+        offset += strides.head * (first_head - self._heads[part.name].start)
         return _Side(
             tensor.region, offset, strides.block, strides.token, strides.head, strides.element
         )
@@ -343,6 +354,7 @@ def _tiles(
                 target.itemsizes[part.name],
             )
             for part in parts
+            if piece.has(part)
         )
     ]
     try:

@@ -25,6 +25,9 @@ class TensorKind:
     """Of one dtype, in the order in which they lie."""
     page_size_padded: int | None = None
     """Bytes from one block of one layer to the next; dense if ``None``."""
+    page_offset: int = 0
+    """Bytes from the start of a page to its cells. If it is not 0, its cells lie in the pages of
+    the tensor before it."""
 
     @property
     def itemsize(self) -> int:
@@ -35,6 +38,14 @@ class TensorKind:
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
         """Name and elements per head of each part."""
         return tuple((part.name, part.head_size) for part in self.parts)
+
+    def box(self, layers: int, blocks: int, block_size: int, heads: int) -> Box:
+        """What a tensor of this kind holds, if it holds so much."""
+        return Box(layers, blocks, block_size, heads, self.part_sizes)
+
+    def part_box(self, box: Box, part: str) -> Box:
+        """What of ``box`` one of the parts holds, elements apart."""
+        return box
 
     def scale(self, part: Part, of: str) -> "TensorKind":
         """The kind of the scales of one of the parts: its order of dims, one element per head."""
@@ -79,22 +90,25 @@ def dense_memory(
     Args:
         tensors: name, kind and content of each, in the order in which they lie.
         num_blocks: blocks of each, the null block included.
-        region_per_tensor: otherwise all lie in region 0.
+        region_per_tensor: otherwise all lie in region 0. Tensors that share pages share a region.
     """
-    placed, sizes, end = [], [], 0
+    placed: list[TensorMemory] = []
+    sizes: list[int] = []
+    start = end = 0
     parts = {kind.suffix: kind.part_strides(box) for _, kind, box in dict.fromkeys(tensors)}
-    for index, (name, kind, box) in enumerate(tensors):
-        offset = 0 if region_per_tensor else -(-end // kind.itemsize) * kind.itemsize
+    for name, kind, box in tensors:
+        if not kind.page_offset:
+            start = 0 if region_per_tensor else -(-end // kind.itemsize) * kind.itemsize
+            end = start + kind.nbytes(box)
+            sizes.append(end)
         placed.append(
             TensorMemory(
                 name=name,
-                region=index if region_per_tensor else 0,
-                offset=offset,
+                region=len(sizes) - 1 if region_per_tensor else 0,
+                offset=start + kind.page_offset,
                 parts=parts[kind.suffix],
             )
         )
-        end = offset + kind.nbytes(box)
-        sizes.append(end)
     if not region_per_tensor:
         sizes = sizes[-1:]
     return RankMemory(num_blocks=num_blocks, region_bytes=tuple(sizes), tensors=tuple(placed))

@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.cli.known_models import KNOWN_MODELS
 from kvferry.layouts.layout import LAYOUT_NAMES
+from tests.refused_pairs import REFUSED_PAIRS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -47,7 +48,7 @@ def total(pair, key):
 
 
 def test_prefill_blocks_larger_than_decode_blocks(planned):
-    text, pair = planned("block=64", "block=16", "llama-3-8b")
+    text, pair = planned(*REFUSED_PAIRS["larger prefill blocks"], "llama-3-8b")
 
     assert sentence(text, "block:") == (
         "block: 64 tokens become 16; a prefill block fills 4 decode blocks"
@@ -61,7 +62,7 @@ def test_prefill_blocks_larger_than_decode_blocks(planned):
 
 
 def test_nhd_to_hnd(planned):
-    text, pair = planned("layout=NHD", "layout=HND", "llama-3-8b")
+    text, pair = planned(*REFUSED_PAIRS["NHD to HND"], "llama-3-8b")
 
     assert sentence(text, "layout:") == "layout: NHD becomes HND on the way"
     assert total(pair, "rows") == total(pair, "segments_shuffled") == 32 * 2 * 8 * 512
@@ -72,7 +73,7 @@ def test_nhd_to_hnd(planned):
 
 
 def test_more_prefill_ranks_than_decode_ranks_with_replicated_heads(planned):
-    text, pair = planned("tp=8", "tp=2", "qwen2.5-7b")
+    text, pair = planned(*REFUSED_PAIRS["more prefill ranks, heads replicated"], "qwen2.5-7b")
 
     assert "each KV head lies on 2 prefill ranks" in sentence(text, "tp=8")
     assert sentence(text, "tp: 8").startswith("tp: 8 becomes 2; a decode rank reads from 4 prefill")
@@ -88,7 +89,7 @@ def test_more_prefill_ranks_than_decode_ranks_with_replicated_heads(planned):
 
 
 def test_tp_3_to_tp_2(planned):
-    text, pair = planned("tp=3,layout=HND", "tp=2,layout=HND", "smollm2-135m")
+    text, pair = planned(*REFUSED_PAIRS["TP 3 to TP 2"], "smollm2-135m")
 
     assert sentence(text, "tp:") == "tp: 3 becomes 2; a decode rank reads from 1 to 2 prefill ranks"
     assert [
@@ -104,7 +105,7 @@ def test_tp_3_to_tp_2(planned):
 
 
 def test_pipeline_stages_on_the_decode_side(planned):
-    text, pair = planned("tp=1", "pp=4", "smollm2-135m")
+    text, pair = planned(*REFUSED_PAIRS["PP on the decode side"], "smollm2-135m")
 
     assert sentence(text, "pp:") == (
         "pp: layers 0-29 become 0-6 | 7-14 | 15-22 | 23-29; two ranks move the layers that both "

@@ -128,7 +128,10 @@ def off_by_one_head(monkeypatch):
         plan._Places,
         "side",
         lambda self, layer, head, part: right(
-            self, layer, min(head + (len(self._heads) > 1), self._heads.stop - 1), part
+            self,
+            layer,
+            min(head + (len(self._heads[part.name]) > 1), self._heads[part.name].stop - 1),
+            part,
         ),
     )
 
@@ -136,10 +139,10 @@ def off_by_one_head(monkeypatch):
 def replica_chosen_twice(monkeypatch):
     right = plan._layer_pieces
 
-    def twice(source, layer, heads, context, choice):
-        yield from right(source, layer, heads, context, choice)
-        if len(source.ranks_with(layer, heads.start, context)) > 1:
-            yield from right(source, layer, heads, context, choice + 1)
+    def twice(source, layer, share, context, choice):
+        yield from right(source, layer, share, context, choice)
+        if len(source.ranks_with(layer, share.heads.start, context)) > 1:
+            yield from right(source, layer, share, context, choice + 1)
 
     monkeypatch.setattr(plan, "_layer_pieces", twice)
 

@@ -74,7 +74,8 @@ class SourceGroups:
         """Checks that the source still keeps what a load of ``[first_token, num_tokens)`` moves.
 
         Raises:
-            TicketError: the ticket is for another number of groups.
+            TicketError: the ticket is for another number of groups, or a recurrent state is
+                wanted after fewer tokens than the source computed.
             BlockTableError: a table is too short.
             NullBlockError: a block was let go, because the source computed on past its window.
         """
@@ -96,6 +97,12 @@ class SourceGroups:
                 raise BlockTableError(
                     f"{where}: {len(table)} blocks of {block_size} tokens hold "
                     f"{len(table) * block_size}, not {num_tokens}"
+                )
+            if self.geometries[pair.source_group].states and num_tokens != ticket.num_tokens:
+                raise TicketError(
+                    f"{where}: it keeps the state of layers {ranges_text(pair.layers)} after "
+                    f"{ticket.num_tokens} tokens, not after {num_tokens}; let prefill choose the "
+                    "first token, so that decode can load all the tokens that it computed"
                 )
             needed = table[first // block_size : -(-num_tokens // block_size)]
             is_unfilled = first < _first_there(ticket, pair)

@@ -277,6 +277,8 @@ class PullScheduler(SchedulerConnector):
         first_tokens: tuple[int, ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
+        if num_tokens < request.num_computed_tokens and any(g.states for g in self._context.groups):
+            return False, None  # recurrent states have moved on past the prompt
         tables = tuple(
             tuple(ids[: -(-num_tokens // group.virtual_block_size)])
             for ids, group in zip(block_ids, self._context.groups, strict=True)
