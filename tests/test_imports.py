@@ -140,8 +140,9 @@ DISTRIBUTIONS = {
     "zmq": "pyzmq",
 }
 
-#: Integrations import these only where their engine or device is there.
-PEERS = {"nixl", "triton", "ucxx", "vllm"}
+#: Integrations import these only where their engine or device is there. vLLM brings
+#: huggingface_hub.
+PEERS = {"huggingface_hub", "nixl", "triton", "ucxx", "vllm"}
 
 
 def test_every_third_party_import_is_a_declared_dependency():

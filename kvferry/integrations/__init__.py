@@ -1,0 +1,1 @@
+"""kvferry inside other serving engines; each needs its engine installed."""

@@ -1,0 +1,277 @@
+"""vLLM's KV caches in our words: which cells each rank holds, and where they lie.
+
+A worker sees its own stage's layers, so the stages tell each other of theirs; then every rank
+builds the same geometries. A group of vLLM's has one block table; where its layers differ (head
+size, window), it becomes several groups of ours that share the table. Attention kernels may see a
+block of a table as several smaller ones; our groups are made of those, and :class:`CacheGroup`
+translates.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from kvferry.errors import ConfigError
+from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.packing import probe_packing
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.description import GroupDescription
+
+_SERVED = (
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
+    "SlidingWindowSpec",
+    "ChunkedLocalAttentionSpec",
+)
+"""Kinds of vLLM's KV cache specs that keep one cell per token, head and element."""
+
+
+class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of one layer, as its own rank sees it."""
+
+    name: str
+    table: int
+    """Index of vLLM's KV cache group, hence of the block table."""
+    split: int
+    """Blocks of the tensor per entry of the table."""
+    num_kv_heads: int
+    """Of the model, all ranks together."""
+    head_size: int
+    head_size_v: int
+    dtype: str
+    block_size: int
+    """Tokens per block of the tensor."""
+    layout: str
+    use_mla: bool = False
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """One of our KV cache groups, and how vLLM's block tables read as ours."""
+
+    table: int
+    """Index of vLLM's KV cache group."""
+    split: int
+    """Our blocks per entry of vLLM's table."""
+    description: GroupDescription
+
+    @property
+    def geometry(self) -> EngineGeometry:
+        """Which cells each rank holds."""
+        return EngineGeometry.from_description(self.description)
+
+    def block_ids(self, tables: Sequence[Sequence[int]]) -> list[int]:
+        """Our block table, from all of vLLM's. Null blocks stay null blocks."""
+        ids = tables[self.table]
+        if self.split == 1:
+            return list(ids)
+        parts = range(self.split)
+        return [block and block * self.split + part for block in ids for part in parts]
+
+
+def layer_caches(
+    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> list[LayerCache]:
+    """The caches of this rank's layers, in the order of vLLM's groups.
+
+    Args:
+        vllm_config: the engine's config.
+        kv_cache_config: this rank's ``KVCacheConfig``.
+        kv_caches: layer name → tensor, logically ``[B, H, N, C]``.
+
+    Raises:
+        ConfigError: a kind of cache that the adapter does not serve.
+    """
+    if kv_cache_config.needs_kv_cache_zeroing:
+        raise ConfigError(
+            "KV cache: this model's caches hold states, or have several precisions, which vLLM "
+            "zeroes before use; this adapter serves caches of tokens in one precision"
+        )
+    layouts: dict[tuple[Any, ...], str] = {}
+    found = []
+    for table, group in enumerate(kv_cache_config.kv_cache_groups):
+        if not group.enable_kv_transfer:
+            continue
+        for name in group.layer_names:
+            spec = compat.spec_of_layer(group, name)
+            found.append(_layer_cache(vllm_config, name, table, spec, kv_caches[name], layouts))
+    if not found:
+        raise ConfigError("KV cache: no layer of this model has a cache that can be transferred")
+    return found
+
+
+def _layer_cache(
+    vllm_config: Any,
+    name: str,
+    table: int,
+    spec: Any,
+    tensor: torch.Tensor,
+    layouts: dict[tuple[Any, ...], str],
+) -> LayerCache:
+    kind = type(spec).__name__
+    if kind not in _SERVED or spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
+        raise ConfigError(
+            f"KV cache of {name}: {kind} with tokens_per_state={spec.tokens_per_state} and "
+            f"state_content_bytes={spec.state_content_bytes}; this adapter serves "
+            f"{', '.join(_SERVED)} with one plain state per token"
+        )
+    if spec.kv_quant_mode not in compat.PLAIN_QUANT_MODES:
+        raise ConfigError(
+            f"KV cache of {name}: kv_cache_dtype {vllm_config.cache_config.cache_dtype} keeps "
+            "scales or packed values beside its elements; this adapter serves auto and fp8"
+        )
+    block_size = int(tensor.shape[2])
+    use_mla = kind == "MLAAttentionSpec"
+    windowed = kind in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
+    return LayerCache(
+        name=name,
+        table=table,
+        split=spec.block_size // block_size,
+        num_kv_heads=1 if use_mla else _num_kv_heads(vllm_config, name, spec.num_kv_heads),
+        head_size=spec.head_size,
+        head_size_v=spec.head_size_v,
+        dtype=compat.cache_dtype(vllm_config, spec),
+        block_size=block_size,
+        layout=_layout(vllm_config, name, spec, block_size, layouts),
+        use_mla=use_mla,
+        sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
+        attention_chunk_size=getattr(spec, "attention_chunk_size", None) if windowed else None,
+    )
+
+
+def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int) -> int:
+    """KV heads of a layer over all ranks.
+
+    Raises:
+        ConfigError: this rank's number does not say.
+    """
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    if max(1, total // tp) == on_this_rank:
+        return total
+    if tp == 1 or on_this_rank > 1:  # another number than most layers have
+        return on_this_rank * int(tp)
+    raise ConfigError(
+        f"KV cache of {name}: 1 KV head on this rank of {tp}, but the model has {total}; the "
+        f"adapter cannot tell how the layer's heads are shared. Take tensor_parallel_size 1"
+    )
+
+
+def _layout(
+    vllm_config: Any,
+    name: str,
+    spec: Any,
+    block_size: int,
+    layouts: dict[tuple[Any, ...], str],
+) -> str:
+    """The layout of a layer's tensor; CPU attention's is probed once per kind of layer."""
+    layer = compat.attention_layer(vllm_config, name)
+    backend = compat.backend_of(layer)
+    if backend != "CPU_ATTN":
+        return "BHNC"
+    kind = (layer.isa, spec.dtype, block_size, spec.head_size)
+    if kind not in layouts:
+        packing = probe_packing(
+            lambda k, v: compat.write_cpu_block(layer, k, v, vllm_config.cache_config.cache_dtype),
+            vllm_config.model_config.dtype,
+            block_size,
+            spec.head_size,
+        )
+        if packing.digest:
+            raise ConfigError(
+                f"KV cache of {name}: CPU attention ({layer.isa}) packs {spec.dtype} into tiles, "
+                "which this adapter does not serve; use --dtype float32 or float16"
+            )
+        layouts[kind] = packing.layout
+    return layouts[kind]
+
+
+def cache_groups(
+    stages: Sequence[Sequence[LayerCache]], vllm_config: Any
+) -> tuple[CacheGroup, ...]:
+    """Our groups, from the caches of all stages' layers; the same on every rank.
+
+    Raises:
+        ConfigError: the parallel shape does not fit the heads.
+    """
+    parallel = vllm_config.parallel_config
+    shape = ParallelShape(
+        tp=parallel.tensor_parallel_size,
+        pp=parallel.pipeline_parallel_size,
+        dcp=parallel.decode_context_parallel_size,
+        interleave_size=parallel.cp_kv_cache_interleave_size,
+    )
+    order = compat.layer_order([layer.name for stage in stages for layer in stage])
+    groups: dict[LayerCache, list[list[str]]] = defaultdict(lambda: [[] for _ in stages])
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            groups[msgspec.structs.replace(layer, name="")][stage].append(layer.name)
+    try:
+        return tuple(
+            _cache_group(kind, names, order, shape)
+            for kind, names in sorted(groups.items(), key=lambda item: order[_first(item[1])])
+        )
+    except ValueError as error:
+        raise ConfigError(f"KV cache: {error}") from error
+
+
+def _first(names: Sequence[Sequence[str]]) -> str:
+    return next(name for stage in names for name in stage)
+
+
+def _cache_group(
+    kind: LayerCache,
+    stages: Sequence[Sequence[str]],
+    order: Mapping[str, int],
+    shape: ParallelShape,
+) -> CacheGroup:
+    names = [name for stage in stages for name in sorted(stage, key=order.__getitem__)]
+    geometry = EngineGeometry(
+        num_layers=len(names),
+        num_kv_heads=kind.num_kv_heads,
+        head_size=kind.head_size,
+        head_size_v=None if kind.use_mla else kind.head_size_v,
+        dtype=kind.dtype,
+        block_size=kind.block_size,
+        layout=kind.layout,
+        parallel=shape,
+        use_mla=kind.use_mla,
+        layer_split=[len(stage) for stage in stages],
+        layer_names=names,
+        layer_indices=[order[name] for name in names],
+        sliding_window=kind.sliding_window,
+        attention_chunk_size=kind.attention_chunk_size,
+    )
+    return CacheGroup(table=kind.table, split=kind.split, description=geometry.description())
+
+
+def tensors_of(
+    groups: Sequence[CacheGroup], kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """This rank's tensors in the shape that our layouts say.
+
+    Raises:
+        ConfigError: a tensor whose tokens and elements cannot be seen as one dim.
+    """
+    found = {}
+    for group in groups:
+        flat = bool(group.geometry.layout.inner_orders)
+        for name in group.geometry.layer_names or ():
+            if name in kv_caches:
+                found[name] = _flattened(name, kv_caches[name]) if flat else kv_caches[name]
+    return found
+
+
+def _flattened(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[B, H, N, C] as [B, H, N * C]."""
+    try:
+        return tensor.view(*tensor.shape[:2], -1)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"KV cache of {name}: shape {tuple(tensor.shape)} with strides {tensor.stride()}; CPU "
+            "attention keeps the tokens of a head together"
+        ) from error

@@ -1,0 +1,198 @@
+"""All that the adapter takes from vLLM. With a new release, this is the file to look at.
+
+The rest of the adapter imports vLLM's names from here, and asks here for whatever vLLM keeps in
+places of its own.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.kv_cache_interface import KVQuantMode, UniformTypeKVCacheSpecs
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.utils import create_metric_per_engine
+from vllm.v1.request import RequestStatus
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "RequestStatus",
+    "SupportsHMA",
+    "create_metric_per_engine",
+]
+
+T = TypeVar("T")
+
+PLAIN_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
+"""Caches whose cells are elements of one dtype and nothing else."""
+
+_FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+# ---- ranks -------------------------------------------------------------------------------------
+
+
+def rank_of_this_worker(vllm_config: Any) -> int:
+    """This process's rank in its engine, ``pp_rank * tp + tp_rank``."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    tp = vllm_config.parallel_config.tensor_parallel_size
+    return int(get_pp_group().rank_in_group * tp + get_tp_group().rank_in_group)
+
+
+def from_first_rank(value: T) -> T:
+    """The value of the engine's rank 0, on every rank. All ranks call it together."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    shared = get_tp_group().broadcast_object(value, src=0)
+    found: T = get_pp_group().broadcast_object(shared, src=0)
+    return found
+
+
+def of_all_stages(value: T) -> list[T]:
+    """The values of all pipeline stages, first stage first. All ranks call it together."""
+    from vllm.distributed.parallel_state import get_pp_group
+
+    group = get_pp_group()
+    if group.world_size == 1:
+        return [value]
+    values: list[T] = [value] * group.world_size
+    torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+# ---- KV cache ----------------------------------------------------------------------------------
+
+
+def spec_of_layer(group: Any, layer_name: str) -> Any:
+    """The KV cache spec of one layer of a KV cache group."""
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return spec.kv_cache_specs[layer_name]
+    return spec
+
+
+def attention_layer(vllm_config: Any, layer_name: str) -> Any:
+    """The attention module of a layer."""
+    return vllm_config.compilation_config.static_forward_context[layer_name]
+
+
+def backend_of(layer: Any) -> str:
+    """Name of the attention backend that computes a layer."""
+    return str(layer.get_attn_backend().get_name())
+
+
+def cache_dtype(vllm_config: Any, spec: Any) -> str:
+    """The dtype of a cache's elements; vLLM keeps fp8 as ``uint8`` and names it in its config."""
+    name = str(spec.dtype).removeprefix("torch.")
+    return _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype, name) if name == "uint8" else name
+
+
+# ---- CPU ---------------------------------------------------------------------------------------
+
+
+def ask_for_amx() -> None:
+    """Asks the kernel for AMX tiles, where the CPU has them.
+
+    vLLM does so only in kernels of prompts; an engine whose prompts all come from outside would
+    die of SIGILL at its first decode step with bfloat16.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():  # noqa: SLF001 (as vLLM asks)
+        torch.cpu._init_amx()  # noqa: SLF001 (there is no public name)
+
+
+def write_cpu_block(
+    layer: Any, key_ND: torch.Tensor, value_ND: torch.Tensor, cache_dtype_name: str
+) -> torch.Tensor:
+    """One block of one head as CPU attention stores it, written by vLLM's own operation.
+
+    Args:
+        layer: the attention module, whose instruction set it is written for.
+        key_ND: [tokens of a block, head size], of the model's dtype.
+        value_ND: likewise.
+        cache_dtype_name: of the engine's cache config.
+
+    Returns:
+        [2 * tokens * head size], of the cache's dtype: the K part, then the V part.
+    """
+    from vllm import _custom_ops as ops
+
+    tokens, head_size = key_ND.shape
+    quantized = cache_dtype_name in _FP8_DTYPES
+    stored = torch.uint8 if quantized else key_ND.dtype
+    block = torch.zeros(1, 1, 2 * tokens, head_size, dtype=stored)
+    key_cache, value_cache = block.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(
+        key_ND.unsqueeze(1),
+        value_ND.unsqueeze(1),
+        key_cache,
+        value_cache,
+        torch.arange(tokens, dtype=torch.int64),
+        layer.isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype=cache_dtype_name,
+    )
+    return block.flatten()
+
+
+# ---- model -------------------------------------------------------------------------------------
+
+
+def weights_folder(model_config: Any) -> Path | None:
+    """The folder with the model's files; ``None`` where they are nowhere on this machine."""
+    path = Path(model_config.model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                model_config.model, revision=model_config.revision, local_files_only=True
+            )
+        )
+    except Exception:  # whatever it raises, it means that the files are not here
+        return None
+
+
+def layer_order(names: Sequence[str]) -> dict[str, int]:
+    """Layer name → the model's index of it.
+
+    That is the number in its name. Where names have several numbers or two layers share one (an
+    indexer beside its attention), it is the layer's place in the natural order of all names.
+
+    >>> layer_order(["model.layers.0.self_attn.attn", "model.layers.10.self_attn.attn"])
+    {'model.layers.0.self_attn.attn': 0, 'model.layers.10.self_attn.attn': 10}
+    >>> layer_order(["layers.1.attn", "layers.0.indexer", "layers.0.attn"])
+    {'layers.0.attn': 0, 'layers.0.indexer': 1, 'layers.1.attn': 2}
+    """
+    numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
+    firsts = [found[0] for found in numbers.values() if len(found) == 1]
+    if len(set(firsts)) == len(names):
+        return {name: found[0] for name, found in numbers.items()}
+    ordered = sorted(names, key=lambda name: (numbers[name], name))
+    return {name: index for index, name in enumerate(ordered)}

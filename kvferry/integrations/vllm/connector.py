@@ -1,0 +1,202 @@
+"""The class that vLLM loads.
+
+vLLM loads it early, to read its class methods. The halves come later, with their role: vLLM's CPU
+platform looks through the names of all loaded modules when a worker starts and stumbles over
+llvmlite's, so Numba must not be there yet.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvferry.integrations.vllm.compat import (
+    CacheHitSource,
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorStats,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata
+from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.scheduler import SchedulerHalf
+    from kvferry.integrations.vllm.worker import WorkerHalf
+
+
+class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+    """kvferry's PullConnector inside vLLM: decode engines read leased blocks of prefill engines.
+
+    vLLM makes one instance in the scheduler's process and one in every worker. Which methods of
+    vLLM's API are not here, and why, is in ``docs/vllm.md``.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """See vLLM.
+
+        Raises:
+            ConfigError: an extra key is unknown or wrong, or the engine cannot be served.
+        """
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler_half: SchedulerHalf | None = None
+        self._worker_half: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            from kvferry.integrations.vllm import scheduler
+
+            self._scheduler_half = scheduler.SchedulerHalf(vllm_config)
+        else:
+            from kvferry.integrations.vllm import worker
+
+            self._worker_half = worker.WorkerHalf(vllm_config, kv_cache_config)
+
+    @property
+    def _scheduler(self) -> "SchedulerHalf":
+        assert self._scheduler_half is not None  # vLLM calls each role's methods on that role only
+        return self._scheduler_half
+
+    @property
+    def _worker(self) -> "WorkerHalf":
+        assert self._worker_half is not None  # vLLM calls each role's methods on that role only
+        return self._worker_half
+
+    # ---- scheduler ----------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Every rank has described itself: the engine can be reached from now on.
+
+        Raises:
+            ConfigError, HostError: see :meth:`SchedulerHalf.open`.
+        """
+        handshakes = list(metadata.values())
+        assert all(isinstance(handshake, RankHandshake) for handshake in handshakes)  # our own
+        self._scheduler.open(handshakes)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request arrived; its ticket is judged, and its lease asked for."""
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can come from the prefill engine."""
+        return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A load fills every group that vLLM transfers."""
+        found: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return found
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request's blocks are allocated: the load begins with this step."""
+        self._scheduler.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """This step's news for the workers."""
+        return self._scheduler.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers reported."""
+        self._scheduler.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`request_finished_all_groups`; for engines with one group."""
+        return self._scheduler.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: its blocks are lent out, or its load is given up."""
+        return self._scheduler.request_finished(request, block_ids)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping although no request is scheduled."""
+        return self._scheduler.has_pending_work()
+
+    # ---- worker -------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Describes this rank's caches and opens its transports.
+
+        Raises:
+            ConfigError, HostError: see :meth:`WorkerHalf.register_kv_caches`.
+        """
+        self._worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """This rank's description, for the scheduler's process."""
+        return self._worker.handshake
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hands this step's loads to the loader's thread."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)  # our scheduler half made it
+        self._worker.start_load_kv(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request whose load runs is not in the batch."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is saved: decode engines read the blocks where they are."""
+
+    def wait_for_save(self) -> None:
+        """Nothing is saved."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What ended on this rank since the last step."""
+        return self._worker.get_transfer_results(finished_req_ids)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The same without the failures, for callers that do not know of them."""
+        results = self._worker.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks whose load failed since the last step."""
+        return self._worker.take_invalid_block_ids()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Records and progress of this rank's loads."""
+        return self._worker.take_report()
+
+    # ---- both ---------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Figures since the last step."""
+        if self._worker_half is not None:
+            return self._worker_half.take_stats()
+        return self._scheduler.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Figures from their data."""
+        return LoadStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LoadMetrics:
+        """The figures for Prometheus."""
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Ends threads, connections and sockets. Idempotent."""
+        if self._worker_half is not None:
+            self._worker_half.close()
+        if self._scheduler_half is not None:
+            self._scheduler_half.close()

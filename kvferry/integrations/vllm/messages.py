@@ -1,0 +1,64 @@
+"""What the halves of the adapter tell each other through vLLM."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.pull.metadata import PullMetadata
+from kvferry.integrations.vllm.caches import CacheGroup
+from kvferry.integrations.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """One step's news from the scheduler half to every rank."""
+
+    news: PullMetadata | None = None
+    """``None`` where there is none."""
+    refused: list[str] = field(default_factory=list)
+    """Parked requests whose load was refused; each rank reports them as failed."""
+
+
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says of itself at start."""
+
+    rank: int
+    incarnation: str
+    """Of the engine; decided by rank 0."""
+    groups: tuple[CacheGroup, ...]
+    """Of the whole engine, the same on every rank."""
+    num_blocks: int
+    """Blocks of vLLM's pool."""
+    handshake: bytes
+    """For other engines: what our worker half says of itself."""
+
+
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """A :class:`RankReport` on its way to the scheduler process."""
+
+    report: bytes
+    """MessagePack."""
+
+
+@dataclass
+class StepReport(KVConnectorWorkerMetadata):
+    """What ranks report of a step beside what vLLM has fields for."""
+
+    records: list[TransferRecord] = field(default_factory=list)
+    progress: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Request id → (bytes in place, bytes in all)."""
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
+        """This report and that of another rank."""
+        assert isinstance(other, StepReport)  # all ranks run this connector
+        progress = dict(self.progress)
+        for request_id, (done, total) in other.progress.items():
+            before = progress.get(request_id, (0, 0))
+            progress[request_id] = (before[0] + done, before[1] + total)
+        return StepReport(self.records + other.records, progress)

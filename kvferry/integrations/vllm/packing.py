@@ -1,0 +1,83 @@
+"""How CPU attention stores a block, found out by letting vLLM's own operation write one.
+
+Its caches are shaped ``[B, H, N, 2 * D]``, but inside a (block, head) the order of elements depends
+on dtype, instruction set and block size. float32 and float16 hold K as ``[D, N]``, then V as
+``[N, D]``; bfloat16 on AMX machines holds tiles of 16 tokens. So nothing is assumed: the index of
+every (token, element) is written bit by bit, and read back from where it came to lie.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Indices = npt.NDArray[np.int64]
+
+WriteBlock = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""K and V, each [tokens, elements] → the flat block, of any dtype of one element per cell."""
+
+TRANSPOSED_K = "BH(k=DN,v=ND)"
+"""The layout of float32 and float16."""
+
+#: Layout → for an index array [N, D], where K's and V's cells lie in it.
+_KNOWN: dict[str, Callable[[Indices], tuple[Indices, Indices]]] = {
+    TRANSPOSED_K: lambda cells: (cells.T, cells),
+    "BH(k=ND,v=ND)": lambda cells: (cells, cells),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where the cells of a (block, head) lie."""
+
+    layout: str
+    """The layout; of an opaque block, one with the same outer dims and bytes."""
+    digest: str
+    """Of an opaque block, a digest of its order; empty where the layout says it all."""
+
+
+def probe_packing(
+    write: WriteBlock, dtype: torch.dtype, block_size: int, head_size: int
+) -> Packing:
+    """Finds the order of the cells of one (block, head).
+
+    Args:
+        write: stores one block of one head.
+        dtype: of the keys and values that it takes.
+        block_size: tokens per block.
+        head_size: elements per head.
+    """
+    k_cells, v_cells = _order(write, dtype, block_size, head_size)
+    cells = np.arange(block_size * head_size).reshape(block_size, head_size)
+    for layout, expected in _KNOWN.items():
+        k, v = expected(cells)
+        if np.array_equal(k_cells, k.ravel()) and np.array_equal(v_cells, v.ravel()):
+            return Packing(layout, "")
+    order = np.concatenate([k_cells, v_cells]).astype("<i8")
+    return Packing(TRANSPOSED_K, hashlib.sha256(order.tobytes()).hexdigest()[:16])
+
+
+def _order(
+    write: WriteBlock, dtype: torch.dtype, block_size: int, head_size: int
+) -> tuple[Indices, Indices]:
+    """For each place of the K part and of the V part, the index ``n * head_size + d`` of its cell.
+
+    Ones and zeros are exact in every dtype, so one bit of the index is written at a time. A 1 for
+    all is written last: a place that never shows it holds no cell, which no order can describe.
+    """
+    cells = np.arange(block_size * head_size)
+    found = np.zeros(2 * len(cells), dtype=np.int64)
+    for bit in range(int(cells[-1]).bit_length()):
+        found |= _written(write, dtype, (cells >> bit) & 1, block_size) << bit
+    if not _written(write, dtype, np.ones_like(cells), block_size).all():
+        found[:] = -1
+    return found[: len(cells)], found[len(cells) :]
+
+
+def _written(write: WriteBlock, dtype: torch.dtype, values: Indices, block_size: int) -> Indices:
+    part_ND = torch.from_numpy(values.reshape(block_size, -1)).to(dtype)
+    block = write(part_ND, part_ND.clone())
+    return (block != 0).numpy().astype(np.int64)

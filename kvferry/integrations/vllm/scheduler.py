@@ -1,0 +1,201 @@
+"""The half of the adapter in vLLM's scheduler process."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
+from kvferry.connectors.pull.metadata import PullMetadata
+from kvferry.connectors.pull.scheduler import PullScheduler
+from kvferry.errors import ConfigError, KVFerryError
+from kvferry.integrations.vllm.caches import CacheGroup
+from kvferry.integrations.vllm.config import transfer_config
+from kvferry.integrations.vllm.fingerprint import fingerprint
+from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
+from kvferry.integrations.vllm.stats import LoadStats
+from kvferry.integrations.vllm.views import BlocksView, RequestView
+
+logger = logging.getLogger(__name__)
+
+_reports = msgspec.msgpack.Decoder(RankReport)
+
+
+class SchedulerHalf:
+    """Translates vLLM's scheduler calls for a :class:`PullScheduler`.
+
+    Nothing may be raised into vLLM's loop once it runs, as it would end the engine. A load that our
+    half refuses ends as the engine's ``kv_load_failure_policy`` says: with ``recompute`` no tokens
+    are offered, and vLLM computes the prompt; with ``fail`` the request is parked as if it loaded,
+    and the ranks report in the same step that the load failed.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Checks the config; :meth:`open` does the rest, once the ranks are known.
+
+        Raises:
+            ConfigError: see :func:`~kvferry.integrations.vllm.config.transfer_config`.
+        """
+        self._vllm_config = vllm_config
+        self._config, self._extra = transfer_config(vllm_config)
+        self._recompute = self._config.kv_load_failure_policy == "recompute"
+        self._groups: tuple[CacheGroup, ...] = ()
+        self._pull: PullScheduler | None = None
+        self._refused: dict[str, KVFerryError] = {}
+        self._refused_now: list[str] = []
+        self._stats = LoadStats()
+
+    def open(self, handshakes: Iterable[RankHandshake]) -> None:
+        """Starts the control channel; from now on other engines may connect.
+
+        Raises:
+            ConfigError: the ranks' reports do not fit together, or a key cannot be read.
+            PortInUseError: the engine's ``kv_port`` is taken.
+        """
+        reports = sorted(
+            (_reports.decode(handshake.report) for handshake in handshakes),
+            key=lambda report: report.rank,
+        )
+        first = reports[0]
+        world_size = first.groups[0].geometry.world_size
+        if [report.rank for report in reports] != list(range(world_size)):
+            raise ConfigError(
+                f"vLLM gave the reports of the ranks {[report.rank for report in reports]}; the "
+                f"engine has {world_size}"
+            )
+        for report in reports:
+            if (report.groups, report.incarnation) != (first.groups, first.incarnation):
+                raise ConfigError(
+                    f"rank {report.rank} describes another KV cache than rank 0; all ranks run the "
+                    "same model"
+                )
+        self._groups = first.groups
+        context = ConnectorContext(
+            config=self._config,
+            extra=self._extra,
+            incarnation=first.incarnation,
+            groups=tuple(group.geometry for group in first.groups),
+            model=fingerprint(self._vllm_config, first.groups, self._extra.weights_check),
+            num_blocks=first.num_blocks * min(group.split for group in first.groups),
+            world_size=world_size,
+            layer_windows=layer_windows(first.groups),
+        )
+        self._pull = PullScheduler.open(context)
+        self._pull.set_worker_handshakes([report.handshake for report in reports])
+        logger.info(
+            "engine %s listens on %s:%d", self._config.engine_id, self._extra.host, self._pull.port
+        )
+
+    @property
+    def pull(self) -> PullScheduler:
+        """Our half."""
+        assert self._pull is not None  # vLLM hands over the ranks' reports before any request
+        return self._pull
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """See :meth:`PullScheduler.on_new_request`."""
+        try:
+            self.pull.on_new_request(RequestView(request))
+        except KVFerryError as error:
+            self._refuse(request.request_id, error)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See :meth:`PullScheduler.get_num_new_matched_tokens`."""
+        if request.request_id not in self._refused:
+            try:
+                return self.pull.get_num_new_matched_tokens(
+                    RequestView(request), num_computed_tokens
+                )
+            except KVFerryError as error:
+                self._refuse(request.request_id, error)
+        tokens = request.num_tokens - 1 - num_computed_tokens
+        return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
+
+    def _refuse(self, request_id: str, error: KVFerryError) -> None:
+        logger.error(
+            "request %s: its load was refused and it will %s: %s: %s",
+            request_id,
+            "be recomputed" if self._recompute else "fail",
+            type(error).__name__,
+            error,
+        )
+        self._refused[request_id] = error
+        self._stats.note_refusal(type(error).__name__)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See :meth:`PullScheduler.update_state_after_alloc`."""
+        refused = self._refused.pop(request.request_id, None)
+        if refused is not None and num_external_tokens:
+            self._refused_now.append(request.request_id)
+        self.pull.update_state_after_alloc(
+            RequestView(request),
+            BlocksView(blocks, self._groups),
+            0 if refused is not None else num_external_tokens,
+        )
+
+    def request_finished(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See :meth:`PullScheduler.request_finished`."""
+        self._refused.pop(request.request_id, None)
+        tables = tuple(group.block_ids(block_ids) for group in self._groups)
+        return self.pull.request_finished(RequestView(request), tables)
+
+    # ---- every step ---------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """What the ranks are told in this step."""
+        news = self.pull.build_connector_meta(scheduler_output)
+        refused, self._refused_now = self._refused_now, []
+        return StepMetadata(None if _is_empty(news) else news, refused)
+
+    def update_connector_output(self, output: Any) -> None:
+        """What the ranks reported, joined by vLLM."""
+        report = output.kv_connector_worker_meta
+        finished = output.finished_recving or set()
+        if report is None and not finished:
+            return
+        self.pull.update_connector_output(
+            KVConnectorOutput(
+                finished_recving=set(finished),
+                failed_recving=set(output.failed_recving or ()),
+                transfer_records=report.records if isinstance(report, StepReport) else [],
+                transfer_progress=report.progress if isinstance(report, StepReport) else {},
+            )
+        )
+
+    def take_stats(self) -> LoadStats | None:
+        """What was refused since the last call."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, LoadStats()
+        return stats
+
+    def has_pending_work(self) -> bool:
+        """See :meth:`PullScheduler.has_pending_work`."""
+        return bool(self._refused_now) or self.pull.has_pending_work()
+
+    def close(self) -> None:
+        """Ends threads and sockets. Idempotent."""
+        if self._pull is not None:
+            self._pull.close()
+
+
+def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
+    """Layer of the model → its window, for the groups that keep no more than that."""
+    geometries = [group.geometry for group in groups]
+    return {
+        layer: geometry.sliding_window
+        for geometry in geometries
+        if geometry.sliding_window is not None
+        for layer in geometry.model_layers
+    }
+
+
+def _is_empty(news: PullMetadata) -> bool:
+    return not any(getattr(news, field) for field in news.__struct_fields__)

@@ -1,0 +1,71 @@
+"""vLLM's requests and blocks in the shape in which our scheduler half looks at them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.integrations.vllm.caches import CacheGroup
+from kvferry.integrations.vllm.compat import RequestStatus
+
+_CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
+class RequestView:
+    """A request of vLLM's as a :class:`kvferry.connectors.base.RequestView`."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the live requests of the engine."""
+        return str(self._request.request_id)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return int(self._request.num_tokens)
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt; empty where it came as embeddings, which have no tokens."""
+        found: Sequence[int] | None = self._request.prompt_token_ids
+        return () if found is None else found
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in this engine's cache."""
+        return int(self._request.num_computed_tokens)
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the router sent along."""
+        params: dict[str, Any] | None = self._request.kv_transfer_params
+        return params
+
+    @property
+    def finished_cleanly(self) -> bool:
+        """Whether it ended by stop or by length."""
+        return self._request.status in _CLEAN
+
+    @property
+    def finish_reason(self) -> str | None:
+        """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
+        reason = self._request.get_finished_reason()
+        return None if reason is None else str(reason)
+
+
+class BlocksView:
+    """Blocks of vLLM's as a :class:`kvferry.connectors.base.BlocksView`."""
+
+    __slots__ = ("_blocks", "_groups")
+
+    def __init__(self, blocks: Any, groups: Sequence[CacheGroup]) -> None:
+        self._blocks = blocks
+        self._groups = groups
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        """The whole block tables, one per group of ours."""
+        tables = self._blocks.get_block_ids()
+        return tuple(group.block_ids(tables) for group in self._groups)

@@ -1,0 +1,81 @@
+"""Two real vLLM engines: what decode generates from the other's KV is what one engine generates."""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
+
+LENGTHS = (5, 63, 64, 65, 128, 300, 1100)
+
+
+def run(prefill, decode, prompts, **sampling):
+    """Greedy tokens by way of both engines, as a proxy would drive them."""
+    outputs = decode.generate(prompts, prefill.prefill(prompts), **sampling)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [(64, 64), (64, 128), (128, 64), (32, 96), (96, 32)], ids=str
+)
+def test_tokens_are_those_of_a_single_engine(start_pair, reference, random_prompt, source, target):
+    prefill, decode = start_pair(p_block_size=source, d_block_size=target)
+    prompts = [random_prompt(length) for length in LENGTHS]
+    assert run(prefill, decode, prompts) == reference(prompts)
+    # All but the last token of each prompt came from outside.
+    external = sum(length - 1 for length in LENGTHS)
+    assert decode.prompt_tokens_from("external_kv_transfer") == external
+    decode.drain()
+    prefill.drain()
+    assert (prefill.used_blocks, decode.used_blocks) == (0, 0)
+
+
+def test_float16_caches_of_unequal_blocks_fit_each_other(start_pair, random_prompt):
+    prefill, decode = start_pair(dtype="float16", p_block_size=64, d_block_size=128)
+    prompts = [random_prompt(length) for length in LENGTHS]
+    expected = [list(o.outputs[0].token_ids) for o in prefill.generate(prompts)]
+    assert run(prefill, decode, prompts) == expected
+
+
+def test_only_what_decode_lacks_is_loaded(start_pair, reference, random_prompt):
+    prefill, decode = start_pair(p_block_size=32)
+    start = random_prompt(192)
+    prompts = [start + random_prompt(70), start + random_prompt(90)]
+    assert run(prefill, decode, prompts[:1]) == reference(prompts[:1])
+    before = decode.prompt_tokens_from("external_kv_transfer")
+    assert run(prefill, decode, prompts[1:]) == reference(prompts[1:])
+    assert decode.prompt_tokens_from("external_kv_transfer") - before == 192 + 90 - 192 - 1
+    assert decode.prompt_tokens_from("local_cache_hit") == 192
+
+
+def test_the_prompt_of_another_request_gives_other_tokens(
+    start_pair, reference, random_prompt, monkeypatch
+):
+    # Without this, a test of equal tokens could pass whatever is in the blocks.
+    from kvferry.connectors.pull import gate
+
+    monkeypatch.setattr(gate, "_check_prompt", lambda ticket, request: None)
+    prefill, decode = start_pair()
+    prompts = [random_prompt(200), random_prompt(200)]
+    params = prefill.prefill(prompts)
+    outputs = decode.generate(prompts, params[::-1])
+    found = [list(output.outputs[0].token_ids) for output in outputs]
+    assert all(one != other for one, other in zip(found, reference(prompts), strict=True))
+
+
+def test_many_requests_at_once_keep_their_blocks_apart(start_pair, reference, random_prompt):
+    prefill, decode = start_pair(p_block_size=64, d_block_size=96)
+    prompts = [random_prompt(40 + 31 * number) for number in range(24)]
+    found = []
+    for first in range(0, 24, 8):
+        found += run(prefill, decode, prompts[first : first + 8])
+    assert found == reference(prompts)
+
+
+def test_the_first_token_may_come_from_prefill(start_pair, reference, random_prompt):
+    # As our own router does: decode is given the prompt and the first token.
+    prefill, decode = start_pair()
+    prompt = random_prompt(150)
+    asked = {"do_remote_decode": True, "do_remote_prefill": False, "keep_first_token": True}
+    (output,) = prefill.generate([prompt], [asked], max_tokens=1)
+    first = list(output.outputs[0].token_ids)
+    (rest,) = decode.generate([prompt + first], [output.kv_transfer_params], max_tokens=11)
+    assert [first + list(rest.outputs[0].token_ids)] == reference([prompt])
