@@ -252,7 +252,7 @@ class _Shape(NamedTuple):
     held_block_size: int
 
 
-def _dense(
+def dense_strides(
     layout: Layout, parts: Parts, itemsize: int, tokens: int, heads: int
 ) -> dict[str, CellStrides]:
     """Byte strides of dense blocks, one after the other, in the order of a layout."""
@@ -266,7 +266,7 @@ def _dense(
 
 
 def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
-    dense = _dense(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
+    dense = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
     pairs = [(place, dense[name]) for (name, _), place in zip(unit.parts, unit.places, strict=True)]
     first, start = pairs[0]
     if all(
@@ -294,7 +294,9 @@ def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
     rows = []
     head = 0
     for piece in shape.held:
-        dense = _dense(piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads)
+        dense = dense_strides(
+            piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads
+        )
         for (name, elements), place in zip(unit.parts, unit.places, strict=True):
             found = dense[name]
             source = found._replace(

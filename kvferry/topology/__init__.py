@@ -9,7 +9,8 @@ Describe, plan, bind, run::
     plan_transfer       who gives what to whom; once per peer         plan.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
-    plan_repack         instead: whole blocks, permuted in place      in_place.py
+    whole_block_copies  instead: whole blocks into their slots        whole_blocks.py
+    plan_repack         and their permutation in place                in_place.py
     digest              compare two engines' cells                    cell_digest.py
     choose_strategy     the ways of running them, and the cheapest    strategies.py
     MachineCosts        what the choice goes by                       machine_costs.py
@@ -44,6 +45,7 @@ from kvferry.topology.strategies import (
     StrategyWork,
     choose_strategy,
 )
+from kvferry.topology.whole_blocks import in_place_obstacle, whole_block_copies
 
 __all__ = [
     "Addressing",
@@ -73,6 +75,7 @@ __all__ = [
     "explain_transfer",
     "find_savings",
     "group_mismatches",
+    "in_place_obstacle",
     "mamba2_states",
     "memory_of",
     "pair_groups",
@@ -84,4 +87,5 @@ __all__ = [
     "split_of_group",
     "state_part",
     "token_digests",
+    "whole_block_copies",
 ]

@@ -27,6 +27,12 @@ class BoundCopies:
     context_runs: Mapping[int, Runs]
     """Context rank of the source → rows of ``RUN_DTYPE``, ascending by their first token; for
     every one that the plan reads from."""
+    source_blocks: Int64s
+    """The source's whole block table."""
+    target_blocks: Int64s
+    """The target's."""
+    span: tuple[int, int]
+    """The first token, and the one after the last."""
 
     def runs_of(self, source_rank: int) -> Runs:
         """What the tiles of a source rank of the plan are applied to."""
@@ -115,7 +121,7 @@ def bind(
         kept = runs["target_block"] != 0
         context_runs[context] = runs if kept.all() else runs[kept]
     _check_repeats(tables[1], plan.target, first_token, num_tokens)
-    return BoundCopies(plan, context_runs)
+    return BoundCopies(plan, context_runs, *tables, (first_token, num_tokens))
 
 
 def bind_own(

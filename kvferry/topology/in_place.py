@@ -48,16 +48,19 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
             are not whole on the other; or it has parts beside k and v, or the latent.
         ProtocolError, BoundsError: see :meth:`TransferPlan.lower`.
     """
-    _check_whole_blocks(plan)
+    check_whole_blocks(plan)
     target, rank = plan.target, plan.target_rank
-    slices = _slices(plan)
-    groups = _part_groups(plan.source, target)
+    slices = head_slices(plan)
+    groups = part_groups(plan.source, target)
     layers = sorted({piece.layer for piece in plan.pieces})
-    units = [unit for group in groups for unit in _units(target, rank, memory, layers, group)]
+    heads = target.heads(rank)
+    units = [
+        unit for group in groups for unit in places_in(target, rank, memory, layers, heads, group)
+    ]
     return make_repack(
         units,
         itemsize=target.itemsize,
-        heads=len(target.heads(rank)) if slices else 0,
+        heads=len(heads) if slices else 0,
         block_size=target.block_size,
         slots=target.layout,
         held=[HeldSlice(plan.source.layout, heads) for heads in slices],
@@ -65,7 +68,12 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
     )
 
 
-def _check_whole_blocks(plan: TransferPlan) -> None:
+def check_whole_blocks(plan: TransferPlan) -> None:
+    """Checks that whole blocks of the source can be whole blocks of the target.
+
+    Raises:
+        ValueError: they cannot; the message says why.
+    """
     for side, geometry in (("source", plan.source), ("target", plan.target)):
         shape = geometry.parallel
         if (shape.dcp, shape.pcp) != (1, 1):
@@ -78,9 +86,14 @@ def _check_whole_blocks(plan: TransferPlan) -> None:
                 f"{side}: the parts {', '.join(others)} are not known in place; copy strided or "
                 "through staging instead"
             )
+    if plan.conversion is not None:
+        raise ValueError(
+            f"dtype: {plan.conversion[0]} becomes {plan.conversion[1]}, so blocks change their "
+            "size; convert through staging instead"
+        )
 
 
-def _slices(plan: TransferPlan) -> tuple[int, ...]:
+def head_slices(plan: TransferPlan) -> tuple[int, ...]:
     """Heads that each source gives of a layer, ascending: the same for all layers."""
     by_layer: dict[int, list[int]] = {}
     for piece in plan.pieces:
@@ -90,7 +103,7 @@ def _slices(plan: TransferPlan) -> tuple[int, ...]:
     return found.pop() if found else ()
 
 
-def _part_groups(source: EngineGeometry, target: EngineGeometry) -> list[tuple[Part, ...]]:
+def part_groups(source: EngineGeometry, target: EngineGeometry) -> list[tuple[Part, ...]]:
     """The parts that are permuted among each other: small frames fit on chip."""
     parts = target.parts
     apart = len({part.head_size for part in parts}) == 1 and all(
@@ -104,14 +117,15 @@ def _keeps_parts_apart(layout: Layout) -> bool:
     return inside[:1] == ["K"] and not layout.inner
 
 
-def _units(
+def places_in(
     geometry: EngineGeometry,
     rank: int,
     memory: RankMemory,
     layers: Sequence[int],
+    heads: range,
     parts: tuple[Part, ...],
 ) -> list[Unit]:
-    heads = geometry.heads(rank)
+    """Where some heads of each layer lie in a rank's memory: one unit per layer."""
     # A plan from the rank to itself: its tiles say where each part of each layer lies.
     itself = TransferPlan(
         geometry, geometry, rank, tuple(Piece(rank, layer, heads) for layer in layers)

@@ -184,8 +184,8 @@ def cell_differences(
 
 
 def _may_convert(source: EngineGeometry, target: EngineGeometry, convert: bool) -> bool:
-    if source.scale_dtype is not None or target.scale_dtype is not None:
-        return False  # the scales belong to the very codes of their cells
+    if any(side.scale_dtype is not None or side.states for side in (source, target)):
+        return False  # scales belong to the very codes of their cells; states have dtypes each
     allowed = is_convertible if convert else is_lossless
     return allowed(source.dtype, target.dtype)
 

@@ -14,6 +14,8 @@ from kvferry.layouts import Layout
 from kvferry.topology import EngineGeometry, ParallelShape
 
 DTYPES = {"uint8": np.uint8, "bfloat16": np.uint16, "float32": np.uint32, "float64": np.uint64}
+#: How NumPy stores the dtypes that a test may ask for, beside those that are drawn.
+STORED = DTYPES | {"float16": np.uint16, "float8_e4m3fn": np.uint8}
 GUARD = 64  # bytes around every storage that nobody may touch
 
 
@@ -42,6 +44,8 @@ class Case:
 
 class Worlds:
     """Draws cases, fills memory, and knows the slow truth."""
+
+    Case = Case
 
     often_context_parallel = False
     """Whether most engines spread tokens over ranks, and not every other one."""
@@ -202,7 +206,7 @@ class Worlds:
         for rank in range(geometry.world_size):
             shape = geometry.cache_shape(rank, num_blocks)
             names = geometry.tensor_names(rank)
-            dtype = DTYPES[geometry.dtype]
+            dtype = STORED[geometry.dtype]
             tensors, storages = {}, []
             own = [name for name in names if not name.endswith("_scale")]
             if kind == "one storage" and geometry.page_size_padded is None:
@@ -218,7 +222,7 @@ class Worlds:
             for name in names[len(own) :]:
                 shape = geometry.cache_shape(rank, num_blocks, name.rpartition(".")[2])
                 make = self._dense if kind == "dense" else self._strided
-                tensors[name], storage = make(rng, shape, DTYPES[geometry.scale_dtype])
+                tensors[name], storage = make(rng, shape, STORED[geometry.scale_dtype])
                 storages.append(storage)
             engine.tensors[rank], engine.storages[rank] = tensors, storages
         return engine
@@ -264,8 +268,8 @@ class Worlds:
         return {
             part.name: rng.integers(
                 0,
-                np.iinfo(DTYPES[part.dtype]).max,
-                dtype=DTYPES[part.dtype],
+                np.iinfo(STORED[part.dtype]).max,
+                dtype=STORED[part.dtype],
                 endpoint=True,
                 size=(geometry.num_layers, tokens, geometry.num_kv_heads, part.head_size),
             )

@@ -182,9 +182,9 @@ def sizes_taken_for_each_other(monkeypatch):
 
 
 def parts_out_of_order(monkeypatch):
-    right = in_place._part_groups
+    right = in_place.part_groups
     monkeypatch.setattr(
-        in_place, "_part_groups", lambda *sides: [tuple(group[::-1]) for group in right(*sides)]
+        in_place, "part_groups", lambda *sides: [tuple(group[::-1]) for group in right(*sides)]
     )
 
 
