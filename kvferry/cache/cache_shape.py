@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvferry.cache.kv_cache_config import KVCacheGroupSpec
 from kvferry.cache.specs import (
@@ -11,9 +12,17 @@ from kvferry.cache.specs import (
     MLAAttentionSpec,
 )
 from kvferry.cache.specs_local import SlidingWindowSpec
+from kvferry.cache.specs_mamba import MambaSpec
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 from kvferry.topology.layer_ranges import default_split, split_of_group
+from kvferry.topology.recurrent import recurrent_group
+
+if TYPE_CHECKING:
+    from kvferry.topology.description import StatePart
+
+STATE_BLOCK_SIZE = 1 << 20
+"""Tokens of the one block that holds a state: more than any request has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class CacheShape:
     layer_windows: Mapping[int, int] = field(default_factory=dict)
     """Layer → tokens that one of its tokens attends to, itself included; no layer that attends to
     all."""
+    layer_states: "Mapping[int, tuple[StatePart, ...]]" = field(default_factory=dict)
+    """Layer → what it keeps; no layer of attention."""
 
     def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
         """What each layer needs to keep, by the layer's name, first layer first.
@@ -58,6 +69,13 @@ class CacheShape:
         }
 
     def _layer_spec(self, layer: int, block_size: int, dtype: str) -> KVCacheSpec:
+        if layer in self.layer_states:
+            states = self.layer_states[layer]
+            return MambaSpec(
+                STATE_BLOCK_SIZE,
+                shapes=[(state.num_channels, state.channel_size) for state in states],
+                dtypes=[state.dtype for state in states],
+            )
         heads, size = self.num_kv_heads, self.head_size
         if self.use_mla:
             return MLAAttentionSpec(block_size, heads, size, dtype)
@@ -78,9 +96,10 @@ class CacheShape:
         Args:
             groups: what :func:`~kvferry.cache.grouping.group_layers` makes of
                 :meth:`kv_cache_specs`.
-            layout: of every group.
+            layout: of every group of attention.
             parallel: of the engine. Its stages divide the model's layers, whatever groups they
-                are in, so that a stage may have no layer of a group.
+                are in, so that a stage may have no layer of a group. States are not padded, as
+                their pages are smaller on a rank than in the whole model.
 
         Raises:
             ValueError: a group is not of this model's layers, or the layout or the shape does not
@@ -92,13 +111,25 @@ class CacheShape:
         for group in groups:
             spec = group.kv_cache_spec
             unknown = [name for name in group.layer_names if name not in numbers]
-            if unknown or not isinstance(spec, AttentionSpec):
+            if unknown or not isinstance(spec, AttentionSpec | MambaSpec):
                 raise ValueError(
                     f"groups: {type(spec).__name__} for {', '.join(unknown or group.layer_names)}; "
-                    f"this model has attention in layer.0 to layer.{self.num_layers - 1}"
+                    f"this model has layer.0 to layer.{self.num_layers - 1}"
                 )
             layers = sorted(numbers[name] for name in group.layer_names)
             is_whole = len(layers) == self.num_layers
+            if isinstance(spec, MambaSpec):
+                made.append(
+                    recurrent_group(
+                        num_layers=len(layers),
+                        states=self.layer_states[layers[0]],
+                        block_size=spec.block_size,
+                        parallel=parallel,
+                        layer_split=None if is_whole else split_of_group(layers, stages),
+                        layer_indices=None if is_whole else layers,
+                    )
+                )
+                continue
             made.append(
                 EngineGeometry(
                     num_layers=len(layers),

@@ -139,7 +139,11 @@ def _windows(pair: EnginePair) -> Iterator[str]:
             "in the model"
         )
     windows: dict[int, list[int]] = {}
+    recurrent: list[int] = []
     for part in pair_groups(*groups):
+        if groups[0][part.source_group].states:
+            recurrent += part.layers
+            continue
         first = part.first_kept_token(pair.num_tokens)
         if first:
             windows.setdefault(pair.num_tokens - first, []).extend(part.layers)
@@ -147,4 +151,9 @@ def _windows(pair: EnginePair) -> Iterator[str]:
         yield (
             f"window: of layers {ranges_text(sorted(layers), most=4)} only the last "
             f"{tokens} tokens move"
+        )
+    if recurrent:
+        yield (
+            f"state: of layers {ranges_text(sorted(recurrent), most=4)} the state after the last "
+            "token moves, as many bytes for any number of tokens"
         )

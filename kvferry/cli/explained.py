@@ -213,6 +213,7 @@ def _engine_as_json(engine: PlannedEngine) -> dict[str, Any]:
                 "layout": layout_text(group.layout),
                 "sliding_window": group.sliding_window,
                 "attention_chunk_size": group.attention_chunk_size,
+                "recurrent_state": group.recurrent_state,
             }
             for group in engine.groups
         ],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from kvferry.cache.cache_shape import CacheShape
+from kvferry.topology.recurrent import mamba2_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,16 @@ def _latent(name: str, source: str, layers: int, kv_lora_rank: int, rope: int) -
     return ModelInfo(name, source, CacheShape(layers, 1, kv_lora_rank + rope, use_mla=True))
 
 
+def _granite_h(name: str, source: str, kv_heads: int, mamba_heads: int) -> ModelInfo:
+    """Granite 4.0 H: of 40 layers four attend, the others are Mamba2 with one group of B and C."""
+    states = mamba2_states(
+        num_heads=mamba_heads, head_size=64, state_size=128, num_groups=1, conv_kernel=4,
+        dtype="bfloat16",
+    )  # fmt: skip
+    recurrent = dict.fromkeys(set(range(40)) - {5, 15, 25, 35}, states)
+    return ModelInfo(name, source, CacheShape(40, kv_heads, 128, layer_states=recurrent))
+
+
 #: By name, in the order in which they are listed to people.
 KNOWN_MODELS: Mapping[str, ModelInfo] = {
     model.name: model
@@ -76,6 +87,7 @@ KNOWN_MODELS: Mapping[str, ModelInfo] = {
             "gpt-oss-120b", "openai/gpt-oss-120b", 36, 8, 64,
             layer_windows=every_nth_full(36, nth=2, window=128),
         ),
+        _granite_h("granite-4.0-h-tiny", "ibm-granite/granite-4.0-h-tiny", 4, mamba_heads=48),
         _latent("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 27, 512, 64),
         _latent("deepseek-v3", "deepseek-ai/DeepSeek-V3", 61, 512, 64),
         _latent("deepseek-r1", "deepseek-ai/DeepSeek-R1", 61, 512, 64),

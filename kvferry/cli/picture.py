@@ -158,7 +158,7 @@ def _pieces(pair: EnginePair) -> list[tuple[int, Piece, bool]]:
     found = []
     for part in pair_groups(pair.prefill.groups, pair.decode.groups):
         first = part.first_kept_token(pair.num_tokens)
-        if first == pair.num_tokens:
+        if first == pair.num_tokens or pair.prefill.groups[part.source_group].states:
             continue
         for rank in range(pair.decode.world_size):
             plan = plan_transfer(
@@ -251,7 +251,7 @@ def _draw_maps(
     for engine, frames in ((pair.prefill, givers), (pair.decode, takers)):
         for rank, frame in enumerate(frames):
             for group in engine.groups:  # held, given or not
-                for layers in _neighbours(group.layers(rank)):
+                for layers in _neighbours(_mapped_layers(group, rank)):
                     grid.paint(canvas, frame, layers, group.heads(rank), "#bbbbbb")
     for rank, piece, layers, windowed in _blocks_of_cells(_pieces(pair)):
         color = _color(pair.prefill.groups[0], piece.source_rank)
@@ -266,6 +266,11 @@ def _draw_maps(
                 grid.paint(canvas, frame, layers, piece.heads, HATCHED, 0.55, tip)
     for frame in (*givers, *takers):
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "none", stroke="#555555")
+
+
+def _mapped_layers(group: EngineGeometry, rank: int) -> Sequence[int]:
+    """A rank's layers that have heads: recurrent ones have no place on a map of heads."""
+    return () if group.states else group.layers(rank)
 
 
 def _neighbours(layers: Sequence[int]) -> Iterator[range]:
@@ -356,8 +361,11 @@ def _draw_notes(canvas: Canvas, pair: EnginePair, y: float) -> float:
         "Dark grey: held by a prefill rank, but read from another one that holds it too.",
         "A band is as thick as its bytes. Point at anything for its layers, heads and bytes.",
     ]
-    if any(kept_text(group) != "all tokens" for group in pair.prefill.groups + pair.decode.groups):
+    groups = pair.prefill.groups + pair.decode.groups
+    if any(kept_text(group) != "all tokens" for group in groups if not group.states):
         notes.append("Hatched: only the last tokens move, those of the layer's window or chunk.")
+    if any(group.states for group in pair.prefill.groups):
+        notes.append("Bands count the states of recurrent layers; maps leave those layers white.")
     for engine in (pair.prefill, pair.decode):
         if len(engine.groups) > 1:
             notes += [

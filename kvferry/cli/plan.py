@@ -90,6 +90,7 @@ def model_text(model: ModelInfo) -> str:
         else f"{shape.num_kv_heads} KV heads of {shape.head_size}"
     )
     windows = f", {len(shape.layer_windows)} of them with a window" * bool(shape.layer_windows)
+    windows += f", {len(shape.layer_states)} of them recurrent" * bool(shape.layer_states)
     return f"{model.name}: {shape.num_layers} layers{windows}, {cells} (from {model.source})"
 
 
@@ -145,5 +146,6 @@ def _model_as_json(model: ModelInfo) -> dict[str, Any]:
         "head_size": shape.head_size,
         "use_mla": shape.use_mla,
         "layer_windows": {str(layer): window for layer, window in shape.layer_windows.items()},
+        "recurrent_layers": sorted(shape.layer_states),
         "dtype": model.dtype,
     }

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvferry.cache.cache_shape import STATE_BLOCK_SIZE
 from kvferry.cli.differences import difference_texts
 from kvferry.cli.explained import EnginePair, PlannedEngine, change_values, layout_text
 from kvferry.cli.units import bytes_text, layers_text
@@ -46,7 +47,9 @@ def engine_text(engine: PlannedEngine) -> str:
 
 
 def kept_text(group: EngineGeometry) -> str:
-    """Which tokens of a request a group keeps."""
+    """What of a request a group keeps."""
+    if group.states:
+        return "the state after the last token"
     if group.sliding_window is not None:
         return f"window of {group.sliding_window}"
     if group.attention_chunk_size is not None:
@@ -102,7 +105,10 @@ def _group_table(engine: PlannedEngine) -> Table:
     )
     for index, group in enumerate(engine.groups):
         table.add_row(
-            str(index), ranges_text(group.model_layers), kept_text(group), str(group.block_size)
+            str(index),
+            ranges_text(group.model_layers),
+            kept_text(group),
+            str(group.block_size) if group.block_size < STATE_BLOCK_SIZE else "one per request",
         )
     return table
 

@@ -50,7 +50,9 @@ class EngineSpec:
         """
         specs = shape.kv_cache_specs(self.block_size, self.dtype or dtype)
         groups = group_layers(specs, hybrid=self.hybrid)
-        return shape.geometries(groups, layout=self.layout, parallel=self.parallel)
+        made = shape.geometries(groups, layout=self.layout, parallel=self.parallel)
+        # Attention first: it is what the first group is shown for.
+        return tuple(sorted(made, key=lambda group: bool(group.states)))
 
 
 def parse_spec(text: str, where: str) -> EngineSpec:

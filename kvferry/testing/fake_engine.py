@@ -382,7 +382,8 @@ def run(
 
 def fake_model(groups: Sequence[EngineGeometry]) -> ModelFingerprint:
     """The fingerprint of the model that the known cells of these groups stand for."""
-    geometry = groups[0]
+    # Recurrent groups have no heads of their own; engines may order their groups differently.
+    geometry = next((group for group in groups if not group.states), groups[0])
     return ModelFingerprint(
         name="known-cells",
         architecture="KnownCache",

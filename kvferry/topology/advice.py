@@ -41,12 +41,14 @@ class SideChange:
     def _one(self, group: EngineGeometry, block_size: int) -> EngineGeometry:
         size = block_size if self.block_size is None else self.block_size
         tp = group.parallel.tp if self.tp is None else self.tp
+        parallel = replace(group.parallel, tp=tp)
+        if group.states:  # they lie in their own orders, one to a block of any size
+            return replace(group, parallel=parallel)
         return replace(
             group,
-            # States lie in their own orders, whatever heads do.
-            layout=group.layout if group.states else self.layout or group.layout,
+            layout=self.layout or group.layout,
             block_size=max(1, group.block_size * size // block_size),
-            parallel=replace(group.parallel, tp=tp),
+            parallel=parallel,
         )
 
 

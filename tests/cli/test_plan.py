@@ -193,6 +193,28 @@ def test_a_latent_is_read_whole_by_every_decode_rank(planned):
     assert pair["balance"]["prefill_ranks"]["peak"] < 1.05
 
 
+def test_recurrent_layers_move_one_state_whatever_the_tokens(planned):
+    per_token = 4 * 2 * 4 * 128 * 2
+    # x of 48 heads of 64, B and C of 128 each, three inputs of all; 64 * 128 numbers per head.
+    state = (3 * (48 * 64 + 2 * 128) + 48 * 64 * 128) * 2
+
+    text, pair = planned("tp=4,layout=HND", "tp=3,pp=2", "granite-4.0-h-tiny", tokens=1000)
+    assert "40 layers, 36 of them recurrent, 4 KV heads of 128" in text
+    assert sentence(text, "state:") == (
+        "state: of layers 0-4, 6-14, 16-24, 26-34 and 1 more ranges the state after the last token "
+        "moves, as many bytes for any number of tokens"
+    )
+    assert "window:" not in text
+    replicas = 2 * 3 * 2 * 128 * 2  # B and C on the other two ranks of a stage
+    assert total(pair, "nbytes") == per_token * 1000 + 36 * (state + replicas)
+    groups = pair["engines"]["prefill"]["groups"]
+    assert groups[0]["recurrent_state"] is None
+    assert groups[1]["recurrent_state"].startswith("conv bfloat16 (x 48*64, B 1*128, C 1*128) of 3")
+    # B and C come from every rank that holds them, in turn.
+    assert {transfer["prefill_rank"] for transfer in pair["transfers"]} == {0, 1, 2, 3}
+    assert pair["savings"][0]["decode"] == {"layout": "HND"}
+
+
 def test_interleaved_tokens_are_explained(planned):
     text, pair = planned("tp=16,dcp=2", "tp=2,pcp=2,interleave=4", "llama-3-8b")
 
@@ -368,6 +390,20 @@ def test_the_maps_show_every_cell_of_every_decode_rank_once_by_its_source(
     scale = sum(shown.values()) / sum(bytes_of.values())
     for ranks, nbytes in bytes_of.items():
         assert shown[ranks] == pytest.approx(nbytes * scale, rel=0.02), ranks
+
+
+def test_a_map_of_heads_leaves_recurrent_layers_out_and_says_so(drawn):
+    root, _ = drawn("tp=2", "tp=1", "granite-4.0-h-tiny")
+
+    layers = {
+        layer
+        for rect in root.findall(f"{SVG}rect")
+        if (title := rect.find(f"{SVG}title")) is not None
+        for layer in re.search(r"layers ([\d, -]+),", title.text)[1].split(", ")
+    }
+    assert layers == {"5", "15", "25", "35"}
+    texts = [text.text for text in root.findall(f"{SVG}text")]
+    assert any(text.startswith("Bands count the states of recurrent layers") for text in texts)
 
 
 def test_cells_lie_in_their_rank_at_their_layers_and_heads(drawn):
