@@ -19,8 +19,11 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
 from kvferry.connectors.pull.digests import RankDigests
-from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
+from kvferry.connectors.pull.load import RankLoad
+from kvferry.connectors.pull.loader import Loader
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
+from kvferry.connectors.pull.peer import RankIdentity, RouteOptions
+from kvferry.connectors.pull.reads import TargetMemory
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import EngineGeometry, memory_of
@@ -51,6 +54,7 @@ class PullWorker(WorkerConnector):
         self._memory: tuple[RankMemory, ...] = ()
         self._regions: list[npt.NDArray[np.uint8]] = []
         self._digests: RankDigests | None = None
+        self._target: TargetMemory | None = None
         self._loader: Loader | None = None
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
@@ -119,7 +123,20 @@ class PullWorker(WorkerConnector):
         addresses = [region.ctypes.data for region in self._regions]
         self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
         digest = self._digests.loaded if self._extra.record_digests else None
-        self._loader = Loader(identity, self._transports, self._client, digest)
+        self._target = TargetMemory(
+            self._regions,
+            staging_bytes=self._extra.staging_bytes,
+            stall_timeout_s=self._extra.stall_timeout_s,
+            threads=self._extra.mover_threads,
+        )
+        self._loader = Loader(
+            identity,
+            self._target,
+            self._transports,
+            self._client,
+            digest,
+            RouteOptions(self._extra.forced_strategy, self._extra.convert_dtype),
+        )
 
     def _placed(self, regions: Regions) -> list[tuple[int, int]]:
         """For each region of the tensors, the transports' region and the offset in it."""
@@ -208,6 +225,8 @@ class PullWorker(WorkerConnector):
         self._client.close()
         for transport in self._transports.values():
             transport.close()
+        if self._target is not None:
+            self._target.staging.close()
 
 
 def _tensors_of(group: EngineGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
