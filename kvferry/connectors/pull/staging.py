@@ -151,7 +151,7 @@ class StagingPool:
         self._grant()
 
     def quarantine(self, slot: Slot) -> None:
-        """Nobody waits for a slot's transfer any more; once that is terminal the slot comes back."""
+        """Nobody waits for a slot's transfer any more; the slot comes back when that has ended."""
         self._used.remove(slot)
         self._quarantine.add(slot)
         self._quarantined += 1

@@ -24,6 +24,7 @@ from kvferry.connectors.pull.loader import Loader
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.connectors.pull.peer import RankIdentity, RouteOptions
 from kvferry.connectors.pull.reads import TargetMemory
+from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import EngineGeometry, memory_of
@@ -56,6 +57,7 @@ class PullWorker(WorkerConnector):
         self._digests: RankDigests | None = None
         self._target: TargetMemory | None = None
         self._loader: Loader | None = None
+        self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
 
@@ -202,6 +204,7 @@ class PullWorker(WorkerConnector):
             for load in self._loader.take_ended():
                 self._report(load, output)
             output.transfer_progress = self._loader.progress()
+            self._report_staging(self._loader.staging, output)
         output.transfer_records += self._records
         output.finished_sending = self._released
         self._records, self._released = [], set()
@@ -217,6 +220,21 @@ class PullWorker(WorkerConnector):
             block_size = self._context.groups[0].virtual_block_size
             loaded = load.spec.target_block_ids[0][load.spec.first_token // block_size :]
             output.invalid_block_ids.update(block for block in loaded if block != 0)
+
+    def _report_staging(self, now: StagingNumbers, output: KVConnectorOutput) -> None:
+        if now == StagingNumbers():
+            return  # it was never used
+        output.kv_connector_gauges = {
+            "staging_used_bytes": now.used_bytes,
+            "staging_quarantined_bytes": now.quarantined_bytes,
+            "staging_waiting": now.waiting,
+        }
+        before, self._reported = self._reported, now
+        news = {
+            "staging_quarantined": now.quarantined - before.quarantined,
+            "staging_refused": now.refused - before.refused,
+        }
+        output.kv_connector_stats = {name: value for name, value in news.items() if value}
 
     def close(self) -> None:
         """Ends loads, connections and memory. Idempotent."""
