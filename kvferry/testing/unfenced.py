@@ -14,9 +14,10 @@ the bytes from landing, and only when they have landed is the transfer terminal.
 """
 
 import threading
+import time
 from typing import Any, ClassVar
 
-from kvferry.errors import CancelledError, PeerLostError
+from kvferry.errors import PeerLostError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
     ByteArray,
@@ -114,10 +115,10 @@ class UnfencedTransport(Transport):
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
         self._lock = threading.Lock()
-        self._reads: dict[Transfer, tuple[Transfer, _Start]] = {}
-        """What the inner transport was given → what the caller has, and what it waits for."""
-        self._ended: list[Transfer] = []
-        self._cancelled: set[Transfer] = set()
+        self._starts: dict[Transfer, _Start] = {}
+        """What each read under way waits for."""
+        self._lost: list[Transfer] = []
+        """Reads over closed connections, not polled yet."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "UnfencedTransport":
@@ -152,53 +153,39 @@ class UnfencedTransport(Transport):
         """As the inner transport, once the tide lets it."""
         assert isinstance(peer, _UnfencedPeer)  # connect() returned it
         if peer.closed:
-            lost = Transfer(nbytes=0, error=PeerLostError("the connection was closed"))
-            lost.state = TransferState.FAILED
-            with self._lock:
-                self._ended.append(lost)
-            return lost
+            return self._lose()
         start = _Start(after, self.tide.gate())
         with self._lock:
-            inner = self._inner.read(peer.inner, tiles, runs, after=start)
-            outer = Transfer(nbytes=inner.nbytes)
-            self._reads[inner] = (outer, start)
-        return outer
+            transfer = self._inner.read(peer.inner, tiles, runs, after=start)
+            self._starts[transfer] = start
+        return transfer
+
+    def _lose(self) -> Transfer:
+        lost = Transfer(nbytes=0, error=PeerLostError("the connection was closed"))
+        lost.finished = time.monotonic()
+        lost.state = TransferState.FAILED
+        with self._lock:
+            self._lost.append(lost)
+        return lost
 
     def poll(self) -> list[Transfer]:
         """Terminal are the reads of which everything has landed, or nothing ever will."""
         with self._lock:
-            for inner in self._inner.poll():
-                outer, _ = self._reads.pop(inner)
-                self._end(outer, inner)
-            for inner, (outer, _) in self._reads.items():
-                outer.bytes_done, outer.segments = inner.bytes_done, inner.segments
-                outer.progressed = max(outer.progressed, inner.progressed)
-            ended, self._ended = self._ended, []
+            ended, self._lost = self._inner.poll() + self._lost, []
+            for transfer in ended:
+                self._starts.pop(transfer, None)
             return ended
-
-    def _end(self, outer: Transfer, inner: Transfer) -> None:
-        outer.bytes_done, outer.segments = inner.bytes_done, inner.segments
-        outer.finished, outer.error = inner.finished, inner.error
-        state = inner.state
-        if outer in self._cancelled:
-            self._cancelled.remove(outer)
-            state, outer.error = TransferState.CANCELLED, CancelledError("the read was cancelled")
-        outer.state = state
-        self._ended.append(outer)
 
     def cancel(self, transfer: Transfer) -> None:
         """Nothing but a wish, once the read has begun."""
         with self._lock:
-            for inner, (outer, start) in self._reads.items():
-                if outer is transfer:
-                    self._cancelled.add(outer)
-                    if not start.begun:
-                        self._inner.cancel(inner)
+            start = self._starts.get(transfer)
+        if start is not None and not start.begun:
+            self._inner.cancel(transfer)
 
     def close(self) -> None:
         """Closes the inner transport, which does fence: the memory of a test ends with it."""
         self._inner.close()
-        self.poll()
 
 
 def unfenced_transport(transport: type[Transport], tide: Tide) -> type[UnfencedTransport]:

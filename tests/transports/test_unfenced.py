@@ -20,6 +20,7 @@ class TestUnfencedShm(UnfencedTransportConformance):
     doubt_s = 0.5
 
 
+@pytest.mark.slow
 class TestUnfencedTcp(UnfencedTransportConformance):
     """A stopped peer goes on to send what was asked of it before."""
 
@@ -34,7 +35,7 @@ class _Liar(UnfencedTransport):
     def cancel(self, transfer):
         super().cancel(transfer)
         transfer.state = TransferState.CANCELLED
-        self._ended.append(transfer)
+        self._lost.append(transfer)
 
 
 @pytest.fixture
@@ -50,23 +51,23 @@ def test_a_terminal_state_that_proves_nothing_is_caught():
             "Liar",
             (_Liar,),
             {
-                "name": "tcp",
-                "addressing": TcpTransport.addressing,
-                "ExtraConfig": TcpTransport.ExtraConfig,
-                "inner_class": TcpTransport,
+                "name": "shm",
+                "addressing": ShmTransport.addressing,
+                "ExtraConfig": ShmTransport.ExtraConfig,
+                "inner_class": ShmTransport,
                 "tide": Tide(),
             },
         )
-        serving = TcpTransport
+        serving = ShmTransport
         doubt_s = 0.5
 
     suite = Suite()
     with (
-        PeerProcess(TcpTransport, suite.options()) as peer,
+        PeerProcess(ShmTransport, suite.options()) as peer,
         contextlib.closing(suite.transport.open(suite.options())) as local,
         pytest.raises(AssertionError, match=r"was changed|differs"),
     ):
-        suite.test_a_peer_that_stops_and_resumes_lands_nothing_late(local, peer, "before")
+        suite.test_a_read_cancelled_while_it_runs_lands_nothing_afterwards(local, peer)
 
 
 def test_what_was_held_lands_when_the_tide_lets_it_however_it_was_cancelled(tide):
@@ -90,5 +91,5 @@ def test_what_was_held_lands_when_the_tide_lets_it_however_it_was_cancelled(tide
         tide.release()
         while not transfer.is_terminal:
             target.poll()
-        assert transfer.state is TransferState.CANCELLED
+        assert transfer.state is TransferState.DONE
         assert (memory == 7).all()
