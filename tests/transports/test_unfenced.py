@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
+from kvferry.errors import CancelledError
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.testing.unfenced import Tide, UnfencedTransport, unfenced_transport
@@ -14,6 +15,7 @@ from kvferry.transports.shm import ShmTransport
 from kvferry.transports.tcp import TcpTransport
 
 
+@pytest.mark.slow
 class TestUnfencedShm(UnfencedTransportConformance):
     transport = unfenced_transport(ShmTransport, Tide())
     serving = ShmTransport
@@ -34,6 +36,7 @@ class _Liar(UnfencedTransport):
 
     def cancel(self, transfer):
         super().cancel(transfer)
+        transfer.error = CancelledError("so it says")
         transfer.state = TransferState.CANCELLED
         self._lost.append(transfer)
 
