@@ -26,6 +26,7 @@
     ├── TransferError                this load failed; the request may recompute or fail
     │   ├── PeerLostError            the peer is gone
     │   ├── StalledError             no progress for the configured number of seconds
+    │   ├── StagingFullError         staging memory is held by reads that may still land
     │   └── CancelledError           we gave it up ourselves
     └── EngineError                  the reference engine cannot go on
         ├── RequestError             correct the request; the engine goes on without it
@@ -151,6 +152,10 @@ class PeerLostError(TransferError):
 
 class StalledError(TransferError):
     """A load made no progress for the configured number of seconds."""
+
+
+class StagingFullError(TransferError):
+    """Reads that were given up hold the staging memory: what they read may still land there."""
 
 
 class CancelledError(TransferError):

@@ -56,7 +56,11 @@ def test_every_metric_of_an_engine_has_a_row():
     scheduler = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
     others = dict.fromkeys(EngineStats.__struct_fields__, 0)
     metrics.render(
-        EngineStats(**others | {"scheduler": scheduler, "connector": {}, "transfer_progress": {}})
+        EngineStats(
+            **others
+            | {"scheduler": scheduler}
+            | {key: {} for key in ("connector", "connector_gauges", "transfer_progress")}
+        )
     )
     assert set(first_cells("metric of an engine")) == names_of(metrics.registry)
 

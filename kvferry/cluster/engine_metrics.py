@@ -136,3 +136,9 @@ class _StatsGauges(Collector):
         for name, value in sorted(stats.connector.items()):
             counters.add_metric([name], value)
         yield counters
+        gauges = GaugeMetricFamily(
+            "kvferry_engine_connector_state", "Gauges of the connector", labels=["name"]
+        )
+        for name, value in sorted(stats.connector_gauges.items()):
+            gauges.add_metric([name], value)
+        yield gauges

@@ -213,6 +213,8 @@ def _add(joined: KVConnectorOutput, report: KVConnectorOutput) -> None:
     joined.invalid_block_ids |= report.invalid_block_ids or set()
     for name, value in (report.kv_connector_stats or {}).items():
         joined.kv_connector_stats[name] = joined.kv_connector_stats.get(name, 0) + value
+    for name, value in (report.kv_connector_gauges or {}).items():
+        joined.kv_connector_gauges[name] = joined.kv_connector_gauges.get(name, 0) + value
     joined.kv_cache_events.extend(report.kv_cache_events or ())
     joined.transfer_records.extend(report.transfer_records or ())
     for request_id, (done, total) in (report.transfer_progress or {}).items():
@@ -221,7 +223,7 @@ def _add(joined: KVConnectorOutput, report: KVConnectorOutput) -> None:
 
 
 def _merged(earlier: KVConnectorOutput, later: KVConnectorOutput) -> KVConnectorOutput:
-    """Two steps in one report; progress is that of the later."""
+    """Two steps in one report; progress and gauges are those of the later."""
     merged = KVConnectorOutput(
         finished_sending=earlier.finished_sending | later.finished_sending,
         finished_recving=earlier.finished_recving | later.finished_recving,
@@ -230,5 +232,6 @@ def _merged(earlier: KVConnectorOutput, later: KVConnectorOutput) -> KVConnector
     )
     _add(merged, earlier)
     merged.transfer_progress.clear()
+    merged.kv_connector_gauges.clear()
     _add(merged, later)
     return merged

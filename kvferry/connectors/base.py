@@ -52,6 +52,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     """Blocks of a failed load, for engines with one KV cache group."""
     kv_connector_stats: dict[str, float] = msgspec.field(default_factory=dict)
     """Counters of this step; the aggregator adds them."""
+    kv_connector_gauges: dict[str, float] = msgspec.field(default_factory=dict)
+    """Values as they are now on this rank; the aggregator adds them."""
     kv_cache_events: list[Any] = msgspec.field(default_factory=list)
     """Events of this step; the aggregator concatenates them."""
     transfer_records: list["TransferRecord"] = msgspec.field(default_factory=list)

@@ -118,7 +118,7 @@ class ControlClient(Closing):
                 raise IncompatibleError(reply.engine_id, reply.mismatches)
             theirs = _expect(reply, HandshakeReply).description
             validate(theirs)
-            mismatches = compare(description, theirs)
+            mismatches = compare(theirs, description)  # we read
             if mismatches:
                 raise IncompatibleError(theirs.engine_id, mismatches)
             if self._peers is not None:

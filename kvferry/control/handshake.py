@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvferry.errors import ProtocolError
+from kvferry.layouts.convert import is_convertible, is_lossless
 from kvferry.layouts.layout import Box
 from kvferry.topology.description import (
     EngineDescription,
@@ -43,7 +44,7 @@ _MODEL_REMEDIES = {
     "num_layers": "serve the same model on both",
     "num_kv_heads": "serve the same model on both",
     "head_size": "serve the same model on both",
-    "dtype": "give both the same KV cache dtype",
+    "dtype": "give both the same KV cache dtype, or set convert_dtype on the engine that reads",
     "rope": "give both the same rope and context-scaling settings",
     "config_digest": "give both the same model config",
     "weights_digest": "load the same checkpoint on both; equal shapes are not enough",
@@ -67,17 +68,22 @@ def validate(description: EngineDescription) -> None:
         raise ProtocolError(f"{where}: {error}"[:MAX_ERROR_CHARS]) from error
 
 
-def compare(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
-    """Every reason why two engines, both valid, can never exchange KV; empty if there is none.
+def compare(source: EngineDescription, target: EngineDescription) -> list[str]:
+    """Every reason why one engine can never read the KV of another; empty if there is none.
 
     Layout, block size, TP, PP, DCP and the grouping of layers may differ; blocks are converted on
-    the way.
+    the way. So is the dtype, where the target's holds every value of the source's or the target
+    said that precision may be lost.
+
+    Args:
+        source: the valid description of the engine that is read from.
+        target: that of the engine that reads.
     """
     return [
-        *_compare_engines(ours, theirs),
-        *_compare_models(ours, theirs),
-        *_compare_groups(ours, theirs),
-        *_compare_transports(ours, theirs),
+        *_compare_engines(source, target),
+        *_compare_models(source, target),
+        *_compare_groups(source, target),
+        *_compare_transports(source, target),
     ]
 
 
@@ -266,17 +272,21 @@ def _compare_engines(ours: EngineDescription, theirs: EngineDescription) -> Iter
         )
 
 
-def _compare_models(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
+def _compare_models(source: EngineDescription, target: EngineDescription) -> Iterator[str]:
     for field, remedy in _MODEL_REMEDIES.items():
-        values = (getattr(ours.model, field), getattr(theirs.model, field))
+        values = (getattr(source.model, field), getattr(target.model, field))
+        converts = is_convertible if target.convert_dtype else is_lossless
+        if field == "dtype" and converts(*values):
+            continue  # scales, which rule it out, are the groups' matter
         if values[0] != values[1]:
-            yield _differs(f"model.{field}", ours, theirs, values, remedy)
+            yield _differs(f"model.{field}", source, target, values, remedy)
 
 
-def _compare_groups(ours: EngineDescription, theirs: EngineDescription) -> list[str]:
+def _compare_groups(source: EngineDescription, target: EngineDescription) -> list[str]:
     return group_mismatches(
-        *([EngineGeometry.from_description(group) for group in d.groups] for d in (ours, theirs)),
-        names=(f"engine {ours.engine_id!r}", f"engine {theirs.engine_id!r}"),
+        *([EngineGeometry.from_description(g) for g in d.groups] for d in (source, target)),
+        names=(f"engine {source.engine_id!r}", f"engine {target.engine_id!r}"),
+        convert=target.convert_dtype,
     )
 
 

@@ -85,6 +85,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens drawn since the start."""
     connector: dict[str, float]
     """Counters of the connector, added up over ranks and steps."""
+    connector_gauges: dict[str, float]
+    """What the connector's ranks together had in the last step."""
     transfer_progress: dict[str, tuple[int, int]]
     """Request id → (bytes in place, bytes in all) of the loads under way."""
 
@@ -144,6 +146,7 @@ class Engine(Closing):
         self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
         self._records: deque[TransferRecord] = deque(maxlen=_MAX_RECORDS)
         self._progress: dict[str, tuple[int, int]] = {}
+        self._gauges: dict[str, float] = {}
         self._counters: dict[str, float] = {}
         self._totals = {"steps": 0, "computed": 0, "output": 0}
         self._last_step_tokens = 0
@@ -282,9 +285,10 @@ class Engine(Closing):
         self._last_step_tokens = tokens
 
     def _note(self, report: KVConnectorOutput) -> None:
-        """Keeps what is not the scheduler's: records, progress and counters."""
+        """Keeps what is not the scheduler's: records, progress, counters and gauges."""
         self._records.extend(report.transfer_records)
         self._progress = report.transfer_progress
+        self._gauges = report.kv_connector_gauges
         for name, value in report.kv_connector_stats.items():
             self._counters[name] = self._counters.get(name, 0.0) + value
 
@@ -348,6 +352,7 @@ class Engine(Closing):
             computed_tokens=self._totals["computed"],
             output_tokens=self._totals["output"],
             connector=dict(self._counters),
+            connector_gauges=dict(self._gauges),
             transfer_progress=dict(self._progress),
         )
 

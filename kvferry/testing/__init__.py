@@ -5,7 +5,9 @@
     FakeEngine             drives a connector's halves, checks them     fake_engine.py
     KnownCache             a KV cache whose every cell is known         known_cache.py
     TransportConformance   what every transport must do                 transport_conformance.py
+    UnfencedTransportConformance   the same for those that cannot fence   unfenced_conformance.py
     faulty_transport, …    transports that lose, delay and stall reads  faults.py
+    unfenced_transport, …  one whose bytes land when the test lets them unfenced.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from kvferry.testing.hybrid_conformance import HybridConnectorConformance
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
+    from kvferry.testing.unfenced import Tide, unfenced_transport
+    from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 
 __all__ = [
     "ConnectorConformance",
@@ -33,11 +37,14 @@ __all__ = [
     "Faults",
     "HybridConnectorConformance",
     "KnownCache",
+    "Tide",
     "TransportConformance",
+    "UnfencedTransportConformance",
     "faulty_transport",
     "lossy_transport",
     "slow_transport",
     "stalling_transport",
+    "unfenced_transport",
 ]
 
 _MODULES = {
@@ -46,11 +53,14 @@ _MODULES = {
     "Faults": "faults",
     "HybridConnectorConformance": "hybrid_conformance",
     "KnownCache": "known_cache",
+    "Tide": "unfenced",
     "TransportConformance": "transport_conformance",
+    "UnfencedTransportConformance": "unfenced_conformance",
     "faulty_transport": "faults",
     "lossy_transport": "faults",
     "slow_transport": "faults",
     "stalling_transport": "faults",
+    "unfenced_transport": "unfenced",
 }
 
 

@@ -10,8 +10,8 @@
         extra = {"coop": "north"}  # keys of its ExtraConfig, if it needs any
 
 Every test reads from a peer in a process of its own and compares the whole memory around the
-target with a slow oracle. A transport that does not fence (``fences = False``) is spared the
-checks of what may land after a terminal state.
+target with a slow oracle. For a transport with ``fences = False`` there is
+:class:`~kvferry.testing.unfenced_conformance.UnfencedTransportConformance`.
 """
 
 import contextlib
@@ -191,8 +191,6 @@ class TransportConformance:
 
     def assert_nothing_lands(self, scene: Scene) -> None:
         """After a terminal state the memory is somebody else's: nothing may change it."""
-        if not self.transport.fences:
-            return
         scene.refill()
         time.sleep(self.settle_s)
         scene.assert_untouched()
@@ -503,8 +501,7 @@ class TransportConformance:
         scene.refill()
         fresh_peer.resume()
         time.sleep(self.settle_s)
-        if self.transport.fences:
-            scene.assert_untouched()
+        scene.assert_untouched()
         scene.peer = local.connect(fresh_peer.endpoint())
         transfer = scene.read()
         self.wait(local, transfer)

@@ -143,6 +143,8 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelFingerprint
     groups: tuple[GroupDescription, ...]
     ranks: tuple[RankDescription, ...]
+    convert_dtype: bool = False
+    """Whether it reads KV of another dtype although precision is lost."""
 
 
 def without_endpoints(description: EngineDescription) -> EngineDescription:

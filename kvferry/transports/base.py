@@ -63,7 +63,7 @@ class Transfer:
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing of this transfer can land any more (if the transport fences)."""
+        """Whether nothing of this transfer can land any more."""
         return self.state is not TransferState.RUNNING
 
 
@@ -97,7 +97,9 @@ class Transport(Closing):
     addressing: ClassVar[Addressing]
     """What it does with tiles × runs."""
     fences: ClassVar[bool]
-    """Whether a terminal state proves that nothing of the transfer can land any more."""
+    """Whether every read becomes terminal, which proves that nothing of it can land any more, soon
+    after it was cancelled, stalled or lost its peer. One that does not fence may leave such a read
+    ``RUNNING`` for as long as nobody knows; it is given staging memory only."""
     ExtraConfig: ClassVar[type[msgspec.Struct]]
     """Struct of the keys this transport takes; checked before it is opened."""
 
@@ -169,9 +171,14 @@ class Transport(Closing):
     def cancel(self, transfer: Transfer) -> None:
         """Asks for the transfer to stop; idempotent.
 
-        It becomes terminal later, in ``poll``. If the transport fences, nothing lands after that.
+        It becomes terminal later, in ``poll``, and nothing lands after that. If the transport does
+        not fence, that may be never.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends threads, connections and memory. Running transfers fail first. Idempotent."""
+        """Ends threads, connections and memory. Idempotent.
+
+        Running transfers fail first, those apart of which a transport that does not fence cannot
+        know the end.
+        """

@@ -93,7 +93,7 @@ def test_engines_that_fit_are_explained_and_end_with_0(kvferry, engine):
 def test_every_mismatch_of_every_pair_is_listed_and_ends_with_1(kvferry, engine):
     engines = [
         engine("p0", "kv_producer"),
-        engine("p1", "kv_producer", weights="w1", dtype="bfloat16"),
+        engine("p1", "kv_producer", weights="w1", dtype="int32"),
         engine("d0", "kv_consumer", transports=("shm",)),
         engine("d1", "kv_both", transports=("nixl",)),
     ]

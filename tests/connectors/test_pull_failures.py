@@ -27,12 +27,10 @@ from kvferry.errors import (
     TicketExpiredError,
     TicketForgedError,
 )
-from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import Pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_request import Stage
 from kvferry.topology.geometry import EngineGeometry
-from kvferry.transports.shm import ShmTransport
 
 KEY = "k" * 32
 SOURCE = small_geometry("HND", 4, tp=2)
@@ -402,19 +400,6 @@ def test_wrong_extra_keys_are_named_with_the_remedy(
 ) -> None:
     with pytest.raises(kind, match=message):
         open_engine("kv_consumer", "d", TARGET, **extra)
-
-
-def test_a_transport_that_cannot_fence_is_refused_before_a_rank_starts(
-    open_engine: OpenEngine,
-) -> None:
-    class Unfenced(ShmTransport):
-        fences = False
-
-    with (
-        temporary_plugin(TRANSPORTS, "unfenced", Unfenced),
-        pytest.raises(ConfigError, match="cannot prove that nothing lands"),
-    ):
-        open_engine("kv_consumer", "d", TARGET, transport="unfenced")
 
 
 def test_a_producer_refuses_to_load(pair: Pair) -> None:

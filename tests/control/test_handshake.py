@@ -309,7 +309,7 @@ def test_names_of_models_and_of_starts_are_no_mismatches(describe, fingerprint):
         ("num_layers", 7),
         ("num_kv_heads", 4),
         ("head_size", 16),
-        ("dtype", "bfloat16"),
+        ("dtype", "int8"),
         ("rope", "theta=500000"),
         ("config_digest", "c1"),
         ("weights_digest", "w1"),
@@ -324,6 +324,27 @@ def test_every_field_of_the_model_is_compared_and_both_values_are_said(
     assert f"engine 'd' has {value}; " in mismatch
     assert len(mismatch.rpartition("; ")[2]) > 10, "no remedy"
     assert len(compare(theirs, ours)) == 1
+
+
+def test_a_dtype_that_holds_every_value_of_the_sources_is_no_mismatch(describe, fingerprint):
+    narrow = describe("p", dtype="bfloat16", model=fingerprint(dtype="bfloat16"))
+    wide = describe("d")
+    assert compare(narrow, wide) == []
+    mismatches = compare(wide, narrow)
+    assert len(mismatches) == 2  # of the model, and of the layers
+    for mismatch in mismatches:
+        assert "float32" in mismatch
+        assert "bfloat16" in mismatch
+    assert "convert_dtype" in mismatches[0]
+
+
+def test_a_target_that_says_so_reads_a_dtype_that_it_rounds(describe, fingerprint):
+    wide = describe("p")
+    narrow = describe("d", dtype="bfloat16", model=fingerprint(dtype="bfloat16"))
+    assert compare(wide, replace(narrow, convert_dtype=True)) == []
+    assert compare(replace(wide, convert_dtype=True), narrow) != [], "the source has no say"
+    other = describe("d", dtype="int32", model=fingerprint(dtype="int32"))
+    assert len(compare(wide, replace(other, convert_dtype=True))) == 2, "integers are no cells"
 
 
 def test_two_checkpoints_of_one_shape_are_a_mismatch(describe, fingerprint):

@@ -1,7 +1,7 @@
 """What a user may write in ``kv_connector_extra_config`` for the PullConnector."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -9,7 +9,11 @@ from kvferry.config import parse_struct
 from kvferry.control.options import CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
+from kvferry.topology.strategies import Strategy
 from kvferry.transports.registry import transport_class
+
+MIN_STAGING_BYTES = 4096
+"""The smallest staging memory that makes any sense."""
 
 
 class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +50,13 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time without progress after which a read fails as stalled."""
     mover_threads: int = 1
     """Threads that copy, per rank."""
+    staging_bytes: int = 256 << 20
+    """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
+    taken when it is first needed."""
+    strategy: Literal["strided", "direct", "in place", "staged"] | None = None
+    """How cells move wherever that is possible; chosen by cost unless given."""
+    convert_dtype: bool = False
+    """Whether a source whose KV cache has another dtype is read although precision is lost."""
     record_digests: bool = False
     """Whether each rank adds a digest of the cells it lent or loaded to its transfer records."""
 
@@ -62,6 +73,10 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_leased_blocks: {self.max_leased_blocks} is negative")
         if self.mover_threads < 1:
             raise ValueError(f"mover_threads: {self.mover_threads} is less than 1")
+        if self.staging_bytes < MIN_STAGING_BYTES:
+            raise ValueError(
+                f"staging_bytes: {self.staging_bytes} is less than {MIN_STAGING_BYTES}"
+            )
         if not self.transports:
             raise ValueError("transport: name at least one")
         self._check_transports()
@@ -72,15 +87,10 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Everything that can be known of them before a rank starts.
 
         Raises:
-            ConfigError: unknown transport, wrong extra keys, or a transport that cannot fence.
+            ConfigError: unknown transport, or wrong extra keys.
         """
         for name in self.transports:
             kind = transport_class(name)
-            if not kind.fences:
-                raise ConfigError(
-                    f"transport: {name!r} cannot prove that nothing lands after a cancelled read, "
-                    "and the PullConnector reads in place; take one that fences (shm, tcp)"
-                )
             keys = self.transport_config.get(name, {})
             parse_struct(kind.ExtraConfig, keys, f"transport_config of {name}")
         for name in self.transport_config:
@@ -94,6 +104,11 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[str, ...]:
         """The offered transports, best first."""
         return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    @property
+    def forced_strategy(self) -> Strategy | None:
+        """The strategy that is asked for."""
+        return None if self.strategy is None else Strategy(self.strategy)
 
     def key(self) -> bytes | None:
         """The cluster's key.

@@ -67,7 +67,7 @@ class SourceGroups:
             ValueError: the groups can never match; the handshake refuses such an engine.
         """
         geometries = tuple(map(EngineGeometry.from_description, description.groups))
-        pairs = pair_groups(geometries, targets)
+        pairs = pair_groups(geometries, targets, convert=True)  # the handshake judged dtypes
         return cls(description.engine_id, geometries, tuple(targets), pairs)
 
     def check_kept(self, ticket: Ticket, first_token: int, num_tokens: int) -> None:

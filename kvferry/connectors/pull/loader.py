@@ -1,8 +1,8 @@
 """Runs the loads of one rank, off its step thread.
 
-A load becomes one read per source rank and pair of KV cache groups. When all of them are terminal
-the source is told (``Finish``) and its answer is the confirm: only then does the load count. The
-thread owns every load; the step thread hands in commands and takes out results.
+A load becomes a read on every route from its source. When nothing of them can change the cache any
+more the source is told (``Finish``) and its answer is the confirm: only then does the load count.
+The thread owns every load; the step thread hands in commands and takes out results.
 """
 
 import logging
@@ -11,26 +11,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.pull.load import LoadPart, RankLoad
 from kvferry.connectors.pull.metadata import LoadSpec
-from kvferry.connectors.pull.peer import SourcePeer
+from kvferry.connectors.pull.peer import RankIdentity, RouteOptions, SourcePeer
+from kvferry.connectors.pull.reads import TargetMemory, as_load_error
+from kvferry.connectors.pull.routes import Span
+from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer
 from kvferry.errors import (
-    BlockTableError,
     CancelledError,
     EngineError,
     KVFerryError,
     LeaseRevokedError,
     PeerLostError,
-    TransferError,
 )
-from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.topology import EngineGeometry, GroupPair, check_block_ids
-from kvferry.topology.description import EngineDescription, RankMemory
-from kvferry.transports.base import Peer, Transfer, TransferState, Transport
+from kvferry.topology import GroupPair
+from kvferry.topology.description import EngineDescription
+from kvferry.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -39,90 +39,13 @@ CONFIRM_ATTEMPTS = 3
 
 POLL_S = 0.0003
 """Pause between two looks at running reads."""
+QUARANTINE_S = 0.02
+"""Pause where no load reads and only quarantined staging memory is watched."""
 IDLE_S = 1.0
 """Pause of an idle loader; transports let go of dead peers when they are polled."""
 
 Digest = Callable[[LoadSpec, Iterable[GroupPair]], tuple[int, ...]]
 """A load and all pairs of the source's groups and ours → digest of this rank's cells per token."""
-
-
-@dataclass(slots=True, eq=False)
-class _Read:
-    """The part of a load that comes from one source rank."""
-
-    source_rank: int
-    tiles: Tiles
-    runs: Runs
-    connection: Peer
-    transfer: Transfer
-    repeated: bool = False
-    """Whether it runs over a second connection, as the first was lost."""
-
-
-@dataclass(slots=True, eq=False)
-class RankLoad:
-    """One load on this rank, from its start to its result."""
-
-    spec: LoadSpec
-    started: float
-    """Unix seconds."""
-    reads: list[_Read] = field(default_factory=list)
-    peer: SourcePeer | None = None
-    """Whom it reads from; set before the first read."""
-    error: KVFerryError | None = None
-    """The first thing that went wrong."""
-    token_digests: tuple[int, ...] | None = None
-    finished: float = 0.0
-    """Unix seconds at which its last read became terminal."""
-    confirming: bool = False
-    """Whether the source was told and its answer is awaited."""
-    confirms: int = 0
-    """How often the source was asked for the confirm."""
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """What its reads move; one per source rank and pair of groups."""
-        return [read.transfer for read in self.reads]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its reads move."""
-        return sum(transfer.nbytes for transfer in self.transfers)
-
-    @property
-    def bytes_done(self) -> int:
-        """Bytes already in place."""
-        return sum(transfer.bytes_done for transfer in self.transfers)
-
-    def record(self, rank: int) -> TransferRecord:
-        """What it did."""
-        return TransferRecord(
-            request_id=self.spec.request_id,
-            lease_id=self.spec.lease_id,
-            rank=rank,
-            peer=self.spec.engine_id,
-            direction="recv",
-            first_token=self.spec.first_token,
-            tokens=self.spec.num_tokens - self.spec.first_token,
-            nbytes=self.nbytes,
-            copies=sum(transfer.segments for transfer in self.transfers),
-            started=self.started,
-            finished=self.finished,
-            ok=self.error is None,
-            error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
-            token_digests=self.token_digests,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RankIdentity:
-    """Which rank this is, and what it holds."""
-
-    engine_id: str
-    rank: int
-    groups: tuple[EngineGeometry, ...]
-    memory: tuple[RankMemory, ...]
-    """One per group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +63,25 @@ class Loader:
     def __init__(
         self,
         identity: RankIdentity,
+        memory: TargetMemory,
         transports: Mapping[str, Transport],
         client: ControlClient,
         digest: Digest | None,
+        options: RouteOptions,
     ) -> None:
-        """Starts the thread. Transports and client stay the caller's.
+        """Starts the thread. Memory, transports and client stay the caller's.
 
         Args:
             identity: this rank.
+            memory: its cache, and what reads need around it.
             transports: open transports by name, best first.
             client: sends the Finishes.
             digest: computes the digest of loaded cells; ``None`` records none.
+            options: what a user said about routes.
         """
         self._identity = identity
+        self._memory = memory
+        self._options = options
         self._transports = transports
         self._client = client
         self._digest = digest
@@ -195,8 +124,13 @@ class Loader:
         loads = list(self._loads.values())
         return {load.spec.request_id: (load.bytes_done, load.nbytes) for load in loads}
 
+    @property
+    def staging(self) -> StagingNumbers:
+        """What the staging memory is doing."""
+        return self._memory.staging.numbers
+
     def close(self) -> None:
-        """Cancels what runs, waits until it is terminal, ends the thread. Idempotent."""
+        """Gives up what runs and ends the thread. Idempotent."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -213,21 +147,25 @@ class Loader:
         while self._serve_inbox():
             for transport in self._transports.values():
                 transport.poll()
+            self._memory.staging.sweep()
+            now = time.monotonic()
             for load in list(self._loads.values()):
-                if load.confirming or not all(t.is_terminal for t in load.transfers):
-                    continue
-                if not self._read_again(load):
-                    self._confirm(load)
+                if not load.confirming:
+                    self._advance(load, now)
         for load in self._loads.values():
-            self._cancel(load)
+            self._give_up(load, CancelledError("the connector was closed"))
         for peer in self._peers.values():
             peer.close()
+        self._memory.stop()
 
     def _serve_inbox(self) -> bool:
         """Handles every waiting command; sleeps first if there is nothing to watch."""
-        reading = any(not load.confirming for load in self._loads.values())
+        if any(not load.confirming for load in self._loads.values()):
+            pause = POLL_S
+        else:
+            pause = QUARANTINE_S if self._memory.staging.is_watched else IDLE_S
         try:
-            command = self._inbox.get(timeout=POLL_S if reading else IDLE_S)
+            command = self._inbox.get(timeout=pause)
             while True:
                 if command is None:
                     return False
@@ -244,7 +182,7 @@ class Loader:
         elif isinstance(command, _Confirmed):
             self._conclude(command)
         elif (load := self._loads.get(command)) is not None:
-            self._cancel(load)
+            self._give_up(load, CancelledError(f"request {load.spec.request_id} was aborted"))
 
     def _meet(self, description: EngineDescription) -> None:
         engine_id = description.engine_id
@@ -252,26 +190,28 @@ class Loader:
         if known is not None and known.incarnation != description.incarnation:
             older = self._peers.pop(engine_id, None)
             if older is not None:
-                older.close()
+                self._abandon(older)
         self._known[engine_id] = description
         try:
             self._connected(description)
         except Exception as error:
             # Loads will try again, and say what is wrong.
-            logger.warning("cannot read from engine %s: %s", engine_id, _as_ours(error))
+            ours = as_load_error(error, "an engine could not be connected to")
+            logger.warning("cannot read from engine %s: %s", engine_id, ours)
+
+    def _abandon(self, peer: SourcePeer) -> None:
+        """An engine was started again: nothing more comes from its earlier start."""
+        for load in self._loads.values():
+            if load.peer is peer:
+                self._give_up(load, PeerLostError(f"engine {load.spec.engine_id!r} restarted"))
+        peer.close()
 
     def _connected(self, description: EngineDescription) -> SourcePeer:
         """The connections to an engine that was met, made now if there are none."""
         peer = self._peers.get(description.engine_id)
         if peer is None:
-            identity = self._identity
             peer = self._peers[description.engine_id] = SourcePeer.connect(
-                description,
-                rank=identity.rank,
-                engine_id=identity.engine_id,
-                groups=identity.groups,
-                memory=identity.memory,
-                transports=self._transports,
+                description, self._identity, self._memory, self._transports, self._options
             )
         return peer
 
@@ -283,8 +223,7 @@ class Loader:
         except Exception as error:
             # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
             # this load, not of the rank.
-            load.error = _as_ours(error)
-            self._cancel(load)
+            self._give_up(load, as_load_error(error, "the read could not be started"))
 
     def _peer(self, spec: LoadSpec) -> SourcePeer:
         description = self._known.get(spec.engine_id)
@@ -298,62 +237,71 @@ class Loader:
         spec = load.spec
         load.peer = peer
         for group in peer.groups:
-            copies = group.plan.bind(
+            tables = (
                 spec.source_block_ids[group.pair.source_group],
                 spec.target_block_ids[group.pair.target_group],
-                spec.num_tokens,
-                spec.starts[group.index],
             )
-            check_block_ids(copies, group.source_num_blocks, group.target_num_blocks)
-            for source_rank, tiles in group.tiles.items():
-                runs = copies.runs_of(source_rank)
-                if not len(runs):
-                    continue  # all that moves lies behind the window, or on other ranks
-                connection = peer.connections[source_rank]
-                transfer = peer.transport.read(connection, tiles, runs)
-                load.reads.append(_Read(source_rank, tiles, runs, connection, transfer))
+            tokens = spec.starts[group.index], spec.num_tokens
+            span = Span.of(group.plan, tables, tokens, group.num_blocks)
+            for route in group.routes:
+                connections = {rank: peer.connections[rank] for rank in route.source_ranks}
+                read = route.start(span, connections)
+                if read is not None:
+                    load.parts.append(LoadPart(route, span, connections, read))
+
+    def _advance(self, load: RankLoad, now: float) -> None:
+        """Goes on with a load; once it is settled asks for its confirm."""
+        for part in load.parts:
+            part.read.advance(now)
+        if load.is_settled and not self._read_again(load):
+            self._confirm(load)
 
     def _read_again(self, load: RankLoad) -> bool:
         """Repeats, once, the reads that failed because their connection was lost.
 
         A connection may break at any time, also while nothing is read, and the source be well. If
         it is not, the second connection fails too. The lease covers both: it is one until the
-        Finish, and the first read is terminal, so that nothing of it can land any more.
+        Finish, and the first read is settled, so that nothing of it can change the cache any more.
         """
-        lost = [read for read in load.reads if isinstance(read.transfer.error, PeerLostError)]
+        lost = [part for part in load.parts if isinstance(part.read.error, PeerLostError)]
         peer = load.peer
-        if load.error is not None or not lost or any(read.repeated for read in lost):
+        if load.error is not None or not lost or any(part.repeated for part in lost):
             return False
         assert peer is not None  # there are reads
         if self._peers.get(load.spec.engine_id) is not peer:
             return False  # we closed it ourselves: the engine was started again
         try:
-            for read in lost:
-                read.repeated = True
-                read.connection = peer.reconnect(read.source_rank, read.connection)
-                read.transfer = peer.transport.read(read.connection, read.tiles, read.runs)
+            for part in lost:
+                part.repeated = True
+                part.connections = {
+                    rank: peer.reconnect(rank, connection)
+                    for rank, connection in part.connections.items()
+                }
+                again = part.route.start(part.span, part.connections)
+                assert again is not None  # there was something to move
+                part.read = again
         except Exception as error:
-            load.error = _as_ours(error)
-            self._cancel(load)
+            self._give_up(load, as_load_error(error, "the read could not be repeated"))
         return True
 
-    def _cancel(self, load: RankLoad) -> None:
-        if load.error is None and not load.confirming:
-            load.error = CancelledError(f"request {load.spec.request_id} was aborted")
-        for transfer in load.transfers:
-            assert load.peer is not None  # set before the first read
-            load.peer.transport.cancel(transfer)
+    def _give_up(self, load: RankLoad, error: KVFerryError) -> None:
+        """Stops a load; it ends once nothing of it can change the cache any more."""
+        if load.confirming:
+            return
+        load.error = load.error or error
+        for part in load.parts:
+            part.read.give_up(error)
 
     def _confirm(self, load: RankLoad) -> None:
-        """All reads are terminal: nothing lands any more. Asks whether they count."""
+        """The load is settled. Asks whether it counts."""
         load.confirming = True
         load.finished = time.time()
-        for transfer in load.transfers:
-            if transfer.state is not TransferState.DONE and load.error is None:
-                load.error = transfer.error
+        for part in load.parts:
+            load.error = load.error or part.read.error
         if load.error is None and self._digest is not None:
-            assert load.peer is not None  # set before the first read
-            load.token_digests = self._digest(load.spec, load.peer.pairs)
+            assert load.peer is not None  # set before the first part
+            if not load.peer.converts:  # else the cells are others than the source's
+                load.token_digests = self._digest(load.spec, load.peer.pairs)
         self._ask(load)
 
     def _ask(self, load: RankLoad) -> None:
@@ -386,13 +334,3 @@ class Loader:
         del self._loads[load.spec.lease_id]
         with self._lock:
             self._ended.append(load)
-
-
-def _as_ours(error: Exception) -> KVFerryError:
-    """The error of a load; for a defect of ours, which is logged, one that says so."""
-    if isinstance(error, KVFerryError):
-        return error
-    if isinstance(error, ValueError):
-        return BlockTableError(str(error))  # a table, from a ticket, that does not fit the plan
-    logger.error("a read could not be started", exc_info=error)
-    return TransferError(f"the read could not be started: {error!r}")

@@ -1,17 +1,42 @@
-"""One source engine as one target rank sees it: plans, lowered tiles, connections."""
+"""One source engine as one target rank sees it: plans, routes, connections."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.pull.groups import SourceGroups
+from kvferry.connectors.pull.reads import TargetMemory
+from kvferry.connectors.pull.routes import Route, make_routes
 from kvferry.errors import PeerLostError, ProtocolError
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_transfer
 from kvferry.topology.description import EngineDescription, RankMemory
+from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.strategies import Strategy
 from kvferry.transports.base import Peer, Transport
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Which rank this is, and what it holds."""
+
+    engine_id: str
+    rank: int
+    groups: tuple[EngineGeometry, ...]
+    memory: tuple[RankMemory, ...]
+    """One per group."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """What a user may say about routes."""
+
+    strategy: Strategy | None = None
+    """Taken wherever it is possible."""
+    convert_dtype: bool = False
+    """Whether a conversion may lose precision."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,12 +47,9 @@ class GroupPlan:
     """Of the pair among all pairs of the two engines."""
     pair: GroupPair
     plan: TransferPlan
-    tiles: Mapping[int, Tiles]
-    """Source rank → its tiles, lowered onto both memories."""
-    source_num_blocks: int
-    """Blocks of the source's tables."""
-    target_num_blocks: int
-    """Blocks of ours."""
+    routes: tuple[Route, ...]
+    num_blocks: tuple[int, int]
+    """Blocks of the source's tables and of ours."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,67 +69,72 @@ class SourcePeer:
     def connect(
         cls,
         description: EngineDescription,
-        *,
-        rank: int,
-        engine_id: str,
-        groups: Sequence[EngineGeometry],
-        memory: Sequence[RankMemory],
+        identity: RankIdentity,
+        target: TargetMemory,
         transports: Mapping[str, Transport],
+        options: RouteOptions,
     ) -> "SourcePeer":
-        """Plans every pair of groups and connects to every source rank.
+        """Plans every pair of groups, connects to every source rank, and chooses the routes.
 
         By the best transport that both sides have and that reaches: shared memory, for one, does
         not reach another host.
 
         Args:
             description: the source engine, already compared with ours.
-            rank: this rank.
-            engine_id: this engine; spreads the targets over the source's replicas.
-            groups: this engine's geometries, one per group.
-            memory: this rank's memory, one per group.
+            identity: this rank.
+            target: its memory in this process.
             transports: open transports by name, best first.
+            options: what a user said about routes.
 
         Raises:
             ProtocolError: the source offers none of our transports.
             PeerLostError: a source rank is not there.
+            ConfigError: the staging memory is too small for a single block.
         """
-        source = SourceGroups.of(description, groups)
-        plans = []
-        for index, pair in enumerate(source.pairs):
-            plan = plan_transfer(
-                source=source.geometries[pair.source_group],
-                target=groups[pair.target_group],
-                target_rank=rank,
-                target_engine_id=engine_id,
-                layers=pair.layers,
-            )
-            if not plan.source_ranks:
-                continue  # none of these layers are on this rank's stage
-            ours = memory[pair.target_group]
-            theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
-            plans.append(
+        source = SourceGroups.of(description, identity.groups)
+        plans = [
+            plan
+            for index in range(len(source.pairs))
+            if (plan := _plan(index, description, source, identity, options)) is not None
+        ]
+        ranks = sorted({source_rank for each in plans for source_rank in each.tiles})
+        transport, connections = _reach(description, ranks, transports)
+        try:
+            groups = tuple(
                 GroupPlan(
-                    index=index,
-                    pair=pair,
-                    plan=plan,
-                    tiles=plan.lower(theirs, ours),
-                    source_num_blocks=min(memory.num_blocks for memory in theirs.values()),
-                    target_num_blocks=ours.num_blocks,
+                    each.index,
+                    each.pair,
+                    each.plan,
+                    make_routes(each.plan, each.tiles, transport, target, options.strategy),
+                    each.num_blocks,
                 )
+                for each in plans
             )
-        ranks = sorted({source_rank for group in plans for source_rank in group.plan.source_ranks})
-        *better, last = _common(description, transports)
-        for transport in better:
-            try:
-                connections = _connect(transport, description, ranks)
-            except PeerLostError as error:
-                logger.info(
-                    "%s does not reach %s: %s", transport.name, description.engine_id, error
-                )
-                continue
-            return cls(description, transport, source.pairs, tuple(plans), connections)
-        connections = _connect(last, description, ranks)
-        return cls(description, last, source.pairs, tuple(plans), connections)
+        except BaseException:
+            for connection in connections.values():
+                connection.close()
+            raise
+        peer = cls(description, transport, source.pairs, groups, connections)
+        logger.info("reading from engine %s: %s", description.engine_id, peer.summary())
+        return peer
+
+    @property
+    def converts(self) -> bool:
+        """Whether any of its cells arrive in another dtype."""
+        return any(group.plan.conversion is not None for group in self.groups)
+
+    def summary(self) -> str:
+        """How its cells come, in one line: ``tcp, layers 0-3 strided``."""
+        return ", ".join(
+            [
+                self.transport.name,
+                *(
+                    f"layers {ranges_text(group.pair.layers)} "
+                    + "/".join(dict.fromkeys(route.strategy for route in group.routes))
+                    for group in self.groups
+                ),
+            ]
+        )
 
     def reconnect(self, source_rank: int, lost: Peer) -> Peer:
         """The connection to a source rank, in place of one that was lost.
@@ -125,6 +152,56 @@ class SourcePeer:
         """Drops the connections; reads still running on them fail."""
         for connection in self.connections.values():
             connection.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Planned:
+    """A pair of groups before its routes are chosen; fields as in :class:`GroupPlan`."""
+
+    index: int
+    pair: GroupPair
+    plan: TransferPlan
+    tiles: Mapping[int, Tiles]
+    """Source rank → its tiles, lowered onto both memories."""
+    num_blocks: tuple[int, int]
+
+
+def _plan(
+    index: int,
+    description: EngineDescription,
+    source: SourceGroups,
+    identity: RankIdentity,
+    options: RouteOptions,
+) -> _Planned | None:
+    """Plans a pair of groups; ``None`` where none of its layers are on this rank's stage."""
+    pair = source.pairs[index]
+    plan = plan_transfer(
+        source=source.geometries[pair.source_group],
+        target=identity.groups[pair.target_group],
+        target_rank=identity.rank,
+        target_engine_id=identity.engine_id,
+        layers=pair.layers,
+        convert=options.convert_dtype,
+    )
+    if not plan.source_ranks:
+        return None
+    ours = identity.memory[pair.target_group]
+    theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
+    num_blocks = min(memory.num_blocks for memory in theirs.values()), ours.num_blocks
+    return _Planned(index, pair, plan, plan.lower(theirs, ours), num_blocks)
+
+
+def _reach(
+    description: EngineDescription, ranks: Sequence[int], transports: Mapping[str, Transport]
+) -> tuple[Transport, dict[int, Peer]]:
+    """The best common transport that reaches a source, and the connections to its ranks."""
+    *better, last = _common(description, transports)
+    for transport in better:
+        try:
+            return transport, _connect(transport, description, ranks)
+        except PeerLostError as error:
+            logger.info("%s does not reach %s: %s", transport.name, description.engine_id, error)
+    return last, _connect(last, description, ranks)
 
 
 def _connect(

@@ -127,6 +127,7 @@ class PullScheduler(SchedulerConnector):
             model=self._context.model,
             groups=tuple(group.description() for group in self._context.groups),
             ranks=tuple(_ranks.decode(handshake) for handshake in handshakes),
+            convert_dtype=self._extra.convert_dtype,
         )
         self._server.set_description(description)
         self._server.set_transfers(self._transfer_statuses)

@@ -19,8 +19,12 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
 from kvferry.connectors.pull.digests import RankDigests
-from kvferry.connectors.pull.loader import Loader, RankIdentity, RankLoad
+from kvferry.connectors.pull.load import RankLoad
+from kvferry.connectors.pull.loader import Loader
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
+from kvferry.connectors.pull.peer import RankIdentity, RouteOptions
+from kvferry.connectors.pull.reads import TargetMemory
+from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import EngineGeometry, memory_of
@@ -51,7 +55,9 @@ class PullWorker(WorkerConnector):
         self._memory: tuple[RankMemory, ...] = ()
         self._regions: list[npt.NDArray[np.uint8]] = []
         self._digests: RankDigests | None = None
+        self._target: TargetMemory | None = None
         self._loader: Loader | None = None
+        self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
 
@@ -119,7 +125,20 @@ class PullWorker(WorkerConnector):
         addresses = [region.ctypes.data for region in self._regions]
         self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
         digest = self._digests.loaded if self._extra.record_digests else None
-        self._loader = Loader(identity, self._transports, self._client, digest)
+        self._target = TargetMemory(
+            self._regions,
+            staging_bytes=self._extra.staging_bytes,
+            stall_timeout_s=self._extra.stall_timeout_s,
+            threads=self._extra.mover_threads,
+        )
+        self._loader = Loader(
+            identity,
+            self._target,
+            self._transports,
+            self._client,
+            digest,
+            RouteOptions(self._extra.forced_strategy, self._extra.convert_dtype),
+        )
 
     def _placed(self, regions: Regions) -> list[tuple[int, int]]:
         """For each region of the tensors, the transports' region and the offset in it."""
@@ -185,6 +204,7 @@ class PullWorker(WorkerConnector):
             for load in self._loader.take_ended():
                 self._report(load, output)
             output.transfer_progress = self._loader.progress()
+            self._report_staging(self._loader.staging, output)
         output.transfer_records += self._records
         output.finished_sending = self._released
         self._records, self._released = [], set()
@@ -201,6 +221,21 @@ class PullWorker(WorkerConnector):
             loaded = load.spec.target_block_ids[0][load.spec.first_token // block_size :]
             output.invalid_block_ids.update(block for block in loaded if block != 0)
 
+    def _report_staging(self, now: StagingNumbers, output: KVConnectorOutput) -> None:
+        if now == StagingNumbers():
+            return  # it was never used
+        output.kv_connector_gauges = {
+            "staging_used_bytes": now.used_bytes,
+            "staging_quarantined_bytes": now.quarantined_bytes,
+            "staging_waiting": now.waiting,
+        }
+        before, self._reported = self._reported, now
+        news = {
+            "staging_quarantined": now.quarantined - before.quarantined,
+            "staging_refused": now.refused - before.refused,
+        }
+        output.kv_connector_stats = {name: value for name, value in news.items() if value}
+
     def close(self) -> None:
         """Ends loads, connections and memory. Idempotent."""
         if self._loader is not None:
@@ -208,6 +243,8 @@ class PullWorker(WorkerConnector):
         self._client.close()
         for transport in self._transports.values():
             transport.close()
+        if self._target is not None:
+            self._target.staging.close()
 
 
 def _tensors_of(group: EngineGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:

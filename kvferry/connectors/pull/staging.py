@@ -1,0 +1,235 @@
+"""Staging memory of one rank: bounded, shared by its loads in turn, quarantined until proved quiet.
+
+A slot is leased for one chunk. It comes back once nothing can land in it any more (its transfer is
+terminal) and what it held was unpacked. If the load is over before, the slot is in quarantine: it
+stays out of use, and the memory outlives the pool itself if its transfers never end.
+
+Only the loader's thread calls a pool; :attr:`StagingPool.numbers` may be read by anyone.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvferry.errors import ConfigError, StagingFullError
+from kvferry.transports.base import ByteArray, Transfer, Transport
+
+ALIGNMENT = 64
+"""Bytes to which slots are aligned: no two share a cache line."""
+
+_left_in_quarantine: list[ByteArray] = []
+"""Memory of closed pools into which something may still land: kept for the life of the process."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """Staging memory that one chunk has to itself."""
+
+    offset: int
+    """Bytes from the start of the staging memory."""
+    nbytes: int
+    transfer: Transfer | None = None
+    """What lands in it."""
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A chunk's place in the queue for staging memory."""
+
+    nbytes: int
+    slot: Slot | None = None
+    """Set when its turn has come."""
+    error: StagingFullError | None = None
+    """Set when its turn will not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingNumbers:
+    """What a pool is doing."""
+
+    used_bytes: int = 0
+    """Leased to loads that go on."""
+    quarantined_bytes: int = 0
+    """Out of use, because something may still land there."""
+    waiting: int = 0
+    """Chunks in the queue."""
+    quarantined: int = 0
+    """Slots that were ever put in quarantine."""
+    refused: int = 0
+    """Chunks that quarantine left no room for."""
+
+
+class StagingPool:
+    """Leases slots of one piece of memory, first come, first served."""
+
+    def __init__(
+        self,
+        nbytes: int,
+        stall_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Takes no memory before the first claim.
+
+        Args:
+            nbytes: size of the staging memory.
+            stall_timeout_s: seconds for which quarantine may stand in the way of a claim.
+            clock: seconds of a monotonic clock.
+        """
+        self.nbytes = nbytes
+        self._stall_timeout_s = stall_timeout_s
+        self._clock = clock
+        self._memory: ByteArray | None = None
+        self._regions: dict[Transport, int] = {}
+        self._free = [(0, nbytes)]
+        self._used: set[Slot] = set()
+        self._quarantine: set[Slot] = set()
+        self._waiting: deque[Claim] = deque()
+        self._blocked_since: float | None = None
+        self._quarantined = self._refused = 0
+        self.numbers = StagingNumbers()
+        """As of the last change; replaced, never changed."""
+
+    @property
+    def memory(self) -> ByteArray:
+        """The whole staging memory; its pages are taken as they are first written to."""
+        if self._memory is None:
+            padded = np.empty(self.nbytes + ALIGNMENT, dtype=np.uint8)
+            first = -padded.ctypes.data % ALIGNMENT
+            self._memory = padded[first : first + self.nbytes]
+        return self._memory
+
+    def region(self, transport: Transport) -> int:
+        """The id under which a transport knows the memory; registered there at the first call."""
+        if transport not in self._regions:
+            self._regions[transport] = transport.register(self.memory, serve=False)
+        return self._regions[transport]
+
+    def address(self, slot: Slot) -> int:
+        """Address of a slot in this process."""
+        return int(self.memory.ctypes.data) + slot.offset
+
+    def check(self, nbytes: int) -> None:
+        """Checks that a chunk fits at all.
+
+        Raises:
+            ConfigError: it is larger than the staging memory.
+        """
+        if _aligned(nbytes) > self.nbytes:
+            raise ConfigError(
+                f"staging_bytes: one block of one tensor is {nbytes} bytes and does not fit into "
+                f"{self.nbytes}; write at least {4 * _aligned(nbytes)}"
+            )
+
+    def claim(self, nbytes: int) -> Claim:
+        """Queues for a slot of ``nbytes``; granted at once if it is free and nobody waits.
+
+        Raises:
+            ConfigError: see :meth:`check`.
+        """
+        self.check(nbytes)
+        claim = Claim(_aligned(nbytes))
+        self._waiting.append(claim)
+        self._grant()
+        return claim
+
+    def withdraw(self, claim: Claim) -> None:
+        """A claim is no longer wanted. One that was granted gives its slot back: nothing landed."""
+        if claim.slot is not None:
+            self.release(claim.slot)
+        elif claim in self._waiting:
+            self._waiting.remove(claim)
+            self._grant()
+
+    def release(self, slot: Slot) -> None:
+        """A slot comes back: its transfer is terminal and what it held was unpacked."""
+        assert slot.transfer is None or slot.transfer.is_terminal  # else it is quarantine's
+        self._used.remove(slot)
+        self._give_back(slot)
+        self._grant()
+
+    def quarantine(self, slot: Slot) -> None:
+        """Nobody waits for a slot's transfer any more; the slot comes back when that has ended."""
+        self._used.remove(slot)
+        self._quarantine.add(slot)
+        self._quarantined += 1
+        self._grant()
+
+    def sweep(self) -> None:
+        """Takes back the slots whose transfers ended; refuses claims that were blocked too long."""
+        for slot in [slot for slot in self._quarantine if _is_quiet(slot)]:
+            self._quarantine.remove(slot)
+            self._give_back(slot)
+            self._blocked_since = None
+        self._grant()
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether :meth:`sweep` has anything to do."""
+        return bool(self._quarantine or self._waiting)
+
+    def close(self) -> None:
+        """Lets the memory go, unless something may still land in it: then it is kept for good."""
+        running = [slot for slot in (*self._used, *self._quarantine) if not _is_quiet(slot)]
+        if running and self._memory is not None:
+            _left_in_quarantine.append(self._memory)
+        self._memory = None
+
+    def _grant(self) -> None:
+        """Serves the queue from its head, in order: a small chunk never overtakes a large one."""
+        while self._waiting and (slot := self._take(self._waiting[0].nbytes)) is not None:
+            self._waiting.popleft().slot = slot
+        if self._used:
+            self._blocked_since = None
+        elif self._waiting:  # and whatever is not free is in quarantine
+            now = self._clock()
+            if self._blocked_since is None:
+                self._blocked_since = now
+            if now - self._blocked_since >= self._stall_timeout_s:
+                self._refuse()
+        self.numbers = StagingNumbers(
+            used_bytes=sum(slot.nbytes for slot in self._used),
+            quarantined_bytes=sum(slot.nbytes for slot in self._quarantine),
+            waiting=len(self._waiting),
+            quarantined=self._quarantined,
+            refused=self._refused,
+        )
+
+    def _refuse(self) -> None:
+        held = sum(slot.nbytes for slot in self._quarantine)
+        while self._waiting:
+            self._refused += 1
+            self._waiting.popleft().error = StagingFullError(
+                f"staging_bytes: {held} of {self.nbytes} bytes have been in quarantine for "
+                f"{self._stall_timeout_s:g} s or more (stall_timeout_s): reads that were given up "
+                "may still land there; look at their peers, or give it more"
+            )
+
+    def _take(self, nbytes: int) -> Slot | None:
+        for index, (offset, length) in enumerate(self._free):
+            if length >= nbytes:
+                rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
+                self._free[index : index + 1] = rest
+                slot = Slot(offset, nbytes)
+                self._used.add(slot)
+                return slot
+        return None
+
+    def _give_back(self, slot: Slot) -> None:
+        merged: list[tuple[int, int]] = []
+        for offset, length in sorted([*self._free, (slot.offset, slot.nbytes)]):
+            if merged and sum(merged[-1]) == offset:
+                merged[-1] = (merged[-1][0], merged[-1][1] + length)
+            else:
+                merged.append((offset, length))
+        self._free = merged
+
+
+def _is_quiet(slot: Slot) -> bool:
+    return slot.transfer is None or slot.transfer.is_terminal
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

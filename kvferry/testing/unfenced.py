@@ -1,0 +1,206 @@
+"""A transport that cannot fence, with bytes that land when the test lets them.
+
+.. code-block:: python
+
+    tide = Tide()
+    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, tide)):
+        ...
+        tide.hold()      # reads from now on land nothing
+        ...              # cancel them, let them stall, close their connections
+        tide.release()   # and now they land
+
+As with a library whose requests cannot be recalled: neither a cancel nor a closed connection keeps
+the bytes from landing, and only when they have landed is the transfer terminal.
+"""
+
+import threading
+import time
+from typing import Any, ClassVar
+
+from kvferry.errors import PeerLostError
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    TransferState,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+
+NEVER_S = 1e9
+"""Stall timeout of the inner transport: nobody but the other side ends a read."""
+
+
+class Tide:
+    """When the bytes of reads land. Thread-safe; shared by all ranks of a test."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open = True
+        self._gates: list[threading.Event] = []
+
+    def hold(self) -> None:
+        """Reads that start from now on land nothing until :meth:`release`."""
+        with self._lock:
+            self._open = False
+
+    def release(self) -> None:
+        """What was held lands, and so does what comes."""
+        with self._lock:
+            self._open = True
+            gates, self._gates = self._gates, []
+        for gate in gates:
+            gate.set()
+
+    def release_one(self) -> None:
+        """The read that was held longest lands; the others go on waiting."""
+        with self._lock:
+            gate = self._gates.pop(0)
+        gate.set()
+
+    @property
+    def held(self) -> int:
+        """Reads that wait."""
+        with self._lock:
+            return len(self._gates)
+
+    def gate(self) -> threading.Event:
+        """What a new read waits for."""
+        gate = threading.Event()
+        with self._lock:
+            if self._open:
+                gate.set()
+            else:
+                self._gates.append(gate)
+        return gate
+
+
+class _Start:
+    """What a read waits for: its event, then the tide."""
+
+    def __init__(self, after: Waitable | None, gate: threading.Event) -> None:
+        self._after = after
+        self._gate = gate
+        self.begun = after is None
+        """Whether it is the library's by now, which does not give it back."""
+
+    def wait(self) -> None:
+        if self._after is not None:
+            self._after.wait()
+        self.begun = True
+        self._gate.wait()
+
+
+class _UnfencedPeer(Peer):
+    """A connection that is only closed once nothing lands over it any more."""
+
+    def __init__(self, inner: Peer) -> None:
+        self.inner = inner
+        self.closed = False
+
+    def close(self) -> None:
+        """No read starts any more; those under way go on."""
+        self.closed = True
+
+
+class UnfencedTransport(Transport):
+    """A transport around one that fences. Made by :func:`unfenced_transport`, never directly."""
+
+    inner_class: ClassVar[type[Transport]]
+    tide: ClassVar[Tide]
+    fences = False
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self._lock = threading.Lock()
+        self._starts: dict[Transfer, _Start] = {}
+        """What each read under way waits for."""
+        self._lost: list[Transfer] = []
+        """Reads over closed connections, not polled yet."""
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "UnfencedTransport":
+        """Opens the inner transport; raises what that raises."""
+        patient = TransportOptions(
+            host=options.host,
+            threads=options.threads,
+            stall_timeout_s=NEVER_S,
+            extra=options.extra,
+        )
+        return cls(cls.inner_class.open(patient))
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """As the inner transport."""
+        return self._inner.allocate(nbytes)
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """As the inner transport."""
+        return self._inner.register(memory, serve=serve)
+
+    def endpoint(self) -> bytes:
+        """As the inner transport."""
+        return self._inner.endpoint()
+
+    def connect(self, endpoint: bytes) -> Peer:
+        """As the inner transport."""
+        return _UnfencedPeer(self._inner.connect(endpoint))
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """As the inner transport, once the tide lets it."""
+        assert isinstance(peer, _UnfencedPeer)  # connect() returned it
+        if peer.closed:
+            return self._lose()
+        start = _Start(after, self.tide.gate())
+        with self._lock:
+            transfer = self._inner.read(peer.inner, tiles, runs, after=start)
+            self._starts[transfer] = start
+        return transfer
+
+    def _lose(self) -> Transfer:
+        lost = Transfer(nbytes=0, error=PeerLostError("the connection was closed"))
+        lost.finished = time.monotonic()
+        lost.state = TransferState.FAILED
+        with self._lock:
+            self._lost.append(lost)
+        return lost
+
+    def poll(self) -> list[Transfer]:
+        """Terminal are the reads of which everything has landed, or nothing ever will."""
+        with self._lock:
+            ended, self._lost = self._inner.poll() + self._lost, []
+            for transfer in ended:
+                self._starts.pop(transfer, None)
+            return ended
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Nothing but a wish, once the read has begun."""
+        with self._lock:
+            start = self._starts.get(transfer)
+        if start is not None and not start.begun:
+            self._inner.cancel(transfer)
+
+    def close(self) -> None:
+        """Closes the inner transport, which does fence: the memory of a test ends with it."""
+        self._inner.close()
+
+
+def unfenced_transport(transport: type[Transport], tide: Tide) -> type[UnfencedTransport]:
+    """A transport class that is ``transport`` but cannot fence; it keeps the name.
+
+    Args:
+        transport: one that fences.
+        tide: says when reads land.
+    """
+    attributes: dict[str, Any] = {
+        "__doc__": f"{transport.__name__} that cannot fence.",
+        "name": transport.name,
+        "addressing": transport.addressing,
+        "ExtraConfig": transport.ExtraConfig,
+        "inner_class": transport,
+        "tide": tide,
+    }
+    return type(f"Unfenced{transport.__name__}", (UnfencedTransport,), attributes)

@@ -1,0 +1,197 @@
+"""The conformance class of transports that cannot fence: subclass it instead of the other.
+
+.. code-block:: python
+
+    from kvferry.testing import UnfencedTransportConformance
+
+    class TestPigeonTransport(UnfencedTransportConformance):
+        transport = PigeonTransport
+
+Reads that go well are those of :class:`TransportConformance`. One that is cancelled, or whose peer
+stops or dies, may run on for as long as nobody knows what becomes of it. A terminal state proves
+the same as everywhere: nothing lands after it, and never anything beside the target.
+"""
+
+import contextlib
+import threading
+import time
+from typing import ClassVar
+
+import pytest
+
+from kvferry.errors import CancelledError, KVFerryError, PeerLostError, TransferError
+from kvferry.testing.transport_cases import large_case
+from kvferry.testing.transport_conformance import LARGE, SMALL, Scene, TransportConformance
+from kvferry.testing.transport_peer import PeerProcess
+from kvferry.transports.base import Transfer, TransferState, Transport
+
+
+class UnfencedTransportConformance(TransportConformance):
+    """What a transport with ``fences = False`` must do."""
+
+    doubt_s: ClassVar[float] = 3.0
+    """How long a read may be looked at that need not end."""
+
+    def watch(self, local: Transport, transfer: Transfer) -> bool:
+        """Polls until the read is reported, for ``doubt_s`` at most; returns whether it was."""
+        deadline = time.monotonic() + self.doubt_s
+        while time.monotonic() < deadline:
+            if transfer in local.poll():
+                return True
+            time.sleep(0.0005)
+        assert not transfer.is_terminal, "terminal, and not reported"
+        return False
+
+    def judge(self, scene: Scene, transfer: Transfer, over: bool, *errors: type) -> None:
+        """Whatever became of a disturbed read, its state tells no lie.
+
+        Args:
+            scene: where it reads to.
+            transfer: the read.
+            over: whether it was reported as terminal.
+            errors: what it may have failed with, beside one of ``TransferError``'s own kind.
+        """
+        if not over:
+            self.assert_guards_untouched(scene)
+        elif transfer.state is TransferState.DONE:
+            scene.assert_exact()
+        else:
+            assert isinstance(transfer.error, errors), repr(transfer.error)
+            self.assert_nothing_lands(scene)
+
+    def assert_guards_untouched(self, scene: Scene) -> None:
+        """What may still land lands in the target and nowhere else."""
+        for around, target, before in zip(scene.around, scene.targets, scene.before, strict=True):
+            wanted = before.copy()
+            first = target.ctypes.data - around.ctypes.data
+            wanted[first : first + target.nbytes] = target
+            assert (around == wanted).all(), "bytes landed beside the target"
+
+    # What differs from transports that fence.
+
+    def test_the_transport_says_that_it_does_not_fence(self) -> None:
+        """Else the other conformance class is the right one."""
+        assert not self.transport.fences
+
+    def test_a_read_cancelled_while_it_runs_lands_nothing_afterwards(
+        self, local: Transport, healthy_peer: PeerProcess
+    ) -> None:
+        """Once it is terminal. That may be as late as without the cancel."""
+        scene = self.scene(local, healthy_peer, large_case(LARGE))
+        transfer = scene.read()
+        local.cancel(transfer)
+        local.cancel(transfer)
+        self.wait(local, transfer)
+        self.judge(scene, transfer, True, CancelledError)
+
+    def test_reading_from_a_dead_peer_fails_as_lost(
+        self, local: Transport, fresh_peer: PeerProcess
+    ) -> None:
+        """Or is never over; a new connection is refused, or its reads are the same."""
+        scene = self.scene(local, fresh_peer, large_case(SMALL))
+        endpoint = fresh_peer.endpoint()
+        fresh_peer.kill()
+        transfer = scene.read()
+        self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
+        with contextlib.suppress(PeerLostError):
+            scene.peer = local.connect(endpoint)
+            transfer = scene.read()
+            self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
+
+    def test_a_peer_killed_during_a_read_fails_it_as_lost(
+        self, local: Transport, fresh_peer: PeerProcess
+    ) -> None:
+        """Or the read is never over, or it was quicker than the kill."""
+        scene = self.scene(local, fresh_peer, large_case(LARGE))
+        transfer = scene.read()
+        fresh_peer.kill()
+        self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
+
+    @pytest.mark.parametrize("when", ["before", "during"])
+    def test_a_peer_that_stops_and_resumes_lands_nothing_late(
+        self, local: Transport, fresh_peer: PeerProcess, when: str
+    ) -> None:
+        """Nothing but the target changes, and that not once the read is terminal.
+
+        The read is given up while the peer is stopped; what it does when the peer goes on is its
+        own matter until it is terminal. The peer serves new reads then.
+        """
+        scene = self.scene(local, fresh_peer, large_case(LARGE))
+        self.wait(local, scene.read())
+        scene.refill()
+        if when == "before":
+            fresh_peer.suspend()
+        transfer = scene.read()
+        if when == "during":
+            fresh_peer.suspend()
+        over = self.watch(local, transfer)
+        if not over:
+            local.cancel(transfer)
+            over = self.watch(local, transfer)
+        if over:
+            self.judge(scene, transfer, over, TransferError)
+            scene.refill()
+        fresh_peer.resume()
+        if over:
+            time.sleep(self.settle_s)
+            scene.assert_untouched()
+        else:
+            self.judge(scene, transfer, self.watch(local, transfer), TransferError)
+        again = self.scene(local, fresh_peer, large_case(SMALL))
+        transfer = again.read()
+        self.wait(local, transfer)
+        assert transfer.state is TransferState.DONE, transfer.error
+        again.assert_exact()
+
+    def test_a_stopped_peer_holds_up_no_other(
+        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
+    ) -> None:
+        """Reads from a healthy peer go on meanwhile."""
+        stopped = self.scene(local, fresh_peer, large_case(SMALL))
+        healthy = self.scene(local, healthy_peer, large_case(SMALL))
+        fresh_peer.suspend()
+        stuck = [stopped.read() for _ in range(4)]
+        for _ in range(5):
+            transfer = healthy.read()
+            self.wait(local, transfer)
+            assert transfer.state is TransferState.DONE, transfer.error
+            healthy.assert_exact()
+        for transfer in stuck:
+            local.cancel(transfer)
+        fresh_peer.resume()
+
+    def test_closing_a_connection_fails_its_reads_as_lost(
+        self, local: Transport, healthy_peer: PeerProcess
+    ) -> None:
+        """Those that start later at once, those under way when nothing of them lands any more."""
+        scene = self.scene(local, healthy_peer, large_case(LARGE))
+        other = local.connect(healthy_peer.endpoint())
+        transfer = scene.read()
+        scene.peer.close()
+        scene.peer.close()
+        self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
+        later = scene.read()
+        self.wait(local, later)
+        assert isinstance(later.error, PeerLostError)
+        if transfer.is_terminal:
+            scene.peer = other
+            again = scene.read()
+            self.wait(local, again)
+            assert again.state is TransferState.DONE, again.error
+
+    def test_closing_the_transport_ends_its_reads_first(self, healthy_peer: PeerProcess) -> None:
+        """Those that can be known to be over. Closing twice is harmless."""
+        local = self.transport.open(self.options())
+        scene = self.scene(local, healthy_peer, large_case(LARGE))
+        transfers = [scene.read(), scene.read(), scene.read(after=threading.Event())]
+        local.close()
+        ended = [transfer for transfer in transfers if transfer.is_terminal]
+        assert transfers[-1] in ended, "nothing of it had begun"
+        assert all(
+            isinstance(transfer.error, KVFerryError)
+            for transfer in ended
+            if transfer.state is not TransferState.DONE
+        )
+        if len(ended) == len(transfers):
+            self.assert_nothing_lands(scene)
+        local.close()

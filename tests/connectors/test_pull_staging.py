@@ -1,0 +1,197 @@
+"""The pool of staging memory: in turn, never twice, and not before nothing can land any more."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.connectors.pull import staging
+from kvferry.connectors.pull.staging import ALIGNMENT, Claim, Slot, StagingPool
+from kvferry.errors import ConfigError, StagingFullError
+from kvferry.transports.base import Transfer, TransferState
+
+UNIT = ALIGNMENT
+STALL_S = 10.0
+
+
+class Clock:
+    """Seconds that the test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def open_pool(units: int) -> tuple[StagingPool, Clock]:
+    clock = Clock()
+    return StagingPool(units * UNIT, STALL_S, clock), clock
+
+
+def leased(pool: StagingPool, units: int) -> Slot:
+    """A slot into which a read is under way."""
+    slot = pool.claim(units * UNIT).slot
+    assert slot is not None
+    slot.transfer = Transfer(nbytes=units * UNIT)
+    return slot
+
+
+def end(slot: Slot, state: TransferState = TransferState.DONE) -> None:
+    assert slot.transfer is not None
+    slot.transfer.state = state
+
+
+class Machine(RuleBasedStateMachine):
+    """Loads that lease, finish and give up; the memory is a list of owners, byte by byte."""
+
+    UNITS = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.clock = open_pool(self.UNITS)
+        self.queue: list[Claim] = []
+        self.held: list[Slot] = []
+        self.lost: list[Slot] = []
+
+    def admit(self) -> None:
+        """Takes in what was granted or refused."""
+        while self.queue and (self.queue[0].slot or self.queue[0].error):
+            claim = self.queue.pop(0)
+            if claim.slot is not None:
+                claim.slot.transfer = Transfer(nbytes=claim.nbytes)
+                self.held.append(claim.slot)
+        assert not [c for c in self.queue if c.slot or c.error], "somebody was served out of turn"
+
+    @rule(units=st.integers(1, UNITS))
+    def claim(self, units: int) -> None:
+        self.queue.append(self.pool.claim(units * UNIT))
+        self.admit()
+
+    @precondition(lambda self: self.queue)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        claim = self.queue.pop(data.draw(st.integers(0, len(self.queue) - 1)))
+        self.pool.withdraw(claim)
+        self.admit()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        slot = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        end(slot)
+        self.pool.release(slot)
+        self.admit()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        slot = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.lost.append(slot)
+        self.pool.quarantine(slot)
+        self.admit()
+
+    @precondition(lambda self: self.lost)
+    @rule(data=st.data())
+    def end_late(self, data: st.DataObject) -> None:
+        slot = self.lost.pop(data.draw(st.integers(0, len(self.lost) - 1)))
+        end(slot, TransferState.FAILED)
+        self.pool.sweep()
+        self.admit()
+
+    @rule(seconds=st.floats(0, STALL_S))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.pool.sweep()
+        self.admit()
+
+    @invariant()
+    def every_byte_has_one_owner(self) -> None:
+        owners: list[Slot | None] = [None] * self.UNITS
+        for slot in (*self.held, *self.lost):
+            for unit in range(slot.offset // UNIT, (slot.offset + slot.nbytes) // UNIT):
+                assert owners[unit] is None, "leased twice while something may land in it"
+                owners[unit] = slot
+        free = max(map(len, "".join(" " if o else "x" for o in owners).split()), default=0)
+        if self.queue:
+            assert self.queue[0].nbytes > free * UNIT, "kept waiting beside free memory"
+
+    @invariant()
+    def numbers_say_what_is(self) -> None:
+        numbers = self.pool.numbers
+        assert numbers.used_bytes == sum(slot.nbytes for slot in self.held)
+        assert numbers.quarantined_bytes == sum(slot.nbytes for slot in self.lost)
+        assert numbers.waiting == len(self.queue)
+
+
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPool = Machine.TestCase
+
+
+def test_loads_share_the_memory_in_turn() -> None:
+    pool, _ = open_pool(2)
+    first = [pool.claim(UNIT), pool.claim(UNIT)]
+    one, other = pool.claim(UNIT), pool.claim(UNIT)
+    assert first[0].slot is not None
+    pool.release(first[0].slot)
+    assert one.slot is not None
+    assert other.slot is None
+
+
+def test_a_slot_in_quarantine_comes_back_when_its_transfer_ends_late() -> None:
+    pool, clock = open_pool(1)
+    slot = leased(pool, 1)
+    pool.quarantine(slot)
+    clock.now += 1e6
+    pool.sweep()
+    assert pool.numbers.quarantined_bytes == UNIT
+    end(slot, TransferState.CANCELLED)
+    pool.sweep()
+    assert pool.numbers.quarantined_bytes == 0
+    assert leased(pool, 1).offset == slot.offset
+
+
+def test_a_pool_that_quarantine_holds_refuses_loads_after_the_stall_timeout_and_then_at_once() -> (
+    None
+):
+    pool, clock = open_pool(2)
+    slots = [leased(pool, 1), leased(pool, 1)]
+    waiting = pool.claim(UNIT)
+    pool.quarantine(slots[0])
+    clock.now += 2 * STALL_S
+    pool.sweep()
+    assert waiting.error is None, "a load still uses some of it, which will come back"
+    pool.quarantine(slots[1])
+    clock.now += STALL_S - 0.1
+    pool.sweep()
+    assert waiting.error is None
+    clock.now += 0.2
+    pool.sweep()
+    assert isinstance(waiting.error, StagingFullError)
+    assert "stall_timeout_s" in str(waiting.error)
+    assert pool.claim(UNIT).error is not None
+    assert pool.numbers.refused == 2
+    end(slots[0])
+    pool.sweep()
+    assert pool.claim(UNIT).slot is not None
+
+
+def test_a_chunk_that_can_never_fit_is_refused_with_the_key_to_change() -> None:
+    pool, _ = open_pool(2)
+    with pytest.raises(ConfigError, match=r"staging_bytes.*write at least"):
+        pool.claim(3 * UNIT)
+
+
+def test_memory_into_which_something_may_land_outlives_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(staging, "_left_in_quarantine", kept)
+    for state, expected in ((TransferState.DONE, 0), (TransferState.RUNNING, 1)):
+        pool, _ = open_pool(1)
+        slot = leased(pool, 1)
+        assert pool.address(slot) % ALIGNMENT == 0
+        end(slot, state)
+        pool.quarantine(slot)
+        pool.close()
+        assert len(kept) == expected

@@ -1,0 +1,367 @@
+"""By whatever strategy a load comes: the same cells, and nothing lands in blocks of others."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull import reads
+from kvferry.connectors.pull.staging import StagingNumbers
+from kvferry.connectors.records import digest_mismatch
+from kvferry.errors import IncompatibleError
+from kvferry.plugins import TRANSPORTS, temporary_plugin
+from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
+from kvferry.testing.fake_engine import FakeEngine, Groups, run
+from kvferry.testing.fake_request import Stage
+from kvferry.testing.known_cache import KnownCache
+from kvferry.testing.unfenced import Tide, unfenced_transport
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.transports.shm import ShmTransport
+
+SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
+LARGE = EngineGeometry(
+    num_layers=3,
+    num_kv_heads=3,
+    head_size=16,
+    dtype="float32",
+    block_size=4,
+    layout="HND",
+    parallel=ParallelShape(),
+)
+"""Of which 21 tokens are several times the smallest staging memory."""
+
+OpenPair = Callable[..., Pair]
+
+
+@pytest.fixture
+def tide() -> Iterator[Tide]:
+    """Makes ``shm`` a transport that cannot fence; what is still held at the end lands."""
+    tide = Tide()
+    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, tide)):
+        yield tide
+        tide.release()
+
+
+@pytest.fixture
+def open_one() -> Iterator[OpenPair]:
+    """Opens a pair with extra keys of the consumer; it is closed at the end."""
+    with ExitStack() as stack:
+
+        def open_pair_of(geometries: tuple[Groups, Groups] = (SOURCE, TARGET), **keys: Any) -> Pair:
+            common = {
+                "cluster_key": "k" * 32,
+                "lease_duration_s": 1.0,
+                "handshake_timeout_s": 2.0,
+                "record_digests": True,
+                "transport": keys.pop("transport", "shm"),
+            }
+            configs = [
+                KVTransferConfig(
+                    kv_connector="PullConnector",
+                    kv_role=role,
+                    kv_port=0,
+                    kv_connector_extra_config={**common, **extra},
+                )
+                for role, extra in (("kv_producer", {}), ("kv_consumer", keys))
+            ]
+            return stack.enter_context(open_pair((configs[0], configs[1]), geometries))
+
+        yield open_pair_of
+
+
+def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
+    """What each rank's staging memory is doing."""
+    return [worker._loader.staging for worker in engine.workers]  # type: ignore[attr-defined]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+def quarantined(engine: FakeEngine) -> int:
+    return sum(numbers.quarantined_bytes for numbers in staging_of(engine))
+
+
+def settle_staging(engine: FakeEngine) -> None:
+    """Waits until every slot is back."""
+    wait_until(
+        lambda: all(not (n.used_bytes or n.quarantined_bytes) for n in staging_of(engine)),
+        f"slots did not come back: {staging_of(engine)}",
+    )
+
+
+def check_digests(pair: Pair, ids: list[str]) -> None:
+    """Asserts that the cells of these requests arrived bit for bit."""
+    for id in ids:
+        sides = [
+            [
+                record
+                for output in engine.outputs
+                for record in output.transfer_records
+                if record.direction == direction and record.request_id == id
+            ]
+            for engine, direction in ((pair.producer, "send"), (pair.consumer, "recv"))
+        ]
+        assert digest_mismatch(*sides) is None
+
+
+def serve_several(pair: Pair) -> None:
+    """Five loads at once, one beside a local hit; every cell and block is as it must be."""
+    lengths = {"a": 30, "b": 17, "c": 3, "d": 25, "e": 24}
+    sources = {id: pair.prefill(id, length) for id, length in lengths.items()}
+    requests = [
+        pair.decode(source, local_blocks=1 if id == "d" else 0) for id, source in sources.items()
+    ]
+    pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
+    assert [(r.request_id, r.error) for r in requests if r.failed or r.error] == []
+    check_digests(pair, list(lengths))
+    pair.settle()
+    settle_staging(pair.consumer)
+
+
+def strategies_of(pair: Pair) -> set[str]:
+    return {
+        route.strategy
+        for worker in pair.consumer.workers
+        for peer in worker._loader._peers.values()  # type: ignore[attr-defined]
+        for group in peer.groups
+        for route in group.routes
+    }
+
+
+# ---- the same cells by every strategy -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+@pytest.mark.parametrize(
+    ("transport", "strategy"),
+    [("tcp", "strided"), ("shm", "staged"), ("tcp", "staged")],
+)
+def test_a_strategy_that_is_asked_for_moves_the_same_cells(
+    open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str, strategy: str
+) -> None:
+    pair = open_one(geometries, transport=transport, strategy=strategy)
+    serve_several(pair)
+    assert strategies_of(pair) == {strategy}
+
+
+@pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+def test_a_transport_that_cannot_fence_reads_through_staging(
+    open_one: OpenPair, tide: Tide, geometries: tuple[Groups, Groups]
+) -> None:
+    pair = open_one(geometries)
+    serve_several(pair)
+    assert strategies_of(pair) == {"staged"}
+
+
+def test_a_strategy_that_is_impossible_is_said_so_and_another_is_taken(
+    open_one: OpenPair, tide: Tide, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = open_one(strategy="strided")
+    serve_several(pair)
+    assert strategies_of(pair) == {"staged"}
+    assert "strategy: " in caplog.text
+
+
+@pytest.mark.parametrize("unfenced", [False, True])
+def test_loads_larger_than_the_staging_memory_pass_through_it(
+    open_one: OpenPair, request: pytest.FixtureRequest, unfenced: bool
+) -> None:
+    if unfenced:
+        request.getfixturevalue("tide")
+    pair = open_one((LARGE, LARGE), strategy="staged", staging_bytes=4096)
+    serve_several(pair)
+    records = [r for output in pair.consumer.outputs for r in output.transfer_records]
+    assert max(record.nbytes for record in records) > 4 * 4096
+
+
+def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_change(
+    open_one: OpenPair,
+) -> None:
+    large = EngineGeometry(
+        num_layers=1,
+        num_kv_heads=8,
+        head_size=64,
+        dtype="float32",
+        block_size=8,
+        layout="NHD",
+        parallel=ParallelShape(),
+    )
+    pair = open_one((large, large), strategy="staged", staging_bytes=4096)
+    request = pair.decode(pair.prefill("r", 21))
+    pair.finish(request)
+    assert request.failed
+    errors = [r.error for output in pair.consumer.outputs for r in output.transfer_records]
+    assert any("staging_bytes" in error for error in errors)
+    pair.settle()
+
+
+# ---- nothing lands in the cache after a load was reported ---------------------------------------
+
+
+def start_held_load(pair: Pair, tide: Tide) -> Any:
+    """A load of which every read is under way and nothing has landed."""
+    request = pair.decode(pair.prefill("r", 21))
+    tide.hold()
+    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+    wait_until(lambda: tide.held > 0, "no read was started")
+    return request
+
+
+def end_of_tide(pair: Pair, tide: Tide) -> None:
+    """What was held lands now; nobody's blocks change and every slot comes back."""
+    tide.release()
+    settle_staging(pair.consumer)
+    for engine in (pair.producer, pair.consumer):
+        engine.check_memory()
+    serve_several(pair)
+
+
+def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quarantine(
+    open_one: OpenPair, tide: Tide
+) -> None:
+    pair = open_one()
+    start_held_load(pair, tide)
+    pair.consumer.abort("r")
+    pair.settle()
+    assert quarantined(pair.consumer) > 0
+    end_of_tide(pair, tide)
+
+
+def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in_quarantine(
+    open_one: OpenPair, tide: Tide
+) -> None:
+    pair = open_one(stall_timeout_s=0.3)
+    request = start_held_load(pair, tide)
+    pair.finish(request)
+    assert request.failed
+    errors = [r.error for output in pair.consumer.outputs for r in output.transfer_records]
+    assert any("StalledError" in error and "stall_timeout_s" in error for error in errors)
+    pair.settle()
+    assert quarantined(pair.consumer) > 0
+    end_of_tide(pair, tide)
+
+
+def test_a_load_aborted_while_it_is_unpacked_is_reported_when_that_has_ended(
+    open_one: OpenPair, tide: Tide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = open_one()
+    gate = Tide()
+    gate.hold()
+    real = reads.unpack
+    begun: list[int] = []
+
+    def slow(*args: Any) -> None:
+        begun.append(1)
+        gate.gate().wait()
+        real(*args)
+
+    monkeypatch.setattr(reads, "unpack", slow)
+    request = pair.decode(pair.prefill("r", 21))
+    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+    wait_until(lambda: bool(begun), "nothing was unpacked")
+    pair.consumer.abort("r")
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        pair.consumer.step()
+        pair.producer.step()
+        assert pair.consumer.held, "its blocks are free while they are being written to"
+    gate.release()
+    pair.settle()
+    settle_staging(pair.consumer)
+
+
+def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_afterwards(
+    open_one: OpenPair, tide: Tide
+) -> None:
+    pair = open_one((LARGE, LARGE), staging_bytes=4096, stall_timeout_s=0.3)
+    request = start_held_load(pair, tide)
+    pair.finish(request)
+    wait_until(lambda: quarantined(pair.consumer) >= 3072, "the staging memory is not full")
+    refused = pair.decode(pair.prefill("s", 22))
+    pair.finish(refused)
+    assert refused.failed
+    errors = [r.error for output in pair.consumer.outputs for r in output.transfer_records]
+    assert any("StagingFullError" in error for error in errors)
+    end_of_tide(pair, tide)
+
+
+def test_what_is_held_when_its_source_is_lost_lands_in_quarantine(
+    open_one: OpenPair, tide: Tide
+) -> None:
+    pair = open_one(stall_timeout_s=0.3)
+    request = start_held_load(pair, tide)
+    pair.producer.close()
+    run([pair.consumer], lambda: request.stage is Stage.FINISHED, timeout_s=20.0, what="its end")
+    run([pair.consumer], lambda: pair.consumer.is_idle, timeout_s=20.0, what="idleness")
+    pair.consumer.check_memory()
+    tide.release()
+    settle_staging(pair.consumer)
+    pair.consumer.check_memory()
+
+
+def test_an_engine_closes_while_its_reads_are_held(open_one: OpenPair, tide: Tide) -> None:
+    pair = open_one()
+    start_held_load(pair, tide)
+    began = time.monotonic()
+    pair.consumer.close()
+    assert time.monotonic() - began < 5.0
+
+
+# ---- another dtype on either side ---------------------------------------------------------------
+
+
+@pytest.fixture
+def _cells_are_small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known cells hold whole numbers below 128, which every dtype of these tests has."""
+    bits_of: Any = KnownCache._expected
+
+    def numbers(cache: KnownCache, *where: Any) -> Any:
+        values = (bits_of(cache, *where) & 0x7F).astype(np.float32)
+        bits = values.view(np.uint32)
+        return bits if cache.geometry.dtype == "float32" else (bits >> 16).astype(np.uint16)
+
+    monkeypatch.setattr(KnownCache, "_expected", numbers)
+
+
+def as_dtype(geometry: EngineGeometry, dtype: str) -> EngineGeometry:
+    return replace(geometry, dtype=dtype)
+
+
+@pytest.mark.usefixtures("_cells_are_small_numbers")
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("source", "target", "keys"),
+    [("bfloat16", "float32", {}), ("float32", "bfloat16", {"convert_dtype": True})],
+)
+def test_cells_of_another_dtype_arrive_with_equal_values(
+    open_one: OpenPair, transport: str, source: str, target: str, keys: dict[str, Any]
+) -> None:
+    geometries = as_dtype(SOURCE, source), as_dtype(TARGET, target)
+    pair = open_one(geometries, transport=transport, **keys)
+    requests = [pair.decode(pair.prefill(id, length)) for id, length in (("r", 30), ("s", 7))]
+    pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "both to end")
+    assert not any(request.failed for request in requests)
+    assert strategies_of(pair) == {"staged"}
+    records = [r for output in pair.consumer.outputs for r in output.transfer_records]
+    assert {record.token_digests for record in records} == {None}
+    pair.settle()
+    settle_staging(pair.consumer)
+
+
+def test_a_dtype_that_the_target_would_round_is_refused_with_the_key_that_allows_it(
+    open_one: OpenPair,
+) -> None:
+    pair = open_one((SOURCE, as_dtype(TARGET, "bfloat16")))
+    request = pair.decode(pair.prefill("r", 21))
+    pair.finish(request)
+    assert isinstance(request.error, IncompatibleError)
+    assert "convert_dtype" in str(request.error)
