@@ -261,7 +261,7 @@ def _generation(
         written=frozenset(
             name
             for name in SamplingParams.__struct_fields__
-            if getattr(request, name, None) not in (None, False)
+            if getattr(request, name, None) is not None
         ),
     )
 

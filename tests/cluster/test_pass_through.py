@@ -164,13 +164,17 @@ def test_a_body_it_understands_gets_its_first_token_from_the_prefill_server(make
     assert setup.decode[0].bodies[0]["prompt"] == [*b"Hi!"]
 
 
-def test_foreign_servers_are_told_only_what_the_client_wrote(make):
+@pytest.mark.parametrize("written", [{}, {"temperature": 0, "top_p": 0.5}])
+def test_foreign_servers_are_told_only_what_the_client_wrote(make, written):
     setup = make(tokenizer=True)
-    setup.client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2, "model": "lora"})
+    body = {"prompt": "Hi", "max_tokens": 2, "model": "lora", **written}
+    setup.client.post("/v1/completions", json=body)
 
     for server in (*setup.prefill, *setup.decode):
-        sampling = server.bodies[0].keys() - {"prompt", "return_token_ids", "stream"}
-        assert sampling == {"max_tokens", "model", "kv_transfer_params"}
+        (asked,) = server.bodies
+        sampling = asked.keys() - {"prompt", "return_token_ids", "stream", "kv_transfer_params"}
+        assert sampling - {"ignore_eos"} == {"max_tokens", "model", *written}
+        assert {name: asked[name] for name in written} == written
 
 
 def test_a_seeded_draw_is_left_to_one_server(make):
