@@ -1,6 +1,7 @@
 """The nixl transport: the conformance class, what proves the end of a read, and NIXL's errors."""
 
 import hashlib
+import importlib.util
 import sys
 import threading
 import time
@@ -25,12 +26,11 @@ OVER_TCP = MappingProxyType(
 )
 
 
-@pytest.fixture
-def needs_nixl() -> None:
-    pytest.importorskip("nixl", reason="the package nixl is not installed (kvferry[nixl])")
-
-
-needed = [pytest.mark.slow, pytest.mark.usefixtures("needs_nixl")]
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None,
+    reason="the package nixl is not installed (`make test SLOW=1` installs it)",
+)
+needed = [pytest.mark.slow, needs_nixl]
 
 
 class UnfencedConformance(TransportConformance):
@@ -164,7 +164,7 @@ class TestNixlTransportOverTcp(UnfencedConformance):
 
 
 @pytest.fixture
-def pair(needs_nixl: None):
+def pair():
     """Two transports of this process; the first serves 64 KiB, the second reads into as much."""
     with (
         NixlTransport.open(TransportOptions()) as source,
@@ -201,6 +201,7 @@ def with_changes(endpoint: bytes, **changes: object) -> bytes:
 
 
 @pytest.mark.slow
+@needs_nixl
 def test_memory_that_the_peer_never_registered_fails_that_read_only(pair) -> None:
     source, target = pair
     (region,) = decode_endpoint(source.endpoint()).regions
@@ -212,6 +213,7 @@ def test_memory_that_the_peer_never_registered_fails_that_read_only(pair) -> Non
 
 
 @pytest.mark.slow
+@needs_nixl
 def test_the_metadata_of_another_agent_is_refused(pair) -> None:
     source, target = pair
     peer = target.connect(with_changes(source.endpoint(), agent="somebody-else"))
@@ -221,6 +223,7 @@ def test_the_metadata_of_another_agent_is_refused(pair) -> None:
 
 
 @pytest.mark.slow
+@needs_nixl
 def test_regions_made_after_the_connection_can_be_read_into(pair) -> None:
     source, target = pair
     peer = target.connect(source.endpoint())
@@ -233,7 +236,8 @@ def test_regions_made_after_the_connection_can_be_read_into(pair) -> None:
 
 
 @pytest.mark.slow
-def test_a_read_takes_as_many_posts_as_its_limits_say(needs_nixl: None) -> None:
+@needs_nixl
+def test_a_read_takes_as_many_posts_as_its_limits_say() -> None:
     case = large_case(SMALL)
     extra = {"chunk_bytes": 65536, "max_descriptors": 7}
     with (
@@ -248,6 +252,7 @@ def test_a_read_takes_as_many_posts_as_its_limits_say(needs_nixl: None) -> None:
 
 
 @pytest.mark.slow
+@needs_nixl
 def test_an_idle_transport_that_serves_takes_little_of_a_core(pair) -> None:
     before, began = time.process_time(), time.monotonic()
     time.sleep(0.5)
@@ -255,7 +260,8 @@ def test_an_idle_transport_that_serves_takes_little_of_a_core(pair) -> None:
 
 
 @pytest.mark.slow
-def test_after_close_memory_is_refused(needs_nixl: None) -> None:
+@needs_nixl
+def test_after_close_memory_is_refused() -> None:
     transport = NixlTransport.open(TransportOptions())
     transport.close()
     with pytest.raises(TransferError, match="closed"):
@@ -264,20 +270,23 @@ def test_after_close_memory_is_refused(needs_nixl: None) -> None:
 
 
 @pytest.mark.slow
-def test_an_unknown_backend_is_refused_with_the_installed_ones(needs_nixl: None) -> None:
+@needs_nixl
+def test_an_unknown_backend_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(ConfigError, match=r"'PIGEON' is not one of .*UCX"):
         NixlTransport.open(TransportOptions(extra={"backends": ["PIGEON"]}))
 
 
 @pytest.mark.slow
-def test_a_backend_that_does_not_start_is_a_configuration_error(needs_nixl: None) -> None:
+@needs_nixl
+def test_a_backend_that_does_not_start_is_a_configuration_error() -> None:
     params = {"UCX": {"ucx_error_handling_mode": "pigeon"}}
     with pytest.raises(ConfigError, match="backend UCX does not start"):
         NixlTransport.open(TransportOptions(extra={"backend_params": params}))
 
 
 @pytest.mark.slow
-def test_every_error_of_nixl_is_mapped(needs_nixl: None) -> None:
+@needs_nixl
+def test_every_error_of_nixl_is_mapped() -> None:
     from nixl import _bindings
 
     kinds = [kind for name, kind in vars(_bindings).items() if name.endswith("Error")]
