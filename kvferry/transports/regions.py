@@ -1,12 +1,35 @@
-"""The regions of one transport."""
+"""The regions of one transport, and private memory for them."""
 
+import contextlib
+import mmap
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.errors import SharedMemoryError
 from kvferry.transports.base import ByteArray
+
+
+def private_memory(nbytes: int) -> ByteArray:
+    """Zeroed memory of this process, in huge pages where the host has them.
+
+    Raises:
+        ValueError: ``nbytes`` is not positive.
+        SharedMemoryError: there is no room for it.
+    """
+    if nbytes <= 0:
+        raise ValueError(f"nbytes: {nbytes} is not positive")
+    try:
+        mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise SharedMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without them: correct, only slower
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
+    memory[:] = 0  # takes the pages now, not in the first transfer
+    return memory
 
 
 class Regions:

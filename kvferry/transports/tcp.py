@@ -6,22 +6,15 @@ layout happens in these two passes. Only the reader's own threads write its memo
 state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
 """
 
-import contextlib
 import ipaddress
-import mmap
 import secrets
 import threading
 
 import msgspec
-import numpy as np
 import zmq
 
 from kvferry.config import parse_struct
-from kvferry.errors import (
-    ConfigError,
-    KVFerryError,
-    SharedMemoryError,
-)
+from kvferry.errors import ConfigError, KVFerryError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
@@ -35,7 +28,7 @@ from kvferry.transports.base import (
     Waitable,
 )
 from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
-from kvferry.transports.regions import Regions
+from kvferry.transports.regions import Regions, private_memory
 from kvferry.transports.tcp_reader import TcpPeer, TcpRead, TcpReader
 from kvferry.transports.tcp_server import TcpServer
 from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES, Endpoint, decode_endpoint, encode
@@ -131,17 +124,8 @@ class TcpTransport(Transport):
         return self._server.refused
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """See :meth:`Transport.allocate`; private memory, in huge pages where the host has them."""
-        if nbytes <= 0:
-            raise ValueError(f"nbytes: {nbytes} is not positive")
-        try:
-            mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise SharedMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
-        with contextlib.suppress(OSError):  # a kernel without them: correct, only slower
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
-        memory[:] = 0  # takes the pages now, not in the first transfer
+        """See :meth:`Transport.allocate`."""
+        memory = private_memory(nbytes)
         with self._lock:
             return self._regions.add(memory, serve=True), memory
 

@@ -1,0 +1,251 @@
+"""Where NIXL's agents and errors become ours.
+
+An :class:`Agent` is used by one thread at a time. NIXL's own progress thread is off: it looks
+without a pause and would take a core of every rank; progress is made by whoever owns the agent.
+
+**What proves that nothing lands any more.** A READ that NIXL reports as done, and nothing else that
+it says. A released handle cancels nothing on the wire; neither does a removed remote agent, nor
+deregistered memory. An error ends a READ for NIXL at its first failed descriptor, while others of
+it may still be under way. What does prove it, for the backends in ``FENCED_BACKENDS`` and host
+memory, is the end of the whole agent: UCX's worker closes its sockets and destroys its queue pairs,
+and after that neither the kernel nor a network card has anywhere to put late bytes. So
+:meth:`Agent.destroy` also looks whether the agent is really gone, because one forgotten reference
+to it would keep the worker alive.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import (
+    ConfigError,
+    DecodeError,
+    KVFerryError,
+    PeerLostError,
+    TransferError,
+)
+from kvferry.transports.base import ByteArray
+
+logger = logging.getLogger(__name__)
+
+Rows: TypeAlias = npt.NDArray[np.uint64]
+"""Descriptors: one row of address, bytes and device each."""
+Handle: TypeAlias = Any
+"""NIXL's handle of a READ."""
+
+FENCED_BACKENDS = frozenset({"UCX"})
+"""Backends for which the end of an agent proves that nothing lands in host memory any more."""
+_THREADED_BACKENDS = frozenset({"UCX", "LIBFABRIC"})
+_UCX_CONFIG = "KEEPALIVE_INTERVAL=1s"
+"""So that a peer that died is noticed in seconds; UCX's own default is 20."""
+_LOST = frozenset({"nixlRemoteDisconnectError", "nixlCancelledError"})
+"""NIXL's errors that mean that the peer is gone, whatever was being done."""
+
+
+def error_of(
+    error: Exception, doing: str, kind: type[KVFerryError] = TransferError
+) -> KVFerryError:
+    """Our error for one of NIXL's; ``kind`` unless NIXL says that the peer is gone."""
+    name = type(error).__name__
+    text = f"{doing}: NIXL says {str(error) or name}"
+    return PeerLostError(text) if name in _LOST else kind(text)
+
+
+@contextlib.contextmanager
+def nixl_errors(doing: str, kind: type[KVFerryError] = TransferError) -> Iterator[None]:
+    """Raises every error of the block as the one of ours that it means.
+
+    NIXL's errors have no common base but ``Exception``, and its bindings raise ``RuntimeError`` and
+    ``ValueError`` besides. They are not chained: their frames would keep the agent alive.
+    """
+    try:
+        yield
+    except KVFerryError:
+        raise
+    except Exception as error:
+        mapped = error_of(error, doing, kind)
+        error.with_traceback(None)
+    else:
+        return
+    raise mapped
+
+
+def _load() -> Any:
+    """NIXL's Python API.
+
+    Raises:
+        ConfigError: it is not installed, or does not load.
+    """
+    try:
+        from nixl import _api
+    except ImportError as error:
+        raise ConfigError(
+            f"transport nixl: the package nixl does not load ({error}); install kvferry[nixl], or "
+            "without CUDA's packages `pip install --no-deps nixl nixl-cu12`"
+        ) from error
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        # It writes a line per agent to stdout, which is the application's.
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+    return _api
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """What every agent of a transport is made with."""
+
+    backends: tuple[str, ...] = ("UCX",)
+    backend_params: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """By backend: the parameters that NIXL hands to it."""
+    num_threads: int = 0
+    """Threads of backends that have some; 0 leaves the work to the calling thread."""
+
+    def params(self, backend: str) -> dict[str, str]:
+        """Parameters of one backend."""
+        params = dict(self.backend_params.get(backend, {}))
+        if self.num_threads and backend in _THREADED_BACKENDS:
+            params.setdefault("num_threads", str(self.num_threads))
+        if backend == "UCX":
+            params.setdefault("engine_config", _UCX_CONFIG)
+        return params
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the end of an agent proves that nothing lands any more."""
+        return FENCED_BACKENDS.issuperset(self.backends)
+
+
+class Agent:
+    """One NIXL agent and the memory that it knows."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        """Makes the agent and its backends.
+
+        Raises:
+            ConfigError: NIXL is not installed, or a backend does not exist or does not start.
+        """
+        api = _load()
+        self._options = options
+        with nixl_errors("cannot make an agent", ConfigError):
+            config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
+            self._agent: Any = api.nixl_agent(f"kvferry-{uuid.uuid4().hex}", config)
+        for backend in options.backends:
+            self._create(backend)
+
+    def _create(self, backend: str) -> None:
+        installed = sorted(self._agent.get_plugin_list())
+        if backend not in installed:
+            raise ConfigError(
+                f"transport nixl: backends: {backend!r} is not one of this NIXL's: "
+                f"{', '.join(installed)}"
+            )
+        with nixl_errors(f"transport nixl: backend {backend} does not start", ConfigError):
+            self._agent.create_backend(backend, self._options.params(backend))
+
+    @property
+    def name(self) -> str:
+        """Under which peers know it; random, so that no two starts share one."""
+        name: str = self._agent.name
+        return name
+
+    def metadata(self) -> bytes:
+        """What a peer's agent needs to reach this one and the memory registered so far."""
+        with nixl_errors("cannot describe our agent"):
+            metadata: bytes = self._agent.get_agent_metadata()
+            return metadata
+
+    def register(self, arrays: Sequence[ByteArray]) -> None:
+        """Lets peers or our own READs use memory of this host.
+
+        Raises:
+            TransferError: a backend cannot register it.
+        """
+        rows = np.zeros((len(arrays), 3), dtype=np.uint64)
+        rows[:, 0] = [array.ctypes.data for array in arrays]
+        rows[:, 1] = [array.nbytes for array in arrays]
+        with nixl_errors(f"cannot register {int(rows[:, 1].sum())} bytes"):
+            self._agent.register_memory(rows, "DRAM")
+
+    def connect(self, metadata: bytes, name: str) -> None:
+        """Makes a peer known. The connection itself comes with the first READ.
+
+        Raises:
+            DecodeError: NIXL refuses the metadata, or it is another agent's.
+        """
+        with nixl_errors("cannot use the metadata of the peer's agent", DecodeError):
+            loaded = self._agent.add_remote_agent(metadata)
+        if loaded not in (name, name.encode()):
+            raise DecodeError(f"the peer's metadata is of agent {loaded!r}, not of {name!r}")
+
+    def prepare(self, name: str, memory: str, source: Rows, target: Rows) -> Handle:
+        """A READ from ``source`` (of kind ``memory``) at the peer; nothing of it moves yet.
+
+        Raises:
+            TransferError: NIXL knows no way, or the rows leave the registered memory.
+            PeerLostError: the peer is gone.
+        """
+        with nixl_errors(f"cannot prepare a READ of {len(source)} descriptors"):
+            return self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(target, "DRAM"),
+                self._agent.get_xfer_descs(source, memory),
+                name,
+            )
+
+    def start(self, handle: Handle) -> bool:
+        """Posts a prepared READ; whether it is done. Over shared memory it copies right here.
+
+        Raises:
+            PeerLostError, TransferError: it failed. That proves nothing: see the module.
+        """
+        with nixl_errors("a READ cannot be posted"):
+            return self._is_done(self._agent.transfer(handle))
+
+    def is_done(self, handle: Handle) -> bool:
+        """Makes progress; whether the READ is done. Raises as :meth:`start`."""
+        with nixl_errors("a READ failed"):
+            return self._is_done(self._agent.check_xfer_state(handle))
+
+    def _is_done(self, state: str) -> bool:
+        if state == "ERR":
+            raise TransferError("the READ ended as ERR")
+        return state == "DONE"
+
+    def release(self, handle: Handle) -> None:
+        """Gives back the handle of a READ that is done."""
+        with nixl_errors("cannot release a READ"):
+            self._agent.release_xfer_handle(handle)
+
+    def serve(self) -> None:
+        """Makes the progress that readers wait for, where a backend needs ours."""
+        with nixl_errors("cannot serve"):
+            self._agent.get_new_notifs()
+
+    def destroy(self, running: list[Handle]) -> bool:
+        """Ends the agent, READs under way included; empties ``running``.
+
+        Returns whether that proves that nothing of them can land any more. A stopped peer cannot
+        hold it up. The agent must not be used again.
+        """
+        while running:
+            _give_up(running.pop())  # no name here may keep a handle, which keeps the agent
+        core = weakref.ref(self._agent.agent)
+        del self._agent
+        if core() is not None:
+            gc.collect()
+        return core() is None and self._options.fenced
+
+
+def _give_up(handle: Handle) -> None:
+    try:
+        handle.release()
+    except Exception as error:  # the backend could not cancel it; the agent goes anyway
+        logger.debug("a READ under way was not released: %s", error)
