@@ -1,4 +1,4 @@
-"""Our side: the source's memory served over shm and tcp, the reader of both, and one memcpy."""
+"""Our side: the source's memory served over shm, vm and tcp, their reader, and one memcpy."""
 
 import ctypes
 import time
@@ -18,6 +18,8 @@ from kvferry.transports.registry import open_transport
 from kvferry.transports.shm import ShmEndpoint
 from kvferry.transports.shm_segment import PeerSegment
 
+_TRANSPORTS = ("shm", "vm", "tcp")
+
 _POLL_S = 1e-4
 """Seconds between two looks at a transfer. Looking all the time would take a core from it."""
 
@@ -27,6 +29,8 @@ class Offer(msgspec.Struct, frozen=True):
 
     shm: bytes
     """Endpoint."""
+    vm: bytes
+    """Endpoint of copies in private memory, as an engine would have allocated it."""
     tcp: dict[int, bytes]
     """Threads → endpoint."""
 
@@ -40,7 +44,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class KvferrySource:
-    """The cache, once in each layout, in shared memory."""
+    """The cache, once in each layout, in shared memory, and once more in private memory."""
 
     def __init__(self, shape: CacheShape, threads: tuple[int, ...]) -> None:
         self._shm = open_transport("shm")
@@ -50,6 +54,9 @@ class KvferrySource:
             _, region = self._shm.allocate(shape.region_bytes)
             shape.cells(region, layout)[:] = known
             regions.append(region)
+        self._vm = open_transport("vm")
+        for region in regions:
+            self._vm.register(region.copy())
         self._tcp = {
             count: open_transport("tcp", TransportOptions(threads=count)) for count in threads
         }
@@ -61,17 +68,18 @@ class KvferrySource:
         """How to reach it."""
         return Offer(
             self._shm.endpoint(),
+            self._vm.endpoint(),
             {count: transport.endpoint() for count, transport in self._tcp.items()},
         )
 
     def close(self) -> None:
         """Closes the transports."""
-        for transport in (*self._tcp.values(), self._shm):
+        for transport in (*self._tcp.values(), self._vm, self._shm):
             transport.close()
 
 
 class KvferryReader:
-    """Reads into private memory, by shm, by tcp, and with a plain memcpy."""
+    """Reads into private memory, by each transport, and with a plain memcpy."""
 
     def __init__(self, shape: CacheShape, offer: Offer, threads: tuple[int, ...]) -> None:
         self._shape = shape
@@ -80,11 +88,11 @@ class KvferryReader:
         self._target[:] = 0
         self._segments = offer.attach()
         self._open: dict[tuple[str, int], tuple[Transport, Peer]] = {}
-        for name in ("shm", "tcp"):
+        for name in _TRANSPORTS:
             for count in threads:
                 transport = open_transport(name, TransportOptions(threads=count))
                 transport.register(self._target, serve=False)
-                endpoint = offer.shm if name == "shm" else offer.tcp[count]
+                endpoint = {"shm": offer.shm, "vm": offer.vm, "tcp": offer.tcp[count]}[name]
                 self._open[name, count] = (transport, transport.connect(endpoint))
         self._pools = {count: ThreadPoolExecutor(count) for count in threads}
         self._plans: dict[tuple[str, str], tuple[TransferPlan, Tiles]] = {}
@@ -94,7 +102,7 @@ class KvferryReader:
 
     def measure(self, contender: str, case: Case) -> Sample:
         """One transfer."""
-        if contender in ("shm", "tcp"):
+        if contender in _TRANSPORTS:
             return self._read(contender, case)
         copy = {"memmove": self._memmove, "torch copy": self._torch_copy}[contender]
         return Sample(copy(case.threads))
@@ -109,7 +117,7 @@ class KvferryReader:
         Raises:
             WrongDataError: it holds something else than it should.
         """
-        if contender in ("shm", "tcp"):
+        if contender in _TRANSPORTS:
             check_target(self._shape, case, self._target, self._known)
             return
         nbytes = self._shape.transfer_bytes

@@ -10,13 +10,19 @@ from benchmarks.report import Results, case_label, family_gbps
 _PANELS = (
     (
         "one host",
-        (("memcpy", "memcpy"), ("shm", "kvferry shm"), ("nixl shm", "NIXL shm (+ permute)")),
+        (
+            ("memcpy", "memcpy"),
+            ("shm", "kvferry shm"),
+            ("vm", "kvferry vm"),
+            ("nixl shm", "NIXL shm (+ permute)"),
+        ),
     ),
     ("TCP", (("tcp", "kvferry tcp"), ("nixl tcp", "NIXL over UCX TCP (+ permute)"))),
 )
 _COLOURS = {
     "memcpy": "#9aa0a6",
     "shm": "#1a73e8",
+    "vm": "#34a853",
     "tcp": "#1a73e8",
     "nixl shm": "#e8710a",
     "nixl tcp": "#e8710a",

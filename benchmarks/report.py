@@ -16,6 +16,7 @@ from benchmarks.machine import Machine
 _FAMILIES = (
     ("memcpy", "memcpy"),
     ("shm", "kvferry shm"),
+    ("vm", "kvferry vm"),
     ("nixl shm", "NIXL shm"),
     ("tcp", "kvferry tcp"),
     ("nixl tcp", "NIXL TCP"),
@@ -23,6 +24,8 @@ _FAMILIES = (
 _COMPARED = {
     ("shm", "memcpy"): "shm / memcpy",
     ("shm", "nixl shm"): "shm / NIXL",
+    ("vm", "memcpy"): "vm / memcpy",
+    ("vm", "nixl shm"): "vm / NIXL",
     ("tcp", "nixl tcp"): "tcp / NIXL",
 }
 

@@ -173,7 +173,7 @@ class TransportBenchmark(Closing):
         source = self._start("kvferry source", KvferrySource, self._shape, threads, env={})
         offer: Offer = source.call("offer")
         reader = self._start("kvferry reader", KvferryReader, self._shape, offer, threads, env={})
-        contenders = ("memmove", "torch copy", "shm", "tcp")
+        contenders = ("memmove", "torch copy", "shm", "vm", "tcp")
         self._add(Stage(source, reader, contenders, threads, permutes=False))
         return offer
 

@@ -21,6 +21,7 @@ from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.layouts import LAYOUT_NAMES
 from kvferry.transports.shm import ShmExtraConfig
 from kvferry.transports.tcp import TcpExtraConfig
+from kvferry.transports.vm import VmExtraConfig
 
 PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
 STRUCTS = [
@@ -28,6 +29,7 @@ STRUCTS = [
     PullConfig,
     ShmExtraConfig,
     TcpExtraConfig,
+    VmExtraConfig,
     CurveKeys,
     ModelConfig,
     EngineConfig,

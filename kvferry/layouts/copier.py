@@ -104,6 +104,11 @@ class CopyJob:
         self._active = 0
         self._cancelled = False
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all; 0 if there is nothing to copy."""
+        return len(self._chunks)
+
     def step(self) -> bool:
         """Copies one chunk; returns whether it found one to copy."""
         with self._lock:

@@ -15,7 +15,8 @@ from numba.extending import intrinsic as _numba_intrinsic
 _BYTE = ir.IntType(8)
 
 
-def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function that kernels call out of one that generates its code."""
     made: Callable[..., Any] = _numba_intrinsic(function)
     return made
 
@@ -41,7 +42,7 @@ def _mover(width: int, *, stream: bool) -> Callable[..., Any]:
 
         return types.void(types.int64, types.int64), generate
 
-    return _intrinsic(move)
+    return intrinsic(move)
 
 
 move_1 = _mover(1, stream=False)
@@ -93,7 +94,7 @@ def _transposer(width: int) -> Callable[..., Any]:
 
         return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
-    return _intrinsic(transpose)
+    return intrinsic(transpose)
 
 
 transpose_1 = _transposer(1)
@@ -102,7 +103,7 @@ transpose_4 = _transposer(4)
 transpose_8 = _transposer(8)
 
 
-@_intrinsic
+@intrinsic
 def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """``memcpy(target, source, nbytes)``; the two do not overlap."""
 
@@ -125,7 +126,7 @@ def memcpy(_context: Any, target: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@_intrinsic
+@intrinsic
 def fence(_context: Any) -> Any:
     """Orders streaming stores before everything that follows."""
 
@@ -136,7 +137,7 @@ def fence(_context: Any) -> Any:
     return types.void(), generate
 
 
-@_intrinsic
+@intrinsic
 def prefetch(_context: Any, address: Any) -> Any:
     """Asks for a cache line into the second level; harmless where there is no memory."""
 
@@ -164,7 +165,7 @@ def _loader(width: int) -> Callable[..., Any]:
 
         return types.uint64(types.int64), generate
 
-    return _intrinsic(load)
+    return intrinsic(load)
 
 
 load_1 = _loader(1)

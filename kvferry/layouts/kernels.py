@@ -96,7 +96,7 @@ def melt(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
 
 
 @kernel
-def _same_shape(runs: Any, one: int, two: int) -> bool:
+def same_shape(runs: Any, one: int, two: int) -> bool:
     """Whether two runs make boxes of the same extents and strides."""
     same: bool = (
         runs[one, R_TOKENS] == runs[two, R_TOKENS]
@@ -322,7 +322,7 @@ def copy_table(
             target = target_base + (
                 runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
             )
-            if r == 0 or not _same_shape(runs, r, r - 1):
+            if r == 0 or not same_shape(runs, r, r - 1):
                 piece, left = melt(tile, runs[r], dims)
             if left == 0 and held and held_source + held == source and held_target + held == target:
                 held += piece
@@ -385,7 +385,7 @@ def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
             target = tile[T_OFFSET] + (
                 runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
             )
-            if r == 0 or not _same_shape(runs, r, r - 1):
+            if r == 0 or not same_shape(runs, r, r - 1):
                 piece, left = melt(tile, runs[r], dims)
             if left == 0 and held and end_source == source and end_target == target:
                 if count <= len(out):

@@ -1,7 +1,7 @@
 """Moves bytes between registered regions; knows nothing of layers, heads or requests.
 
-:mod:`kvferry.transports.base` is the contract, ``shm`` and ``tcp`` fulfil it. Importing this
-package loads no transport; :func:`open_transport` loads the one it is asked for.
+:mod:`kvferry.transports.base` is the contract; ``shm``, ``vm`` and ``tcp`` fulfil it. Importing
+this package loads no transport; :func:`open_transport` loads the one it is asked for.
 """
 
 from kvferry.transports.base import (

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from kvferry.errors import CancelledError, KVFerryError, TransferError
 from kvferry.transports.base import Transfer, TransferState, Waitable
@@ -195,6 +196,69 @@ class MoverPool:
                 task()
             except Exception:  # a bug in one task must not end the thread that others need
                 logger.exception("a mover task failed")
+
+
+class Chunks(Protocol):
+    """A copy in chunks that any number of threads may work on together."""
+
+    bytes_done: int
+    """Bytes of the chunks that are complete."""
+    segments: int
+    """Contiguous pieces of the chunks that are complete."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all."""
+
+    def step(self) -> bool:
+        """Copies one chunk; returns whether it found one to copy.
+
+        Raises:
+            KVFerryError: the chunk cannot be copied; some of its bytes may be there.
+        """
+
+
+class ChunkedRead:
+    """One read: a copy that the movers step through in turns, and its fence."""
+
+    def __init__(self, copy: Chunks, landing: Landing, pool: MoverPool) -> None:
+        self._copy = copy
+        self._landing = landing
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._bytes_seen = 0
+        self._segments_seen = 0
+
+    def start(self) -> None:
+        """Puts as many movers on it as are of use; each takes the next chunk when it has turn."""
+        for _ in range(max(1, min(self._pool.size, self._copy.num_chunks))):
+            self._pool.submit(self._step)
+
+    def _step(self) -> None:
+        if not self._landing.enter():
+            return
+        more, nbytes, segments = False, 0, 0
+        try:
+            more = self._copy.step()
+            nbytes, segments = self._progress()
+        except KVFerryError as error:
+            self._landing.fail(error)
+        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+            logger.exception("a copy failed")
+            self._landing.fail(TransferError(f"the copy failed: {error!r}"))
+        finally:
+            self._landing.leave(nbytes, segments)
+        if more:
+            self._pool.submit(self._step)
+
+    def _progress(self) -> tuple[int, int]:
+        """Bytes and segments since the last call, by whichever mover."""
+        with self._lock:
+            nbytes = self._copy.bytes_done - self._bytes_seen
+            segments = self._copy.segments - self._segments_seen
+            self._bytes_seen += nbytes
+            self._segments_seen += segments
+        return nbytes, segments
 
 
 def start_after(after: Waitable | None, landing: Landing, start: Callable[[], object]) -> None:

@@ -8,10 +8,8 @@ one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm
 import logging
 import threading
 import time
-from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
@@ -32,7 +30,9 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
-from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.host import boot_id
+from kvferry.transports.local import LocalPeer
+from kvferry.transports.movers import Ledger, MoverPool
 from kvferry.transports.regions import Regions
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
@@ -77,90 +77,25 @@ class ShmExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
-class ShmPeer(Peer):
+class ShmPeer(LocalPeer):
     """The mapped memory of one rank."""
 
     def __init__(self, segments: dict[int, PeerSegment], region_bytes: tuple[int, ...]) -> None:
-        self.region_bytes = region_bytes
-        """By region id; 0 where nothing is served."""
+        super().__init__(region_bytes)
         self.segments = segments
-        self.addresses = np.zeros(len(region_bytes), dtype=np.int64)
         for region, segment in segments.items():
             self.addresses[region] = segment.array.ctypes.data
-        self.reads: dict[Transfer, Landing] = {}
-        self.closed = False
-        self.lock = threading.Lock()
 
-    def error(self) -> KVFerryError | None:
-        """Why nothing can be read from it, or ``None``."""
-        if self.closed:
-            return PeerLostError("the connection was closed")
+    def lost(self) -> KVFerryError | None:
+        """See :meth:`LocalPeer.lost`."""
         if not all(segment.owner_is_alive() for segment in self.segments.values()):
             return PeerLostError("the process that owns the memory has ended or closed it")
         return None
 
-    def close(self) -> None:
-        """Drops the mappings; running reads fail with ``PeerLostError``."""
-        with self.lock:
-            self.closed = True
-            reads = list(self.reads.values())
-        for landing in reads:
-            landing.fail(PeerLostError("the connection was closed"))
-        with self.lock:
-            self._drop_if_idle()
-
-    def forget(self, transfer: Transfer) -> None:
-        """A read has ended."""
-        with self.lock:
-            self.reads.pop(transfer, None)
-            self._drop_if_idle()
-
-    def _drop_if_idle(self) -> None:
-        # A mover may still be inside a chunk: the memory must outlive it.
-        if self.closed and not self.reads:
-            for segment in self.segments.values():
-                segment.close()
-
-
-class _Read:
-    """One read: a copy job that the movers step through, and its fence."""
-
-    def __init__(self, copy: CopyJob, landing: Landing, pool: MoverPool) -> None:
-        self._copy = copy
-        self._landing = landing
-        self._pool = pool
-        self._lock = threading.Lock()
-        self._bytes_seen = 0
-        self._segments_seen = 0
-
-    def start(self) -> None:
-        """Puts as many movers on it as there are; each takes the next chunk when it has turn."""
-        for _ in range(self._pool.size):
-            self._pool.submit(self._step)
-
-    def _step(self) -> None:
-        if not self._landing.enter():
-            return
-        more, nbytes, segments = False, 0, 0
-        try:
-            more = self._copy.step()
-            nbytes, segments = self._progress()
-        except Exception as error:  # a bug of ours: this read fails, the mover goes on
-            logger.exception("a copy failed")
-            self._landing.fail(TransferError(f"the copy failed: {error!r}"))
-        finally:
-            self._landing.leave(nbytes, segments)
-        if more:
-            self._pool.submit(self._step)
-
-    def _progress(self) -> tuple[int, int]:
-        """Bytes and segments since the last call, by whichever mover."""
-        with self._lock:
-            nbytes = self._copy.bytes_done - self._bytes_seen
-            segments = self._copy.segments - self._segments_seen
-            self._bytes_seen += nbytes
-            self._segments_seen += segments
-        return nbytes, segments
+    def release(self) -> None:
+        """Drops the mappings."""
+        for segment in self.segments.values():
+            segment.close()
 
 
 class ShmTransport(Transport):
@@ -219,7 +154,7 @@ class ShmTransport(Transport):
         """See :meth:`Transport.endpoint`."""
         with self._lock:
             regions = tuple(self._shared)
-        return msgspec.msgpack.encode(ShmEndpoint(host=_boot_id(), regions=regions))
+        return msgspec.msgpack.encode(ShmEndpoint(host=boot_id(), regions=regions))
 
     def connect(self, endpoint: bytes) -> ShmPeer:
         """Maps the peer's regions, once; page tables are filled in the background.
@@ -256,24 +191,10 @@ class ShmTransport(Transport):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
         transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(
-            transfer,
-            self._ledger,
-            verify=peer.error,
-            on_end=lambda _: peer.forget(transfer),
-        )
-        with peer.lock:
-            error = peer.error()
-            peer.reads[transfer] = landing
-        if not self._ledger.enter(landing):
-            return transfer
-        if error is not None:
-            landing.fail(error)
-            return transfer
         copy = CopyJob(
             peer.addresses, self._regions.addresses, tiles, runs, self._extra.chunk_bytes
         )
-        start_after(after, landing, _Read(copy, landing, self._pool).start)
+        peer.start(copy, transfer, self._ledger, self._pool, after)
         return transfer
 
     def poll(self) -> list[Transfer]:
@@ -341,12 +262,8 @@ def _decode(endpoint: bytes) -> ShmEndpoint:
             f"endpoint: is one of {described.transport!r} version {described.version}, "
             f"expected 'shm' version {VERSION}"
         )
-    if described.host != _boot_id():
+    if described.host != boot_id():
         raise PeerLostError(
             "the peer runs on another host, where shared memory does not reach; use tcp"
         )
     return described
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -191,7 +191,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = msgspec.json.decode((tmp_path / "transport.json").read_bytes(), type=Results)
     assert [case.case for case in results.transports] == all_cases()
-    expected = {"memmove", "torch copy", "shm", "tcp"}
+    expected = {"memmove", "torch copy", "shm", "vm", "tcp"}
     if why_missing() is None:
         expected |= {"nixl shm", "nixl tcp"}
         assert results.nixl_skipped is None

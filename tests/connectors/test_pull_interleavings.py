@@ -168,7 +168,7 @@ def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_wai
 # ---- connections that break, and such as cannot be made -----------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "vm", "tcp"])
 def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transport: str) -> None:
     producer = open_engine("p", SOURCE, transport=transport, **SHORT)
     pair = Pair(producer, open_engine("d", TARGET, transport=transport), 20.0)
@@ -204,13 +204,19 @@ def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_loa
     assert failures
 
 
-def test_where_shared_memory_does_not_reach_the_next_transport_is_taken(
-    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("transport", "boot_id"),
+    [("shm", "kvferry.transports.shm.boot_id"), ("vm", "kvferry.transports.vm_process.boot_id")],
+)
+def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, transport: str, boot_id: str
 ) -> None:
-    producer = open_engine("p", SOURCE, transport=["shm", "tcp"])
-    monkeypatch.setattr(shm, "_boot_id", lambda: "another host")
-    consumer = open_engine("d", TARGET, transport=["shm", "tcp"])
+    producer = open_engine("p", SOURCE, transport=[transport, "tcp"])
+    monkeypatch.setattr(boot_id, lambda: "another host")
+    consumer = open_engine("d", TARGET, transport=[transport, "tcp"])
     served(Pair(producer, consumer, 20.0), "r")
+    for worker in consumer.workers:
+        assert worker._loader._peers["p"].transport.name == "tcp"  # type: ignore[attr-defined]
 
 
 # ---- what comes from elsewhere ------------------------------------------------------------------

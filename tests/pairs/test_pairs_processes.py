@@ -23,7 +23,7 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "vm", "tcp"])
 @pytest.mark.parametrize("shapes", PAIRS.values(), ids=PAIRS.keys())
 def test_separate_processes_give_the_tokens_of_the_undivided_engine(
     open_pair: Any, undivided: Any, shapes: tuple[dict[str, Any], dict[str, Any]], transport: str

@@ -7,6 +7,7 @@ import pytest
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.vm import VmTransport
 
 
 class TestShmTransport(TransportConformance):
@@ -15,6 +16,10 @@ class TestShmTransport(TransportConformance):
 
 class TestTcpTransport(TransportConformance):
     transport = TcpTransport
+
+
+class TestVmTransport(TransportConformance):
+    transport = VmTransport
 
 
 @pytest.mark.slow

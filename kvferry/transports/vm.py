@@ -1,0 +1,230 @@
+"""The transport of one host for memory that somebody else allocated: an engine's own tensors.
+
+The reader copies out of the serving process with ``process_vm_readv(2)``, on its own mover threads;
+the source takes no part in it. So a stopped source stalls nothing, and a read is one pass over the
+bytes, or two where pieces are short (:mod:`kvferry.transports.vm_kernels`). What it needs of the
+system is tried when a connection is made.
+"""
+
+import threading
+from typing import Literal
+
+import msgspec
+
+from kvferry.config import parse_struct
+from kvferry.errors import DecodeError, KVFerryError
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import CHUNK_BYTES
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.topology.strategies import Addressing
+from kvferry.transports import vm_copy, vm_memory
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+from kvferry.transports.local import LocalPeer
+from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.regions import Regions
+from kvferry.transports.vm_copy import ProcessCopy
+from kvferry.transports.vm_process import (
+    TOKEN_BYTES,
+    Identity,
+    RemoteProcess,
+    Token,
+    check_host,
+    let_anybody_trace,
+)
+
+VERSION = 1
+"""Of the endpoint; both sides run on one host, so a range is not needed."""
+
+_ADDRESS_LIMIT = 1 << 62
+
+
+class VmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to find a rank's memory."""
+
+    transport: str = "vm"
+    version: int = VERSION
+    process: Identity
+    addresses: tuple[int, ...]
+    """Of each region, in that process."""
+    nbytes: tuple[int, ...]
+    """Of each region; 0 where it is not served."""
+
+
+class VmExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the ``vm`` transport."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    """Bytes a mover copies at a time; between two of them a read can be cancelled."""
+    huge_pages: bool = True
+    """Whether served memory is put in huge pages where the system has them on request."""
+    ptracer: Literal["any", "none"] = "any"
+    """Whether all processes of the user may read this one although Yama would forbid it."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
+
+
+class VmPeer(LocalPeer):
+    """The memory of one rank, in its process."""
+
+    def __init__(self, endpoint: VmEndpoint) -> None:
+        super().__init__(endpoint.nbytes)
+        self.addresses[:] = endpoint.addresses
+        self.process = RemoteProcess(endpoint.process)
+
+    def lost(self) -> KVFerryError | None:
+        """See :meth:`LocalPeer.lost`."""
+        return self.process.lost()
+
+    def release(self) -> None:
+        """Lets go of the process."""
+        self.process.close()
+
+
+class VmTransport(Transport):
+    """Reads between the processes of one host, out of any memory of the other side."""
+
+    name = "vm"
+    addressing = Addressing.BOTH
+    fences = True
+    ExtraConfig = VmExtraConfig
+
+    def __init__(self, options: TransportOptions, extra: VmExtraConfig) -> None:
+        self._extra = extra
+        self._regions = Regions()
+        self._token = Token()
+        self._peers: list[VmPeer] = []
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._pool = MoverPool("vm", options.threads)
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "VmTransport":
+        """Loads the copier and starts the movers.
+
+        Raises:
+            ConfigError: unknown or wrong keys in ``options.extra``.
+            HostError: the system has no such call.
+        """
+        extra = parse_struct(VmExtraConfig, options.extra, "vm")
+        check_host()
+        vm_copy.warm()
+        return cls(options, extra)
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """See :meth:`Transport.allocate`: ordinary memory."""
+        memory = vm_memory.allocate(nbytes, huge_pages=self._extra.huge_pages)
+        return self._add(memory, serve=True), memory
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """See :meth:`Transport.register`; it may lie anywhere, and need not be aligned.
+
+        Raises:
+            ValueError: not a contiguous, writable 1-d array of ``uint8``.
+        """
+        region = self._add(memory, serve=serve)
+        if serve and self._extra.huge_pages:
+            vm_memory.make_huge(memory)
+        return region
+
+    def endpoint(self) -> bytes:
+        """See :meth:`Transport.endpoint`."""
+        with self._lock:
+            addresses, nbytes = self._regions.addresses, self._regions.served_nbytes
+        endpoint = VmEndpoint(
+            process=self._token.identity,
+            addresses=tuple(
+                address if served else 0
+                for address, served in zip(addresses.tolist(), nbytes, strict=True)
+            ),
+            nbytes=nbytes,
+        )
+        return msgspec.msgpack.encode(endpoint)
+
+    def connect(self, endpoint: bytes) -> VmPeer:
+        """Finds the process and reads its token, so that what the system forbids shows here.
+
+        Raises:
+            DecodeError: the endpoint does not decode.
+            PeerLostError: the peer is gone, out of reach, or may not be read.
+        """
+        peer = VmPeer(_decode(endpoint))
+        with self._lock:
+            self._peers = [known for known in self._peers if not known.closed]
+            self._peers.append(peer)
+        return peer
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """See :meth:`Transport.read`."""
+        if not isinstance(peer, VmPeer):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        copy = ProcessCopy(
+            peer.process,
+            peer.addresses,
+            self._regions.addresses,
+            tiles,
+            runs,
+            chunk_bytes=self._extra.chunk_bytes,
+            threads=self._pool.size,
+        )
+        peer.start(copy, transfer, self._ledger, self._pool, after)
+        return transfer
+
+    def poll(self) -> list[Transfer]:
+        """See :meth:`Transport.poll`."""
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
+        self._ledger.cancel(transfer)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`. Peers find that nothing is served here any more."""
+        self._token.wipe()
+        self._ledger.close()
+        with self._lock:
+            peers, self._peers = self._peers, []
+        self._pool.close()
+        for peer in peers:
+            peer.close()
+
+    def _add(self, memory: ByteArray, *, serve: bool) -> int:
+        if serve and self._extra.ptracer == "any":
+            let_anybody_trace()
+        with self._lock:
+            return self._regions.add(memory, serve=serve)
+
+
+def _decode(endpoint: bytes) -> VmEndpoint:
+    try:
+        described = msgspec.msgpack.decode(endpoint, type=VmEndpoint)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"vm endpoint of {len(endpoint)} bytes: {error}") from error
+    if described.transport != "vm" or described.version != VERSION:
+        raise DecodeError(
+            f"endpoint: is one of {described.transport!r} version {described.version}, "
+            f"expected 'vm' version {VERSION}"
+        )
+    process = described.process
+    numbers = (process.token_address, *described.addresses, *described.nbytes)
+    sound = (
+        0 < process.pid < 1 << 31
+        and len(process.token) == TOKEN_BYTES
+        and len(described.addresses) == len(described.nbytes)
+        and all(0 <= number < _ADDRESS_LIMIT for number in numbers)
+    )
+    if not sound:
+        raise DecodeError("vm endpoint: its numbers make no sense")
+    return described

@@ -1,0 +1,192 @@
+"""A process of this host whose memory is read, recognised beyond its number.
+
+**Who it is.** A process id is used again, and means nothing in another PID namespace. So the
+serving side names its host, its namespace and when it started, and where in its memory a token of
+16 random bytes lies. The reader holds a pidfd, which stands for that one process however its number
+is used later: as long as the pidfd says alive, the number is still its own.
+
+**Whether it still serves.** The token is wiped when the serving transport is closed; a process that
+has called ``execve`` has other bytes there, or none.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+import select
+import sys
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvferry.errors import HostError, PeerLostError, TransferError
+from kvferry.transports.host import boot_id, pid_namespace
+
+TOKEN_BYTES = 16
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that serves memory, as peers see it."""
+
+    host: str
+    """Boot id."""
+    namespace: str
+    """PID namespace in which ``pid`` counts."""
+    pid: int
+    started: int
+    """Clock ticks from the start of the host to that of the process."""
+    token: bytes
+    token_address: int
+
+
+class Token:
+    """The bytes that say that the memory of a transport is still served."""
+
+    def __init__(self) -> None:
+        self._bytes = np.frombuffer(bytearray(secrets.token_bytes(TOKEN_BYTES)), dtype=np.uint8)
+        pid = os.getpid()
+        self.identity = Identity(
+            host=boot_id(),
+            namespace=pid_namespace(),
+            pid=pid,
+            started=_started(pid),
+            token=self._bytes.tobytes(),
+            token_address=self._bytes.ctypes.data,
+        )
+        """This process."""
+
+    def wipe(self) -> None:
+        """Readers find from now on that nothing is served here."""
+        self._bytes[:] = 0
+
+
+class RemoteProcess:
+    """A process whose memory may be read."""
+
+    def __init__(self, identity: Identity) -> None:
+        """Finds the process, and tries to read its token.
+
+        Raises:
+            PeerLostError: it is on another host or in another PID namespace, has ended, has closed
+                its transport, or the system does not let us read it; the message says which.
+        """
+        self.pid = identity.pid
+        self._identity = identity
+        self._pidfd = -1
+        _check_reach(identity)
+        try:
+            self._pidfd = os.pidfd_open(identity.pid)
+        except OSError as error:
+            raise self.error(error.errno or errno.EIO) from error
+        lost = self.lost()
+        if lost is None and _started(identity.pid) != identity.started:
+            lost = PeerLostError(
+                f"process {self.pid} has started again, or its id is another process's now"
+            )
+        if lost is not None:
+            self.close()
+            raise lost
+
+    def lost(self) -> PeerLostError | None:
+        """Why it cannot be read any more, or ``None``; a few microseconds."""
+        ended = select.poll()  # one of the call's own: they cannot be shared between threads
+        ended.register(self._pidfd, select.POLLIN)
+        if ended.poll(0):
+            return PeerLostError(f"process {self.pid}, which owns the memory, has ended")
+        found = ctypes.create_string_buffer(TOKEN_BYTES)
+        number = _read(self.pid, found, self._identity.token_address)
+        if number:
+            return self.error(number)
+        if found.raw != self._identity.token:
+            return PeerLostError(f"process {self.pid} has closed the transport, or started again")
+        return None
+
+    def error(self, number: int) -> PeerLostError:
+        """What the ``errno`` of a call that concerned the process means."""
+        if number == errno.ESRCH:
+            return PeerLostError(f"process {self.pid}, which owns the memory, has ended")
+        reason = os.strerror(number)
+        if number in {errno.EPERM, errno.EACCES, errno.ENOSYS}:
+            return PeerLostError(
+                f"this process may not read the memory of process {self.pid} ({reason}): both must "
+                "run as the same user, and neither kernel.yama.ptrace_scope nor a seccomp filter "
+                "of the container may forbid it; or use shm or tcp"
+            )
+        return PeerLostError(f"process {self.pid}: its memory cannot be read: {reason}")
+
+    def reading_error(self, number: int) -> TransferError:
+        """The same for a call that read regions: memory that is gone is no lost process."""
+        lost = self.lost()
+        if lost is not None:
+            return lost
+        if number == errno.EFAULT:
+            return TransferError(
+                f"process {self.pid} serves memory that it has unmapped; its engine must keep what "
+                "it registers until the transport is closed"
+            )
+        return self.error(number)
+
+    def close(self) -> None:
+        """Lets go of the pidfd. Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def let_anybody_trace() -> None:
+    """Has Yama treat this process as if it were not there: all of this user may read it.
+
+    With ``kernel.yama.ptrace_scope`` 1, which several distributions set, a process may otherwise
+    be read by its ancestors alone. Without Yama the call fails, and is not needed.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+def check_host() -> None:
+    """Raises ``HostError`` where there is no such call."""
+    if not sys.platform.startswith("linux") or not hasattr(_libc(), "process_vm_readv"):
+        raise HostError("vm: needs Linux and process_vm_readv; use another transport")
+
+
+def _check_reach(identity: Identity) -> None:
+    if identity.host != boot_id():
+        raise PeerLostError("the peer runs on another host; use tcp")
+    if identity.namespace != pid_namespace():
+        raise PeerLostError(
+            f"the peer runs in the PID namespace {identity.namespace}, this process in "
+            f"{pid_namespace()}; give both containers one (--pid), or use tcp"
+        )
+
+
+def _started(pid: int) -> int:
+    """When a process started, in clock ticks since the host did; -1 if there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    # The name, in brackets, may hold anything; field 22 of proc(5) is the 20th behind it.
+    return int(status.rpartition(")")[2].split()[19])
+
+
+def _read(pid: int, target: "ctypes.Array[ctypes.c_char]", address: int) -> int:
+    """Fills ``target`` from ``address`` of a process; the ``errno``, or 0."""
+    local = (ctypes.c_size_t * 2)(ctypes.addressof(target), len(target))
+    remote = (ctypes.c_size_t * 2)(address, len(target))
+    done = _libc().process_vm_readv(
+        pid, local, ctypes.c_ulong(1), remote, ctypes.c_ulong(1), ctypes.c_ulong(0)
+    )
+    if done == len(target):
+        return 0
+    return ctypes.get_errno() if done < 0 else errno.EFAULT
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "process_vm_readv"):
+        libc.process_vm_readv.restype = ctypes.c_ssize_t
+    return libc
