@@ -179,12 +179,47 @@ def plan(
         Path | None,
         typer.Option(metavar="PLAN.svg", help="Draw the plan as well.", show_default=False),
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Show the strategies over this transport in full.",
+            show_default="all in short",
+        ),
+    ] = None,
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Costs that `bench --calibrate` measured.",
+            show_default="those of this machine, if it was calibrated",
+        ),
+    ] = None,
 ) -> None:
     """Show who reads what from whom, what it costs, and what would be cheaper. Starts nothing."""
     from kvferry.cli.plan import PlanSource
     from kvferry.cli.plan import plan as command
 
-    command(PlanSource(file, prefill, decode, model), tokens, as_json, picture)
+    source = PlanSource(file, prefill, decode, model)
+    command(source, tokens, as_json, picture, transport, costs)
+
+
+@app.command()
+def bench(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure what strategies are chosen by.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="File for the costs.", show_default="in the user's cache folder"
+        ),
+    ] = None,
+) -> None:
+    """Measure what copies and transports cost on this machine, in less than a minute."""
+    from kvferry.cli.bench import bench as command
+
+    command(calibrate, output)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvferry.cli.console import make_console
 from kvferry.cli.explained import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.cli.rank_map import show_explained
 from kvferry.cli.status import load_keys, parse_address
+from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.control.client import fetch_descriptions
 from kvferry.control.handshake import common_transports, compare
 from kvferry.control.messages import DescriptionReply
@@ -113,7 +114,9 @@ def _judge(prefill: EngineDescription, decode: EngineDescription, tokens: int) -
     mismatches = tuple(compare(prefill, decode))
     pair = None
     if not mismatches:
-        pair = explain_pair(_engine(prefill), _engine(decode), tokens)
+        engines = _engine(prefill), _engine(decode)
+        choices = choose_for_pair(*engines, tokens, Movers.wanted(None, None))
+        pair = replace(explain_pair(*engines, tokens), strategies=choices)
     return _Verdict(prefill, decode, mismatches, pair)
 
 

@@ -1,7 +1,7 @@
 """A pair of engines and what a request between them costs, for people and for programs."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvferry.config import ClusterConfig
@@ -17,6 +17,7 @@ from kvferry.topology.explain import (
     balance_over_sources,
     balance_over_targets,
 )
+from kvferry.topology.strategies import StrategyChoice
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
 
@@ -48,8 +49,8 @@ class EnginePair:
     costs: tuple[PairCost, ...]
     """One entry per pair of ranks."""
     savings: tuple[Saving, ...] = ()
-    strategy: str | None = None
-    """How the copies are run; ``None`` until a mover is known."""
+    strategies: Mapping[str, StrategyChoice] = field(default_factory=dict)
+    """Transport → how the copies would be run, with what else was possible."""
 
     @property
     def prefill_balance(self) -> Balance:
@@ -167,7 +168,7 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
             "prefill": _engine_as_json(pair.prefill),
             "decode": _engine_as_json(pair.decode),
         },
-        "strategy": pair.strategy,
+        "strategies": strategies_as_json(pair.strategies),
         "transfers": [
             {
                 "decode_rank": cost.target_rank,
@@ -195,6 +196,26 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
             for saving in pair.savings
         ],
     }
+
+
+def strategies_as_json(choices: Mapping[str, StrategyChoice]) -> dict[str, Any]:
+    """Plain data of the choices."""
+    return {
+        name: {
+            "strategy": choice.strategy,
+            "seconds": choice.seconds,
+            "reason": choice.reason,
+            "alternatives": _alternatives(choice),
+        }
+        for name, choice in choices.items()
+    }
+
+
+def _alternatives(choice: StrategyChoice) -> Sequence[dict[str, Any]]:
+    return [
+        {"strategy": cost.strategy, "seconds": cost.seconds, "reason": cost.reason}
+        for cost in choice.alternatives
+    ]
 
 
 def _engine_as_json(engine: PlannedEngine) -> dict[str, Any]:

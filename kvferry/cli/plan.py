@@ -1,6 +1,6 @@
 """``kvferry plan``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from kvferry.cli.models import find_model
 from kvferry.cli.picture import check_drawable, draw_pairs
 from kvferry.cli.rank_map import show_all
 from kvferry.cli.specs import parse_spec
+from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.cluster.model_shape import model_shape
 from kvferry.config import load_cluster
 from kvferry.errors import ConfigError, HostError
@@ -39,20 +40,32 @@ class _Plan:
     decode: list[PlannedEngine]
 
 
-def plan(wanted: PlanSource, tokens: int, as_json: bool, picture: Path | None) -> None:
+def plan(
+    wanted: PlanSource,
+    tokens: int,
+    as_json: bool,
+    picture: Path | None,
+    transport: str | None,
+    costs: Path | None,
+) -> None:
     """Prints, and draws, who reads what from whom.
 
     Raises:
-        ConfigError: the options, the cluster file or a spec cannot be used.
+        ConfigError: the options, the cluster file, a spec or the file of costs cannot be used.
+        PluginError: a transport that is neither known nor installed.
         ModelError: the model's files cannot be read.
         HostError: the picture cannot be written.
     """
+    movers = Movers.wanted(transport, costs)
     engines = _from_cluster(wanted) if wanted.file is not None else _from_specs(wanted)
     if picture is not None:
         check_drawable([*engines.prefill, *engines.decode])
     try:
         pairs = [
-            explain_pair(prefill, decode, tokens)
+            replace(
+                explain_pair(prefill, decode, tokens),
+                strategies=choose_for_pair(prefill, decode, tokens, movers),
+            )
             for prefill in engines.prefill
             for decode in engines.decode
         ]

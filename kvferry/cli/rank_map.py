@@ -9,6 +9,7 @@ from rich.text import Text
 from kvferry.cache.cache_shape import STATE_BLOCK_SIZE
 from kvferry.cli.differences import difference_texts
 from kvferry.cli.explained import EnginePair, PlannedEngine, change_values, layout_text
+from kvferry.cli.strategies import show_strategies
 from kvferry.cli.units import bytes_text, layers_text
 from kvferry.topology import EngineGeometry, ranges_text
 from kvferry.topology.advice import SideChange
@@ -30,6 +31,7 @@ def show_explained(pair: EnginePair, console: Console) -> None:
     _say_list(console, "Balance", _balance_texts(pair))
     _say_list(console, "Staging", [_staging_text(pair)])
     _say_list(console, "Cheaper", _saving_texts(pair) or ["nothing that was tried"])
+    show_strategies(pair.strategies, console)
 
 
 def engine_text(engine: PlannedEngine) -> str:

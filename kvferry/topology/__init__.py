@@ -13,7 +13,8 @@ Describe, plan, bind, run::
     plan_repack         and their permutation in place                in_place.py
     digest              compare two engines' cells                    cell_digest.py
     choose_strategy     the ways of running them, and the cheapest    strategies.py
-    MachineCosts        what the choice goes by                       machine_costs.py
+    strategy_work       the numbers it goes by                        strategy_work.py
+    MachineCosts        and the machine's constants                   machine_costs.py
     explain_transfer    what it costs, before anything moves          explain.py
     find_savings        which other shapes would cost less            advice.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
@@ -45,6 +46,7 @@ from kvferry.topology.strategies import (
     StrategyWork,
     choose_strategy,
 )
+from kvferry.topology.strategy_work import strategy_work
 from kvferry.topology.whole_blocks import in_place_obstacle, whole_block_copies
 
 __all__ = [
@@ -86,6 +88,7 @@ __all__ = [
     "run_copies",
     "split_of_group",
     "state_part",
+    "strategy_work",
     "token_digests",
     "whole_block_copies",
 ]

@@ -2,17 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
 
-from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.layouts.tiles import Tiles
 from kvferry.topology.binding import BoundCopies
 from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import pair_groups
 from kvferry.topology.plan import TransferPlan, plan_transfer
+from kvferry.topology.strategies import StrategyWork
+from kvferry.topology.strategy_work import (
+    count_copies,
+    dense_memory_of,
+    strategy_work,
+    typical_copies,
+)
 
 Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
 """An engine's one group, or its groups."""
@@ -147,6 +153,53 @@ def explain_transfer(
     return tuple(cost for _, cost in sorted(costs.items()))
 
 
+@dataclass(frozen=True, slots=True)
+class PlanWork:
+    """What one target rank has to move for one pair of groups."""
+
+    target_rank: int
+    layers: tuple[int, ...]
+    """The model's layers, ascending."""
+    work: StrategyWork
+
+
+def transfer_work(
+    *,
+    source: Groups,
+    target: Groups,
+    num_tokens: int,
+    target_engine_id: str = "",
+    source_memory: Memories | None = None,
+    target_memory: Memories | None = None,
+    convert: bool = False,
+    target_ranks: Sequence[int] | None = None,
+) -> tuple[PlanWork, ...]:
+    """The numbers by which strategies are chosen, one entry per target rank and pair of groups.
+
+    Args:
+        source: see :func:`explain_transfer`, like what follows.
+        target: see there.
+        num_tokens: see there.
+        target_engine_id: see there.
+        source_memory: see there.
+        target_memory: see there.
+        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
+        target_ranks: only what these read; all of them if left out.
+
+    Raises:
+        ValueError, ProtocolError, BoundsError: see :func:`explain_transfer`.
+    """
+    return tuple(
+        PlanWork(
+            part.plan.target_rank,
+            tuple(sorted({piece.layer for piece in part.plan.pieces})),
+            part.work(source_memory, target_memory),
+        )
+        for part in _parts(source, target, num_tokens, target_engine_id, target_ranks, convert)
+        if part.plan.pieces
+    )
+
+
 def count_segments(
     *,
     source: Groups,
@@ -177,7 +230,7 @@ def count_segments(
         copies = part.copies(seed)
         nbytes += copies.nbytes
         for rank, tiles in part.tiles(None, None).items():
-            segments += _count(tiles, copies.runs_of(rank))
+            segments += count_copies(tiles, copies.runs_of(rank))
     return nbytes, segments
 
 
@@ -191,31 +244,37 @@ class _Part:
     first_token: int
     num_tokens: int
 
+    def work(self, source: Memories | None, target: Memories | None) -> StrategyWork:
+        return strategy_work(
+            self.plan,
+            source_memory=None
+            if source is None
+            else {rank: source[rank][self.source_group] for rank in self.plan.source_ranks},
+            target_memory=None
+            if target is None
+            else target[self.plan.target_rank][self.target_group],
+            num_tokens=self.num_tokens,
+            first_token=self.first_token,
+        )
+
     def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
         plan = self.plan
         givers = {
-            rank: _dense(plan.source, rank, self.num_tokens)
+            rank: dense_memory_of(plan.source, rank, self.num_tokens)
             if source is None
             else source[rank][self.source_group]
             for rank in plan.source_ranks
         }
         taker = (
-            _dense(plan.target, plan.target_rank, self.num_tokens)
+            dense_memory_of(plan.target, plan.target_rank, self.num_tokens)
             if target is None
             else target[plan.target_rank][self.target_group]
         )
         return plan.lower(givers, taker)
 
     def copies(self, seed: int | None) -> BoundCopies:
-        """Those of a request whose block tables are shuffled, or in order without a seed."""
-        tables = [
-            np.arange(1, -(-self.num_tokens // geometry.virtual_block_size) + 1)
-            for geometry in (self.plan.source, self.plan.target)
-        ]
-        if seed is not None:
-            shuffle = np.random.default_rng(seed)
-            tables = [shuffle.permutation(table) for table in tables]
-        return self.plan.bind(tables[0], tables[1], self.num_tokens, self.first_token)
+        """See :func:`typical_copies`."""
+        return typical_copies(self.plan, self.num_tokens, self.first_token, seed)
 
     def costs(
         self, source: Memories | None, target: Memories | None, seed: int
@@ -232,7 +291,7 @@ class _Part:
             parts = self.plan.target.parts
             rows = sum(len(piece.heads) for piece in given.pieces for p in parts if piece.has(p))
             heads = {h for piece in given.pieces if piece.part is None for h in piece.heads}
-            is_whole = _count(tiles, longest) <= len(tiles)
+            is_whole = count_copies(tiles, longest) <= len(tiles)
             yield PairCost(
                 target_rank=self.plan.target_rank,
                 source_rank=rank,
@@ -240,15 +299,10 @@ class _Part:
                 heads=tuple(sorted(heads)),
                 nbytes=nbytes,
                 rows=rows * num_tokens,
-                segments_ordered=_count(tiles, ordered),
-                segments_shuffled=_count(tiles, shuffled),
+                segments_ordered=count_copies(tiles, ordered),
+                segments_shuffled=count_copies(tiles, shuffled),
                 staging_bytes=0 if is_whole else nbytes,
             )
-
-
-@lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
-def _dense(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
-    return geometry.memory(rank, -(-num_tokens // geometry.virtual_block_size) + 1)
 
 
 def _parts(
@@ -257,6 +311,7 @@ def _parts(
     num_tokens: int,
     target_engine_id: str,
     target_ranks: Sequence[int] | None = None,
+    convert: bool = False,
 ) -> Iterator[_Part]:
     """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
 
@@ -269,7 +324,7 @@ def _parts(
     targets = (target,) if isinstance(target, EngineGeometry) else target
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
-    for pair in pair_groups(sources, targets):
+    for pair in pair_groups(sources, targets, convert=convert):
         first_token = pair.first_kept_token(num_tokens)
         if first_token == num_tokens:
             continue
@@ -280,11 +335,6 @@ def _parts(
                 target_rank=target_rank,
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
+                convert=convert,
             )
             yield _Part(plan, pair.source_group, pair.target_group, first_token, num_tokens)
-
-
-def _count(tiles: Tiles, runs: Runs) -> int:
-    from kvferry.layouts.copier import count_pieces
-
-    return count_pieces(tiles, runs)

@@ -86,6 +86,19 @@ class StrategyWork:
     in_place_obstacle: str | None = None
     """Why whole blocks cannot be moved, or ``None`` if they can."""
 
+    def __add__(self, other: "StrategyWork") -> "StrategyWork":
+        """Both together: what one of them cannot do cannot be done."""
+        counts = {
+            name: getattr(self, name) + getattr(other, name)
+            for name in self.__slots__
+            if name not in ("conversion", "in_place_obstacle")
+        }
+        return StrategyWork(
+            **counts,
+            conversion=self.conversion or other.conversion,
+            in_place_obstacle=self.in_place_obstacle or other.in_place_obstacle,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyCost:

@@ -127,7 +127,10 @@ def test_engines_that_are_alike_differ_in_nothing(planned):
     text, pair = planned("tp=2", "tp=2", "llama-3-8b")
 
     assert "What differs" not in text
-    assert pair["strategy"] is None
+    assert {name: choice["strategy"] for name, choice in pair["strategies"].items()} == {
+        **dict.fromkeys(("shm", "vm", "cuda_ipc", "tcp", "ucx"), "strided"),
+        "nixl": "staged",
+    }
     assert pair["balance"]["links"]["peak"] == 1.0
 
 
@@ -230,11 +233,11 @@ def test_interleaved_tokens_are_explained(planned):
     assert "tokens lie together on a prefill rank, and go round over 2 decode ranks" in text
 
 
-def test_the_dtype_of_one_side_alone_is_a_mismatch_with_its_remedy(kvferry):
-    outcome = kvferry(*options("dtype=float8_e4m3fn", "tp=2", "llama-3-8b"))
+def test_a_dtype_that_would_have_to_be_rounded_is_a_mismatch_with_its_remedy(kvferry):
+    outcome = kvferry(*options("tp=2", "dtype=float8_e4m3fn", "llama-3-8b"))
 
     assert outcome.code == 2
-    assert "dtype of layers 0-31: source has float8_e4m3fn, target has bfloat16" in outcome.err
+    assert "dtype of layers 0-31: source has bfloat16, target has float8_e4m3fn" in outcome.err
 
 
 def test_a_table_of_very_many_ranks_is_cut_and_says_so(kvferry):

@@ -1,0 +1,158 @@
+"""What a plan has to move for a typical request, counted without moving anything."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.topology.binding import BoundCopies
+from kvferry.topology.description import RankMemory
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.in_place import plan_repack
+from kvferry.topology.plan import TransferPlan
+from kvferry.topology.strategies import StrategyWork
+from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
+
+TYPICAL_TOKENS = 2048
+"""Tokens of the request for which a strategy is chosen unless the caller says otherwise."""
+
+
+def strategy_work(
+    plan: TransferPlan,
+    *,
+    source_memory: Mapping[int, RankMemory] | None = None,
+    target_memory: RankMemory | None = None,
+    num_tokens: int = TYPICAL_TOKENS,
+    first_token: int = 0,
+    seed: int = 0,
+) -> StrategyWork:
+    """The numbers by which :func:`~kvferry.topology.strategies.choose_strategy` chooses.
+
+    >>> from kvferry.topology import ParallelShape, plan_transfer
+    >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
+    ...                      block_size=16, layout="NHD", parallel=ParallelShape())
+    >>> work = strategy_work(plan_transfer(source=one, target=one), num_tokens=64)
+    >>> work.nbytes, work.segments_ordered, work.segments_shuffled, work.chunks
+    (8192, 4, 16, 1)
+
+    Args:
+        plan: who gives what to one target rank; its layers count.
+        source_memory: source rank → its memory, as the peer described it; dense if left out.
+        target_memory: the memory of the plan's target rank; dense if left out.
+        num_tokens: end of the request's span.
+        first_token: start of the span.
+        seed: of the shuffled block tables.
+
+    Raises:
+        ValueError: the span is no span.
+        ProtocolError, BoundsError: a memory does not fit its geometry.
+    """
+    if source_memory is None:
+        source_memory = {
+            rank: dense_memory_of(plan.source, rank, num_tokens) for rank in plan.source_ranks
+        }
+    if target_memory is None:
+        target_memory = dense_memory_of(plan.target, plan.target_rank, num_tokens)
+    ordered = typical_copies(plan, num_tokens, first_token)
+    shuffled = typical_copies(plan, num_tokens, first_token, seed)
+    total = _copied(plan, source_memory, target_memory, ordered, shuffled)
+    whole_blocks: dict[str, int] = {}
+    obstacle = None
+    try:
+        whole = whole_block_copies(plan, source_memory, target_memory)
+        whole_blocks = _in_place(whole, shuffled, target_memory)
+    except ValueError as error:
+        obstacle = str(error)
+    return StrategyWork(
+        **total, **whole_blocks, conversion=plan.conversion, in_place_obstacle=obstacle
+    )
+
+
+def typical_copies(
+    plan: TransferPlan, num_tokens: int, first_token: int = 0, seed: int | None = None
+) -> BoundCopies:
+    """A request's copies whose block tables are shuffled, or in order without a seed."""
+    tables = [
+        np.arange(1, table_blocks(geometry, num_tokens) + 1)
+        for geometry in (plan.source, plan.target)
+    ]
+    if seed is not None:
+        shuffle = np.random.default_rng(seed)
+        tables = [shuffle.permutation(table) for table in tables]
+    return plan.bind(tables[0], tables[1], num_tokens, first_token)
+
+
+def table_blocks(geometry: EngineGeometry, num_tokens: int) -> int:
+    """Entries of the block table of so many tokens."""
+    return -(-num_tokens // geometry.virtual_block_size)
+
+
+@lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
+def dense_memory_of(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
+    """A rank's memory with room for a request of so many tokens."""
+    return geometry.memory(rank, table_blocks(geometry, num_tokens) + 1)
+
+
+def count_copies(tiles: Tiles, runs: Runs) -> int:
+    """Contiguous copies after merging."""
+    from kvferry.layouts.copier import count_pieces  # compiles; planning alone need not
+
+    return count_pieces(tiles, runs)
+
+
+def _copied(
+    plan: TransferPlan,
+    source_memory: Mapping[int, RankMemory],
+    target_memory: RankMemory,
+    ordered: BoundCopies,
+    shuffled: BoundCopies,
+) -> dict[str, int]:
+    from kvferry.layouts.staging import stage
+
+    found = dict.fromkeys(
+        ("segments_ordered", "segments_shuffled", "chunks", "pack_segments", "unpack_segments"), 0
+    )
+    itemsizes = plan.source.itemsize, plan.target.itemsize
+    for rank, tiles in plan.lower(source_memory, target_memory).items():
+        runs = shuffled.runs_of(rank)
+        found["segments_ordered"] += count_copies(tiles, ordered.runs_of(rank))
+        found["segments_shuffled"] += count_copies(tiles, runs)
+        for chunk in stage(tiles, runs, target_itemsize=itemsizes[1] if plan.conversion else None):
+            found["chunks"] += 1
+            found["pack_segments"] += count_copies(chunk.pack_tiles, chunk.pack_runs)
+            found["unpack_segments"] += count_copies(chunk.unpack_tiles, chunk.unpack_runs)
+    found["nbytes"] = shuffled.nbytes
+    found["placed_nbytes"] = shuffled.nbytes
+    if plan.conversion is not None:
+        found["placed_nbytes"] = shuffled.nbytes * itemsizes[1] // itemsizes[0]
+    return found
+
+
+def _in_place(whole: WholeBlocks, copies: BoundCopies, target_memory: RankMemory) -> dict[str, int]:
+    """What whole blocks take.
+
+    Raises:
+        ValueError: they cannot be moved.
+    """
+    plan, num_tokens = whole.plan, copies.span[1]
+    if copies.span[0] < num_tokens:  # a request has blocks to the end of its last frame
+        end = -(-num_tokens // whole.frame_tokens) * whole.frame_tokens
+        more = table_blocks(plan.target, end) - len(copies.target_blocks)
+        spare = len(copies.target_blocks) + 1 + np.arange(more)
+        tables = copies.source_blocks, np.concatenate([copies.target_blocks, spare])
+        copies = plan.bind(*tables, num_tokens, copies.span[0])
+    blocks = whole.bind(copies)
+    repack = plan_repack(plan, target_memory)
+    gather, scatter = repack.bind(blocks.target_blocks)
+    return {
+        "block_nbytes": sum(
+            num_bytes(tiles, blocks.runs[rank]) for rank, tiles in whole.tiles.items()
+        ),
+        "block_segments": sum(
+            count_copies(tiles, blocks.runs[rank]) for rank, tiles in whole.tiles.items()
+        ),
+        "repack_nbytes": repack.nbytes(len(blocks.target_blocks)),
+        "repack_segments": count_copies(repack.gather, gather)
+        + count_copies(repack.scatter, scatter),
+    }
