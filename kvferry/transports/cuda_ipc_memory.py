@@ -1,6 +1,6 @@
 """Memory of a GPU that another process reads: the handles of CUDA IPC.
 
-The calls are those of CUDA's driver, through ctypes: half a dozen functions that every machine with
+The calls are those of CUDA's driver, through ctypes: nine functions that every machine with
 an NVIDIA driver has, whichever CUDA runtime torch brings. torch's own sharing of storages is not
 used: it is private, and counts one reader per handle, where ranks have many.
 
