@@ -151,6 +151,15 @@ def test_one_program_or_many_share_a_box(copier, programs, monkeypatch):
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 
+def test_interleaved_tokens_are_copied_from_step_to_step(copier):
+    tiles, runs = one_box(4, 2, 3, 4, (24, 12, 4), (12, 240, 4))
+    runs = np.concatenate([runs, runs])
+    runs["source_step"], runs["target_step"] = [2, 3], [3, 1]
+    runs["source_token"], runs["target_token"] = [1, 0], [0, 14]
+    source = np.random.default_rng(5).integers(0, 256, 600, dtype=np.uint8)
+    check(copier, tiles, runs, [source], [np.zeros_like(source)])
+
+
 @pytest.mark.parametrize(
     ("box", "unit", "piece", "extents"),
     [
