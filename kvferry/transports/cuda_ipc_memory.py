@@ -131,7 +131,14 @@ class CudaIpcMemory(IpcMemory):
         )
         with self._lock:
             self._opened[pointer.value] += 1
-        return self._allocation(pointer.value, doing, PeerLostError)
+        try:
+            mapped = self._allocation(pointer.value, doing, PeerLostError)
+        except PeerLostError:
+            self.release(MemorySpan(pointer.value, 0, self._device))
+            raise
+        # CUDA cuts small allocations out of larger ones, and maps all of that.
+        before = pointer.value - mapped.address
+        return MemorySpan(pointer.value, mapped.nbytes - before, self._device)
 
     def exported(self, handle: bytes) -> MemorySpan | None:
         """The allocation of this process that a handle stands for."""

@@ -30,6 +30,7 @@ from kvferry.transports.shm_segment import SHM_DIR
 CASE = large_case(1 << 20)
 
 
+@pytest.mark.slow
 class TestCudaIpcTransportWithoutAGpu(TransportConformance):
     transport = HostIpcTransport
     extra = MappingProxyType({"chunk_bytes": 1 << 20})

@@ -16,6 +16,7 @@ class Driver:
 
     def __init__(self, **errors):
         self.errors = errors
+        self.lead = 0
         self.opened, self.closed = [], []
         self.contexts = []
 
@@ -46,7 +47,7 @@ class Driver:
 
     def cuIpcOpenMemHandle_v2(self, pointer, handle, flags):  # noqa: N802
         self.opened.append((bytes(handle.reserved), flags.value))
-        pointer._obj.value = MAPPED
+        pointer._obj.value = MAPPED + self.lead
         return self.errors.get("cuIpcOpenMemHandle_v2", 0)
 
     def cuIpcCloseMemHandle(self, pointer):  # noqa: N802
@@ -83,6 +84,22 @@ def test_a_handle_of_another_process_is_mapped_as_a_whole_and_let_go():
     assert one._cuda.opened == [(b"\1" * HANDLE_BYTES, 1)]
     assert one._cuda.contexts == [0xC1]  # CUDA keeps a context per thread
     one.release(MemorySpan(MAPPED, SIZE, "cuda:1"))
+    assert one._cuda.closed == [MAPPED]
+
+
+def test_an_allocation_that_cuda_cut_out_of_a_larger_one_begins_where_it_begins():
+    one = memory()
+    one._cuda.lead = 512
+    span = one.open(b"\1" * HANDLE_BYTES)
+    assert span == MemorySpan(MAPPED + 512, SIZE - 512, "cuda:1")
+    one.release(span)
+    assert one._cuda.closed == [MAPPED + 512]
+
+
+def test_a_mapping_whose_size_cannot_be_told_is_let_go():
+    one = memory(cuMemGetAddressRange_v2=1)
+    with pytest.raises(PeerLostError, match="cuMemGetAddressRange"):
+        one.open(b"\1" * HANDLE_BYTES)
     assert one._cuda.closed == [MAPPED]
 
 
