@@ -15,7 +15,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks import postprocess
+from benchmarks import cuda_ipc, postprocess
 from benchmarks.machine import describe_machine
 from benchmarks.postprocess import PostprocessCase
 
@@ -84,7 +84,7 @@ def main(
         raise typer.Exit(_run_tests(_KERNEL_TESTS, interpret=True))
     failed = max(_run_tests(tests, interpret=False) for tests in (_GPU_TESTS, _KERNEL_TESTS))
     results = postprocess.measure(
-        shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        _command(),
         describe_machine(),
         2 if quick else rounds,
         quick,
@@ -94,8 +94,32 @@ def main(
     )
     postprocess.show(results, console)
     postprocess.write(results, out, "postprocess_gpu")
+    ipc = _measure_ipc(2 if quick else rounds, quick, console)
+    cuda_ipc.show(ipc, console)
+    cuda_ipc.write(ipc, out)
     console.print(f"written to {out}")
     raise typer.Exit(failed)
+
+
+def _measure_ipc(rounds: int, quick: bool, console: Console) -> cuda_ipc.IpcResults:
+    import torch
+
+    from kvferry.transports.cuda_ipc import CudaIpcTransport
+
+    torch.cuda.empty_cache()  # the two processes need it
+    cases = cuda_ipc.gpu_cases(torch.cuda.mem_get_info()[0], quick)
+    return cuda_ipc.IpcResults(
+        command=_command(),
+        rounds=rounds,
+        machine=describe_machine(),
+        device_name=torch.cuda.get_device_name(),
+        quick=quick,
+        rows=cuda_ipc.measure(CudaIpcTransport, cases, rounds, console.print),
+    )
+
+
+def _command() -> str:
+    return shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
 
 
 def _run_tests(selection: tuple[str, ...], *, interpret: bool) -> int:

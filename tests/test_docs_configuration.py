@@ -19,6 +19,7 @@ from kvferry.config import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.layouts import LAYOUT_NAMES
+from kvferry.transports.cuda_ipc import CudaIpcExtraConfig
 from kvferry.transports.shm import ShmExtraConfig
 from kvferry.transports.tcp import TcpExtraConfig
 from kvferry.transports.vm import VmExtraConfig
@@ -30,6 +31,7 @@ STRUCTS = [
     ShmExtraConfig,
     TcpExtraConfig,
     VmExtraConfig,
+    CudaIpcExtraConfig,
     CurveKeys,
     ModelConfig,
     EngineConfig,

@@ -6,6 +6,7 @@ Lay out, tile, copy::
     Tiles, Runs       strided boxes × block ids              tiles.py
     check_bounds      do they stay inside their memory?      bounds.py
     copy_tiles        copy them now; CopyJob in chunks       copier.py
+    copy_tiles_device the same by a GPU, in one launch       copier_triton.py
     stage             through a dense buffer, for wires      staging.py
     expand            as single contiguous copies            copier.py
     Repack            a permutation of blocks in place       repack.py

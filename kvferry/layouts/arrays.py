@@ -7,10 +7,54 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+HOST = "cpu"
+"""The device of host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySpan:
+    """Bytes side by side in the memory of one device. Whoever owns them keeps them alive.
+
+    One on a CUDA device is an array to all who know its array interface: ``torch.as_tensor(span)``
+    is the same memory.
+    """
+
+    address: int
+    """In this process."""
+    nbytes: int
+    device: str
+    """``cpu`` for host memory, or for example ``cuda:0``."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host may touch it."""
+        return self.device == HOST
+
+    def as_array(self) -> npt.NDArray[np.uint8]:
+        """The same bytes as an array.
+
+        Raises:
+            ValueError: they are not in host memory.
+        """
+        if not self.is_host:
+            raise ValueError(f"expected host memory, got {self.nbytes} bytes on {self.device}")
+        return bytes_at(self.address, self.nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.is_host:
+            raise AttributeError("host memory has no CUDA array interface; take as_array()")
+        return {
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayView:
-    """Where an array in host memory lies. Addresses are of this process; sizes are bytes."""
+    """Where an array lies. Addresses are of this process; sizes are bytes."""
 
     address: int
     """Of the element with index 0 everywhere."""
@@ -23,14 +67,18 @@ class ArrayView:
     storage: tuple[int, int]
     """First address and size of the allocation it is a view of, as far as that is known."""
     writable: bool
+    device: str = HOST
+    """``cpu`` for host memory, or for example ``cuda:0``."""
 
 
 def view_of(array: Any) -> ArrayView:
     """Where a NumPy array or a torch tensor lies. torch is imported only if it is not an array.
 
+    Memory of a device is not touched.
+
     Raises:
         TypeError: neither of the two.
-        ValueError: a torch tensor that is not in host memory.
+        ValueError: a torch tensor that is neither in host memory nor on a CUDA device.
     """
     if isinstance(array, np.ndarray):
         return _view_of_array(array)
@@ -38,8 +86,10 @@ def view_of(array: Any) -> ArrayView:
 
     if not isinstance(array, torch.Tensor):
         raise TypeError(f"expected a NumPy array or a torch tensor, got {type(array).__name__}")
-    if array.device.type != "cpu":
-        raise ValueError(f"expected a tensor in host memory, got one on {array.device}")
+    if array.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"expected a tensor in host memory or on a CUDA device, got one on {array.device}"
+        )
     itemsize = array.element_size()
     storage = array.untyped_storage()
     return ArrayView(
@@ -50,6 +100,7 @@ def view_of(array: Any) -> ArrayView:
         itemsize=itemsize,
         storage=(storage.data_ptr(), storage.nbytes()),
         writable=True,
+        device=str(array.device),
     )
 
 

@@ -35,7 +35,7 @@ from kvferry.errors import (
 from kvferry.layouts.tiles import RUN_DTYPE, Runs, Tiles, num_bytes
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import Case, large_case, random_case, violations
-from kvferry.testing.transport_peer import PeerProcess, pattern
+from kvferry.testing.transport_peer import PeerProcess, allocate, contents, fill, pattern
 from kvferry.transports.base import (
     ByteArray,
     Peer,
@@ -237,19 +237,19 @@ class TransportConformance:
         """The memory that ``allocate`` returns is a region like any other."""
         case = large_case(SMALL)
         scene = self.scene(local, healthy_peer, case)
-        region, memory = local.allocate(case.target_region_bytes[0])
-        assert memory.shape == (case.target_region_bytes[0],)
-        assert memory.dtype == np.uint8
-        assert not memory.any()
+        region, memory = allocate(local, case.target_region_bytes[0])
+        assert memory.nbytes == case.target_region_bytes[0]
+        assert contents(memory).dtype == np.uint8
+        assert not contents(memory).any()
         assert region == scene.first_target + 1
         scene.tiles["target_region"] = region
         transfer = scene.read()
         self.wait(local, transfer)
         assert transfer.state is TransferState.DONE, transfer.error
-        expected = np.zeros_like(memory)
+        expected = np.zeros(memory.nbytes, dtype=np.uint8)
         empty = np.empty(0, dtype=np.uint8)
         copy_slowly(scene.tiles, scene.runs, scene.sources, [empty] * region + [expected])
-        assert np.array_equal(memory, expected)
+        assert np.array_equal(contents(memory), expected)
         scene.assert_untouched()
 
     def test_a_read_sees_what_the_source_holds_now(
@@ -585,12 +585,12 @@ class TransportConformance:
             contextlib.closing(self.transport.open(self.options())) as source,
             contextlib.closing(self.transport.open(self.options())) as target,
         ):
-            _, held = source.allocate(case.source_region_bytes[0])
-            held[:] = pattern(held.nbytes, 3)
-            _, memory = target.allocate(case.target_region_bytes[0])
+            _, held = allocate(source, case.source_region_bytes[0])
+            fill(held, pattern(held.nbytes, 3))
+            _, memory = allocate(target, case.target_region_bytes[0])
             transfer = target.read(target.connect(source.endpoint()), case.tiles, case.runs)
             self.wait(target, transfer)
             assert transfer.state is TransferState.DONE, transfer.error
-            expected = np.zeros_like(memory)
-            copy_slowly(case.tiles, case.runs, [held], [expected])
-            assert np.array_equal(memory, expected)
+            expected = np.zeros(memory.nbytes, dtype=np.uint8)
+            copy_slowly(case.tiles, case.runs, [contents(held)], [expected])
+            assert np.array_equal(contents(memory), expected)

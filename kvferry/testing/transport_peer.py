@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, TransferError
+from kvferry.layouts.arrays import MemorySpan
 from kvferry.lifetimes import Closing
 from kvferry.transports.base import ByteArray, Transport, TransportOptions
+from kvferry.transports.device import DeviceTransport
 
 
 def pattern(nbytes: int, seed: int) -> ByteArray:
@@ -30,6 +32,41 @@ def pattern(nbytes: int, seed: int) -> ByteArray:
     rng = np.random.Generator(np.random.SFC64(seed))
     words: npt.NDArray[np.uint64] = rng.integers(0, 2**64, -(-nbytes // 8), dtype=np.uint64)
     return words.view(np.uint8)[:nbytes]
+
+
+Memory: TypeAlias = ByteArray | MemorySpan
+"""What a transport has allocated: of the host, or of a device."""
+
+
+def allocate(transport: Transport, nbytes: int) -> tuple[int, Memory]:
+    """Memory that peers may read, of a device where the transport is one of device memory."""
+    if isinstance(transport, DeviceTransport):
+        return transport.allocate_device(nbytes)
+    return transport.allocate(nbytes)
+
+
+def fill(memory: Memory, values: ByteArray) -> None:
+    """Overwrites all of it."""
+    if isinstance(memory, np.ndarray):
+        memory[:] = values
+    elif memory.is_host:
+        memory.as_array()[:] = values
+    else:
+        import torch
+
+        torch.as_tensor(memory).copy_(torch.from_numpy(values))
+
+
+def contents(memory: Memory) -> ByteArray:
+    """What it holds now."""
+    if isinstance(memory, np.ndarray):
+        return memory.copy()
+    if memory.is_host:
+        return memory.as_array().copy()
+    import torch
+
+    held: ByteArray = torch.as_tensor(memory).cpu().numpy()
+    return held
 
 
 class _Open(msgspec.Struct, tag="open"):
@@ -169,7 +206,7 @@ class _Child:
 
     def __init__(self) -> None:
         self._transport: Transport | None = None
-        self._regions: dict[int, ByteArray] = {}
+        self._regions: dict[int, Memory] = {}
 
     def answer(self, command: _Command) -> _Answer:
         if isinstance(command, _Open):
@@ -183,13 +220,13 @@ class _Child:
             return _Answer()
         assert self._transport is not None
         if isinstance(command, _Allocate):
-            region, memory = self._transport.allocate(command.nbytes)
-            memory[:] = pattern(command.nbytes, command.seed)
+            region, memory = allocate(self._transport, command.nbytes)
+            fill(memory, pattern(command.nbytes, command.seed))
             self._regions[region] = memory
             return _Answer(number=region)
         if isinstance(command, _Refill):
             memory = self._regions[command.region]
-            memory[:] = pattern(memory.nbytes, command.seed)
+            fill(memory, pattern(memory.nbytes, command.seed))
             return _Answer()
         return _Answer(data=self._transport.endpoint())
 

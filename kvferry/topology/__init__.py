@@ -5,6 +5,7 @@ Describe, plan, bind, run::
     EngineGeometry      which cells each rank of an engine holds      geometry.py
     recurrent_group     the same of layers that keep a state          recurrent.py
     memory_of           where they lie in real tensors                memory.py
+    locate_memory       the same for tensors on any device            memory.py
     pair_groups         which groups of two engines share layers      groups.py
     plan_transfer       who gives what to whom; once per peer         plan.py
     TransferPlan.bind   the copies of one request                     binding.py
@@ -30,7 +31,7 @@ from kvferry.topology.in_place import plan_repack
 from kvferry.topology.kv_topology import KVTopology
 from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
 from kvferry.topology.machine_costs import MachineCosts
-from kvferry.topology.memory import memory_of
+from kvferry.topology.memory import locate_memory, memory_of
 from kvferry.topology.parallel import ParallelShape, RankCoordinates
 from kvferry.topology.parts import Part
 from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
@@ -78,6 +79,7 @@ __all__ = [
     "find_savings",
     "group_mismatches",
     "in_place_obstacle",
+    "locate_memory",
     "mamba2_states",
     "memory_of",
     "pair_groups",

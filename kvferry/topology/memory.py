@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.arrays import ArrayView, bytes_at, view_of
+from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
 from kvferry.topology.description import RankMemory, TensorMemory
 from kvferry.topology.geometry import EngineGeometry
 
@@ -22,7 +22,7 @@ def memory_of(
     *,
     partial: bool = False,
 ) -> tuple[RankMemory, Regions]:
-    """A rank's memory as its tensors really lie, and the regions they lie in.
+    """A rank's memory as its tensors really lie, and the regions they lie in, in host memory.
 
     >>> import numpy as np
     >>> from kvferry.topology import ParallelShape
@@ -40,10 +40,36 @@ def memory_of(
     Args:
         geometry: what the rank holds.
         rank: whose tensors.
-        tensors: name → NumPy array or torch tensor in host memory, of any strides, shaped
-            ``geometry.cache_shape(rank, num_blocks)``. For a cross-layer layout, views of single
-            layers (without the L dim) under the layers' names are accepted as well. Integers of
-            the same size may stand for a dtype that NumPy lacks.
+        tensors: as for :func:`locate_memory`, in host memory.
+        partial: accept that some of the rank's tensors are missing.
+
+    Raises:
+        ValueError: as for :func:`locate_memory`, or a tensor is not in host memory.
+    """
+    memory, spans = locate_memory(geometry, rank, tensors, partial=partial)
+    return memory, tuple(span.as_array() for span in spans)
+
+
+def locate_memory(
+    geometry: EngineGeometry,
+    rank: int,
+    tensors: Mapping[str, Any],
+    *,
+    partial: bool = False,
+) -> tuple[RankMemory, tuple[MemorySpan, ...]]:
+    """A rank's memory as its tensors really lie, and where its regions are, on any device.
+
+    Tensors that lie in one allocation share a region; where allocations are not known, a tensor
+    is a region of its own. A rank without layers of the group has no tensors, no regions and 1
+    block. No byte of the tensors is touched.
+
+    Args:
+        geometry: what the rank holds.
+        rank: whose tensors.
+        tensors: name → NumPy array or torch tensor, in host memory or on CUDA devices, of any
+            strides, shaped ``geometry.cache_shape(rank, num_blocks)``. For a cross-layer layout,
+            views of single layers (without the L dim) under the layers' names are accepted as
+            well. Integers of the same size may stand for a dtype that NumPy lacks.
         partial: accept that some of the rank's tensors are missing.
 
     Raises:
@@ -62,9 +88,11 @@ def memory_of(
         raise ValueError(f"rank {rank}: no tensors given; expected {', '.join(expected)}")
     num_blocks = _num_blocks(geometry, rank, views)
     regions = _regions([view.storage for view in views.values()])
+    devices = {}
     placed = []
     for name, view in views.items():
         region, kind = _region_of(view, regions), expected[name]
+        devices[region] = view.device  # one per allocation
         placed.append(
             TensorMemory(
                 name=name,
@@ -78,7 +106,10 @@ def memory_of(
         region_bytes=tuple(nbytes for _, nbytes in regions),
         tensors=tuple(placed),
     )
-    return memory, tuple(bytes_at(address, nbytes) for address, nbytes in regions)
+    return memory, tuple(
+        MemorySpan(address, nbytes, devices[index])
+        for index, (address, nbytes) in enumerate(regions)
+    )
 
 
 def _check_names(

@@ -47,9 +47,7 @@ class Regions:
         Raises:
             ValueError: not a C-contiguous, writable 1-d ``uint8`` array.
         """
-        flat = memory.dtype == np.uint8 and memory.ndim == 1
-        if not flat or not memory.flags.c_contiguous or not memory.flags.writeable:
-            raise ValueError("memory: expected a contiguous, writable 1-d array of uint8")
+        check_flat(memory)
         with self._lock:
             self._arrays = (*self._arrays, memory)
             self._served = (*self._served, memory.nbytes if serve else 0)
@@ -75,3 +73,14 @@ class Regions:
     def arrays(self) -> tuple[ByteArray, ...]:
         """The memory itself."""
         return self._arrays
+
+
+def check_flat(memory: ByteArray) -> None:
+    """Checks the form of memory that is to be a region.
+
+    Raises:
+        ValueError: not a C-contiguous, writable 1-d ``uint8`` array.
+    """
+    flat = memory.dtype == np.uint8 and memory.ndim == 1
+    if not flat or not memory.flags.c_contiguous or not memory.flags.writeable:
+        raise ValueError("memory: expected a contiguous, writable 1-d array of uint8")

@@ -1,5 +1,7 @@
 """What only a GPU can show; run with ``python -m benchmarks.gpu`` or ``pytest -m gpu``."""
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,14 @@ from kvferry.layouts import (
     kv_postprocess_layout_on_receive,
     zero_tail,
 )
+from kvferry.layouts.copier import copy_tiles
+from kvferry.layouts.host_staging import DevicePlacer, HostMirror
 from kvferry.layouts.postprocess import default_method
+from kvferry.layouts.staging import stage
+from kvferry.testing.transport_peer import contents, fill
+from kvferry.topology import EngineGeometry, ParallelShape, locate_memory, plan_transfer
+from kvferry.topology.binding import bind_own
+from kvferry.topology.own_cells import own_tiles
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,3 +117,118 @@ def test_a_tail_is_zeroed_on_the_device():
     for caches in (host, device):
         zero_tail(caches, [4, 9, 11], 20)
     assert_same(device, host)
+
+
+@pytest.fixture
+def stream():
+    from kvferry.layouts.cuda_stream import CudaCopyStream
+
+    with CudaCopyStream.open() as opened:
+        yield opened
+
+
+def hnd_to_nhd(layers=8, blocks=64, tokens=16, heads=8, head_size=128):
+    """A geometry per side, the tiles of a plan between them, and shuffled runs."""
+    source, target = (
+        EngineGeometry(
+            num_layers=layers,
+            num_kv_heads=heads,
+            head_size=head_size,
+            dtype="bfloat16",
+            block_size=tokens,
+            layout=layout,
+            parallel=ParallelShape(),
+        )
+        for layout in ("HND", "NHD")
+    )
+    memories = [side.memory(0, blocks + 1) for side in (source, target)]
+    plan = plan_transfer(source=source, target=target)
+    rng = np.random.default_rng(3)
+    there, here = ((1 + rng.permutation(blocks)).tolist() for _ in range(2))
+    runs = plan.bind(there, here, blocks * tokens - 5).runs_of(0)
+    return plan.lower({0: memories[0]}, memories[1])[0], runs, memories[0].region_bytes[0]
+
+
+def random_bytes(nbytes):
+    return np.random.default_rng(4).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def test_a_side_stream_copies_what_the_host_copies(stream):
+    tiles, runs, nbytes = hnd_to_nhd()
+    source, target = stream.allocate(nbytes), stream.allocate(nbytes)
+    held, wanted = random_bytes(nbytes), np.zeros(nbytes, dtype=np.uint8)
+    fill(source, held)
+    torch.cuda.synchronize()
+    for _ in range(20):
+        stream.copy([source.address], [target.address], tiles, runs)
+    event = stream.record()
+    event.wait()
+    assert event.done()
+    copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
+    assert np.array_equal(contents(target), wanted)
+
+
+def test_chunks_in_pinned_memory_are_placed_in_a_cache_of_the_device(stream):
+    tiles, runs, nbytes = hnd_to_nhd()
+    held, wanted = random_bytes(nbytes), np.zeros(nbytes, dtype=np.uint8)
+    cache = stream.allocate(nbytes)
+    staging = np.frombuffer(mmap.mmap(-1, 8 << 20), dtype=np.uint8)
+    with DevicePlacer(stream, [cache.address]) as placer:
+        placer.adopt(staging)
+        for chunk in stage(tiles, runs):
+            landed = staging[: chunk.nbytes]
+            ends = [held.ctypes.data], [landed.ctypes.data]
+            copy_tiles(*ends, chunk.pack_tiles, chunk.pack_runs)
+            placer.place(landed, chunk.unpack_tiles, chunk.unpack_runs)
+    copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
+    assert np.array_equal(contents(cache), wanted)
+
+
+def test_lent_blocks_are_mirrored_in_host_memory(stream):
+    one = EngineGeometry(
+        num_layers=4,
+        num_kv_heads=8,
+        head_size=128,
+        dtype="bfloat16",
+        block_size=16,
+        layout="NHD",
+        parallel=ParallelShape(),
+    )
+    memory = one.memory(0, 9)
+    cache = stream.allocate(memory.region_bytes[0])
+    held = random_bytes(cache.nbytes)
+    fill(cache, held)
+    torch.cuda.synchronize()
+    with HostMirror(stream, [cache]) as mirror:
+        tiles, (runs, _) = own_tiles(one, 0, memory), bind_own(one, 0, [5, 2, 7], 40)
+        mirror.copy_out(tiles, runs).wait()
+        wanted = np.zeros_like(held)
+        copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
+        assert np.array_equal(mirror.arrays[0], wanted)
+
+
+def test_tensors_of_the_device_are_located_and_their_bytes_are_theirs():
+    one = EngineGeometry(
+        num_layers=2,
+        num_kv_heads=2,
+        head_size=8,
+        dtype="float32",
+        block_size=4,
+        layout="NHD",
+        parallel=ParallelShape(),
+    )
+    whole = torch.zeros((2, *one.cache_shape(0, 3)), device="cuda")
+    _, (span,) = locate_memory(one, 0, dict(zip(one.tensor_names(0), whole, strict=True)))
+    assert (span.address, span.device) == (whole.data_ptr(), "cuda:0")
+    torch.as_tensor(span)[:4] = 255
+    assert torch.isnan(whole.flatten()[0])
+
+
+def test_an_event_of_the_engine_is_waited_for_by_the_calling_thread():
+    from kvferry.layouts.cuda_stream import CudaEvent
+
+    torch.cuda._sleep(200_000_000)
+    event = CudaEvent.of_engine("cuda:0")
+    assert not event.done()
+    event.wait()
+    assert event.done()

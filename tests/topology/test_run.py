@@ -108,7 +108,7 @@ def test_something_else_than_a_tensor_is_refused():
 def test_a_tensor_outside_host_memory_is_refused():
     shape = geometry().cache_shape(0, 2)
     tensors = {f"layer.{i}": torch.zeros(shape, device="meta") for i in range(2)}
-    with pytest.raises(ValueError, match="host memory, got one on meta"):
+    with pytest.raises(ValueError, match="CUDA device, got one on meta"):
         memory_of(geometry(), 0, tensors)
 
 

@@ -1,0 +1,398 @@
+"""The transport of GPUs of one host: readers map the memory of sources and copy on their own GPU.
+
+A read is one strided pass of a kernel from the peer's memory to its final place, layout change
+included. The source's process takes no part in it, so a stopped source stalls nothing; a dead one
+is noticed by the lock that it no longer holds on its life token, a small segment of shared memory
+(:mod:`kvferry.transports.shm_segment`).
+
+**When a source's memory may be read.** No event travels with a handle. A lease is granted when its
+request has finished, and a request finishes when its last token was sampled and read by the host:
+the step that wrote its blocks has then retired on the producer's stream. **When our own may be
+written** is said by ``after``: a :class:`~kvferry.layouts.cuda_stream.CudaEvent` of the engine's
+stream, recorded on the step thread.
+
+A launch cannot be called back. So a read is cut into launches of ``chunk_bytes``, of which two are
+enqueued at a time, and becomes terminal when those are done. A device that hangs holds its reads
+for ever: nothing less would prove that they do not land.
+
+All that is CUDA lies behind :class:`~kvferry.layouts.device.CopyStream` and
+:class:`~kvferry.transports.cuda_ipc_memory.IpcMemory`.
+"""
+
+import threading
+import time
+
+import msgspec
+import numpy as np
+
+from kvferry.config import parse_struct
+from kvferry.errors import (
+    BoundsError,
+    DecodeError,
+    KVFerryError,
+    PeerLostError,
+    TransferError,
+)
+from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import Int64s, chunks
+from kvferry.layouts.device import CopyStream
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.topology.strategies import Addressing
+from kvferry.transports.base import ByteArray, Peer, Transfer, TransportOptions, Waitable
+from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
+from kvferry.transports.device import DeviceTransport
+from kvferry.transports.host import boot_id
+from kvferry.transports.local import LocalPeer
+from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.regions import check_flat
+from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
+
+VERSION = 1
+"""Of the endpoint; both sides run on one host, so a range is not needed."""
+CHUNK_BYTES = 256 << 20
+"""Bytes of a launch: some 0.1 ms on a large GPU."""
+
+_LIFE_BYTES = 64
+_LAUNCHES = 2
+"""Threads that launch and wait, so that the device never waits for the host."""
+_DEAD_PEERS_S = 1.0
+"""Seconds between two looks for peers that have died."""
+
+
+class IpcRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One region as peers see it."""
+
+    handle: bytes
+    """Of its allocation; empty for a region that is not served."""
+    offset: int
+    """Bytes from the start of the allocation."""
+    nbytes: int
+
+
+class CudaIpcEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to map a rank's memory."""
+
+    transport: str = "cuda_ipc"
+    version: int = VERSION
+    host: str
+    """Boot id of the host: handles mean nothing on another."""
+    life: str
+    """Name of the segment that the rank holds a lock on as long as it lives."""
+    regions: tuple[IpcRegion, ...]
+
+
+class CudaIpcExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the ``cuda_ipc`` transport."""
+
+    device: int | None = None
+    """Number of the GPU, as torch counts; the current one unless given."""
+    chunk_bytes: int = CHUNK_BYTES
+    """Bytes per launch; between two of them a read can be cancelled."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
+
+
+class CudaIpcPeer(LocalPeer):
+    """The mapped memory of one rank."""
+
+    def __init__(
+        self,
+        life: PeerSegment,
+        allocations: tuple[MemorySpan, ...],
+        regions: tuple[MemorySpan, ...],
+        memory: IpcMemory,
+    ) -> None:
+        super().__init__(tuple(region.nbytes for region in regions))
+        self.addresses[:] = [region.address for region in regions]
+        self._life = life
+        self._allocations = allocations
+        self._memory = memory
+
+    def lost(self) -> KVFerryError | None:
+        """See :meth:`LocalPeer.lost`."""
+        if not self._life.owner_is_alive():
+            return PeerLostError("the process that owns the memory has ended or closed it")
+        return None
+
+    def release(self) -> None:
+        """Drops the mappings."""
+        allocations, self._allocations = self._allocations, ()
+        for allocation in allocations:
+            self._memory.release(allocation)
+        self._life.close()
+
+
+class _Launches:
+    """A copy in launches; a step makes one and waits for the device to carry it out."""
+
+    def __init__(
+        self,
+        stream: CopyStream,
+        sources: Int64s,
+        targets: Int64s,
+        tiles: Tiles,
+        runs: Runs,
+        chunk_bytes: int,
+    ) -> None:
+        self.bytes_done = 0
+        """Bytes of the launches that are done."""
+        self.segments = 0
+        """Not counted: a device copies units, not pieces."""
+        self._stream = stream
+        self._addresses = sources, targets
+        self._tiles = tiles
+        self._runs = runs
+        self._chunks = chunks(tiles, runs, chunk_bytes)
+        self._next = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_chunks(self) -> int:
+        """Launches in all."""
+        return len(self._chunks)
+
+    def step(self) -> bool:
+        """Makes one launch; returns whether there was one to make.
+
+        Raises:
+            TransferError: the device failed; it carries nothing out any more.
+        """
+        with self._lock:  # launch and event are not to be parted by another thread's launch
+            if self._next == len(self._chunks):
+                return False
+            tile_range, run_range = self._chunks[self._next]
+            self._next += 1
+            tiles, runs = self._tiles[tile_range], self._runs[run_range]
+            self._stream.copy(*self._addresses, tiles, runs)
+            event = self._stream.record()
+        event.wait()
+        with self._lock:
+            self.bytes_done += num_bytes(tiles, runs)
+        return True
+
+
+class CudaIpcTransport(DeviceTransport):
+    """CUDA IPC between the processes of one host, with NVLink or PCIe between its GPUs."""
+
+    name = "cuda_ipc"
+    addressing = Addressing.BOTH
+    fences = True
+    ExtraConfig = CudaIpcExtraConfig
+
+    def __init__(
+        self,
+        extra: CudaIpcExtraConfig,
+        stream: CopyStream,
+        memory: IpcMemory,
+    ) -> None:
+        """Takes ownership of the stream; use :meth:`open`."""
+        self._extra = extra
+        self._stream = stream
+        self._memory = memory
+        self._life = OwnedSegment.create(_LIFE_BYTES)
+        self._regions: list[MemorySpan] = []
+        self._shared: list[IpcRegion] = []
+        self._pinned: list[ByteArray] = []
+        self._peers: list[CudaIpcPeer] = []
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._pool = MoverPool("cuda_ipc", _LAUNCHES)
+        self._next_look = 0.0
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> "CudaIpcTransport":
+        """Opens a stream of the GPU.
+
+        Raises:
+            ConfigError: unknown or wrong keys in ``options.extra``.
+            HostError: there is no such GPU, no driver, or no room in ``/dev/shm``.
+        """
+        extra = parse_struct(CudaIpcExtraConfig, options.extra, "cuda_ipc")
+        sweep_dead_segments()
+        return cls(extra, *cls.open_device(extra))
+
+    @classmethod
+    def open_device(cls, extra: CudaIpcExtraConfig, /) -> tuple[CopyStream, IpcMemory]:
+        """All that is CUDA; tests give something else.
+
+        Raises:
+            HostError: there is no such GPU, or no driver.
+        """
+        from kvferry.layouts.cuda_stream import CudaCopyStream
+
+        stream = CudaCopyStream.open(extra.device)
+        return stream, CudaIpcMemory(int(stream.device.removeprefix("cuda:")))
+
+    def allocate_device(self, nbytes: int) -> tuple[int, MemorySpan]:
+        """See :meth:`DeviceTransport.allocate_device`."""
+        memory = self._stream.allocate(nbytes)
+        return self.register_device(memory), memory
+
+    def register_device(self, memory: MemorySpan, *, serve: bool = True) -> int:
+        """See :meth:`DeviceTransport.register_device`."""
+        if memory.device != self._stream.device:
+            raise TransferError(
+                f"memory: is on {memory.device}, and this transport copies on "
+                f"{self._stream.device}; open one for that device"
+            )
+        shared = IpcRegion(b"", 0, 0)
+        if serve:
+            handle, offset = self._memory.export(memory)
+            shared = IpcRegion(handle, offset, memory.nbytes)
+        return self._add(memory, shared)
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """Never possible: what the host can touch cannot be served here.
+
+        Raises:
+            TransferError: always.
+        """
+        raise TransferError(
+            "cuda_ipc serves memory of a GPU; take it from allocate_device(), or name a transport "
+            "for host memory first (shm, tcp)"
+        )
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """See :meth:`Transport.register`: pins host memory for reads; it cannot be served.
+
+        Raises:
+            HostError: it cannot be pinned.
+        """
+        if serve:
+            raise TransferError(
+                "cuda_ipc cannot serve host memory; use register_device() for memory of a GPU, or "
+                "register(..., serve=False) for memory that is only read into"
+            )
+        check_flat(memory)
+        self._stream.pin(memory)
+        with self._lock:
+            self._pinned.append(memory)
+        return self._add(MemorySpan(memory.ctypes.data, memory.nbytes, HOST), IpcRegion(b"", 0, 0))
+
+    def endpoint(self) -> bytes:
+        """See :meth:`Transport.endpoint`."""
+        with self._lock:
+            regions = tuple(self._shared)
+        return msgspec.msgpack.encode(
+            CudaIpcEndpoint(host=boot_id(), life=self._life.name, regions=regions)
+        )
+
+    def connect(self, endpoint: bytes) -> CudaIpcPeer:
+        """Maps the peer's allocations, each once.
+
+        Raises:
+            DecodeError: the endpoint does not decode.
+            BoundsError: a region is larger than its allocation.
+            PeerLostError: the peer is gone, on another host, or its GPU out of reach.
+        """
+        described = _decode(endpoint)
+        life = PeerSegment.attach(described.life, _LIFE_BYTES)
+        opened: dict[bytes, MemorySpan] = {}
+        try:
+            for handle in {region.handle for region in described.regions if region.handle}:
+                opened[handle] = self._memory.open(handle)
+            regions = tuple(_placed(region, opened) for region in described.regions)
+        except BaseException:
+            for allocation in opened.values():
+                self._memory.release(allocation)
+            life.close()
+            raise
+        peer = CudaIpcPeer(life, tuple(opened.values()), regions, self._memory)
+        self._drop_dead_peers()
+        with self._lock:
+            self._peers.append(peer)
+        return peer
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """See :meth:`Transport.read`."""
+        if not isinstance(peer, CudaIpcPeer):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        with self._lock:
+            regions = list(self._regions)
+        check_bounds(tiles, runs, peer.region_bytes, [region.nbytes for region in regions])
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        targets = np.array([region.address for region in regions], dtype=np.int64)
+        chunk_bytes = self._extra.chunk_bytes
+        copy = _Launches(self._stream, peer.addresses, targets, tiles, runs, chunk_bytes)
+        peer.start(copy, transfer, self._ledger, self._pool, after)
+        return transfer
+
+    def poll(self) -> list[Transfer]:
+        """See :meth:`Transport.poll`. Now and then it lets go of what dead peers have left."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _DEAD_PEERS_S
+            self._drop_dead_peers()
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """See :meth:`Transport.cancel`; terminal once what was launched is done."""
+        self._ledger.cancel(transfer)
+
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
+        if not self._ledger.close():
+            return
+        self._pool.close()
+        with self._lock:
+            peers, self._peers = self._peers, []
+            pinned, self._pinned = self._pinned, []
+        for peer in peers:
+            peer.close()
+        self._life.close()
+        for memory in pinned:
+            self._stream.unpin(memory)
+        self._stream.close()
+
+    def _add(self, memory: MemorySpan, shared: IpcRegion) -> int:
+        with self._lock:
+            self._regions.append(memory)
+            self._shared.append(shared)
+            return len(self._regions) - 1
+
+    def _drop_dead_peers(self) -> None:
+        """A mapping keeps a dead owner's memory in use, which its next start may need."""
+        with self._lock:
+            self._peers = [peer for peer in self._peers if not peer.closed]
+            peers = list(self._peers)
+        for peer in peers:
+            if peer.error() is not None:
+                peer.close()
+
+
+def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySpan:
+    """Where a peer's region lies in this process."""
+    if not region.handle:
+        return MemorySpan(0, 0, HOST)
+    allocation = allocations[region.handle]
+    if region.offset < 0 or region.nbytes < 0 or region.offset + region.nbytes > allocation.nbytes:
+        raise BoundsError(
+            f"region: {region.nbytes} bytes at {region.offset} of an allocation that has "
+            f"{allocation.nbytes}"
+        )
+    return MemorySpan(allocation.address + region.offset, region.nbytes, allocation.device)
+
+
+def _decode(endpoint: bytes) -> CudaIpcEndpoint:
+    try:
+        described = msgspec.msgpack.decode(endpoint, type=CudaIpcEndpoint)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DecodeError(f"cuda_ipc endpoint of {len(endpoint)} bytes: {error}") from error
+    if described.transport != "cuda_ipc" or described.version != VERSION:
+        raise DecodeError(
+            f"endpoint: is one of {described.transport!r} version {described.version}, "
+            f"expected 'cuda_ipc' version {VERSION}"
+        )
+    if described.host != boot_id():
+        raise PeerLostError("the peer runs on another host, where CUDA IPC does not reach; use tcp")
+    for region in described.regions:
+        if region.handle and len(region.handle) != HANDLE_BYTES:
+            raise DecodeError(
+                f"endpoint: a handle has {len(region.handle)} bytes, expected {HANDLE_BYTES}"
+            )
+    return described
