@@ -153,16 +153,18 @@ def abort_in_the_middle_of(
         real(*args)
 
     monkeypatch.setattr(module, name, slow)
-    request = pair.decode(pair.prefill("r", 21))
-    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-    wait_until(lambda: bool(begun), f"{name} was not called")
-    pair.consumer.abort("r")
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        pair.consumer.step()
-        pair.producer.step()
-        assert pair.consumer.held, "its blocks are free while they are being written to"
-    gate.release()
+    try:
+        request = pair.decode(pair.prefill("r", 21))
+        pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+        wait_until(lambda: bool(begun), f"{name} was not called")
+        pair.consumer.abort("r")
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pair.consumer.step()
+            pair.producer.step()
+            assert pair.consumer.held, "its blocks are free while they are being written to"
+    finally:
+        gate.release()
     pair.settle()
     settle_staging(pair.consumer)
 
