@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.pull import reads
+from kvferry.connectors.pull import routes, staged_reads
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.connectors.records import digest_mismatch
 from kvferry.errors import IncompatibleError
@@ -18,6 +18,7 @@ from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_request import Stage
+from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
 from kvferry.testing.unfenced import Tide, unfenced_transport
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
@@ -137,6 +138,37 @@ def strategies_of(pair: Pair) -> set[str]:
     }
 
 
+def abort_in_the_middle_of(
+    pair: Pair, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Aborts a load while a function of a module works on its blocks: they stay its own."""
+    gate = Tide()
+    gate.hold()
+    real = getattr(module, name)
+    begun: list[int] = []
+
+    def slow(*args: Any) -> None:
+        begun.append(1)
+        gate.gate().wait()
+        real(*args)
+
+    monkeypatch.setattr(module, name, slow)
+    try:
+        request = pair.decode(pair.prefill("r", 21))
+        pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+        wait_until(lambda: bool(begun), f"{name} was not called")
+        pair.consumer.abort("r")
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pair.consumer.step()
+            pair.producer.step()
+            assert pair.consumer.held, "its blocks are free while they are being written to"
+    finally:
+        gate.release()
+    pair.settle()
+    settle_staging(pair.consumer)
+
+
 # ---- the same cells by every strategy -----------------------------------------------------------
 
 
@@ -151,6 +183,43 @@ def test_a_strategy_that_is_asked_for_moves_the_same_cells(
     pair = open_one(geometries, transport=transport, strategy=strategy)
     serve_several(pair)
     assert strategies_of(pair) == {strategy}
+
+
+@pytest.mark.parametrize(
+    "geometries",
+    [
+        (SOURCE, TARGET),  # heads of two ranks, frames of three source blocks and two of ours
+        (small_geometry("NHD", 6), small_geometry("HND", 3, pp=3)),
+        (small_geometry("HND", 5), small_geometry("NHD", 5)),
+    ],
+)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_whole_blocks_are_permuted_in_place(
+    open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str
+) -> None:
+    pair = open_one(geometries, transport=transport, strategy="in place")
+    serve_several(pair)
+    assert strategies_of(pair) == {"in place"}
+
+
+def test_a_load_aborted_while_its_blocks_are_permuted_is_reported_when_that_has_ended(
+    open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = open_one(strategy="in place")
+    abort_in_the_middle_of(pair, routes, "run_repack", monkeypatch)
+
+
+@pytest.mark.parametrize("strategy", ["in place", "staged", "strided"])
+def test_a_connection_lost_in_the_middle_is_made_again_and_the_cells_are_right(
+    open_one: OpenPair, strategy: str
+) -> None:
+    with temporary_plugin(TRANSPORTS, "shm", lossy_transport(ShmTransport, loss=0.3, seed=3)):
+        pair = open_one(strategy=strategy)
+        requests = [pair.decode(pair.prefill(f"r{n}", 20 + n)) for n in range(8)]
+        pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
+        assert not all(request.failed for request in requests)
+        pair.settle()
+        settle_staging(pair.consumer)
 
 
 @pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
@@ -253,30 +322,7 @@ def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in
 def test_a_load_aborted_while_it_is_unpacked_is_reported_when_that_has_ended(
     open_one: OpenPair, tide: Tide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = open_one()
-    gate = Tide()
-    gate.hold()
-    real = reads.unpack
-    begun: list[int] = []
-
-    def slow(*args: Any) -> None:
-        begun.append(1)
-        gate.gate().wait()
-        real(*args)
-
-    monkeypatch.setattr(reads, "unpack", slow)
-    request = pair.decode(pair.prefill("r", 21))
-    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-    wait_until(lambda: bool(begun), "nothing was unpacked")
-    pair.consumer.abort("r")
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        pair.consumer.step()
-        pair.producer.step()
-        assert pair.consumer.held, "its blocks are free while they are being written to"
-    gate.release()
-    pair.settle()
-    settle_staging(pair.consumer)
+    abort_in_the_middle_of(open_one(), staged_reads, "unpack", monkeypatch)
 
 
 def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_afterwards(

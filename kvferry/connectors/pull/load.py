@@ -6,8 +6,9 @@ from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.connectors.pull.reads import Read
-from kvferry.connectors.pull.routes import Route, Span
+from kvferry.connectors.pull.routes import Route
 from kvferry.errors import KVFerryError
+from kvferry.topology import BoundCopies
 from kvferry.transports.base import Peer
 
 
@@ -16,7 +17,7 @@ class LoadPart:
     """What comes over one route."""
 
     route: Route
-    span: Span
+    copies: BoundCopies
     connections: dict[int, Peer]
     """Source rank → the connection over which it is read."""
     read: Read

@@ -17,7 +17,6 @@ from kvferry.connectors.pull.load import LoadPart, RankLoad
 from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import RankIdentity, RouteOptions, SourcePeer
 from kvferry.connectors.pull.reads import TargetMemory, as_load_error
-from kvferry.connectors.pull.routes import Span
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer
@@ -28,7 +27,7 @@ from kvferry.errors import (
     LeaseRevokedError,
     PeerLostError,
 )
-from kvferry.topology import GroupPair
+from kvferry.topology import GroupPair, check_block_ids
 from kvferry.topology.description import EngineDescription
 from kvferry.transports.base import Transport
 
@@ -237,17 +236,18 @@ class Loader:
         spec = load.spec
         load.peer = peer
         for group in peer.groups:
-            tables = (
+            copies = group.plan.bind(
                 spec.source_block_ids[group.pair.source_group],
                 spec.target_block_ids[group.pair.target_group],
+                spec.num_tokens,
+                spec.starts[group.index],
             )
-            tokens = spec.starts[group.index], spec.num_tokens
-            span = Span.of(group.plan, tables, tokens, group.num_blocks)
+            check_block_ids(copies, *group.num_blocks)
             for route in group.routes:
                 connections = {rank: peer.connections[rank] for rank in route.source_ranks}
-                read = route.start(span, connections)
+                read = route.start(copies, connections)
                 if read is not None:
-                    load.parts.append(LoadPart(route, span, connections, read))
+                    load.parts.append(LoadPart(route, copies, connections, read))
 
     def _advance(self, load: RankLoad, now: float) -> None:
         """Goes on with a load; once it is settled asks for its confirm."""
@@ -277,7 +277,7 @@ class Loader:
                     rank: peer.reconnect(rank, connection)
                     for rank, connection in part.connections.items()
                 }
-                again = part.route.start(part.span, part.connections)
+                again = part.route.start(part.copies, part.connections)
                 assert again is not None  # there was something to move
                 part.read = again
         except Exception as error:

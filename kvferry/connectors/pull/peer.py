@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.pull.reads import TargetMemory
-from kvferry.connectors.pull.routes import Route, make_routes
+from kvferry.connectors.pull.routes import Planned, Route, make_routes
 from kvferry.errors import PeerLostError, ProtocolError
-from kvferry.layouts.tiles import Tiles
 from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_transfer
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.topology.layer_ranges import ranges_text
@@ -50,6 +49,26 @@ class GroupPlan:
     routes: tuple[Route, ...]
     num_blocks: tuple[int, int]
     """Blocks of the source's tables and of ours."""
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        source: SourceGroups,
+        planned: Planned,
+        transport: Transport,
+        target: TargetMemory,
+        options: RouteOptions,
+    ) -> "GroupPlan":
+        """A planned pair with its routes.
+
+        Raises:
+            ConfigError: see :func:`make_routes`.
+        """
+        routes = make_routes(planned, transport, target, options.strategy)
+        theirs = min(memory.num_blocks for memory in planned.source_memory.values())
+        num_blocks = theirs, planned.target_memory.num_blocks
+        return cls(index, source.pairs[index], planned.plan, routes, num_blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,18 +116,12 @@ class SourcePeer:
             for index in range(len(source.pairs))
             if (plan := _plan(index, description, source, identity, options)) is not None
         ]
-        ranks = sorted({source_rank for each in plans for source_rank in each.tiles})
+        ranks = sorted({source_rank for _, planned in plans for source_rank in planned.tiles})
         transport, connections = _reach(description, ranks, transports)
         try:
             groups = tuple(
-                GroupPlan(
-                    each.index,
-                    each.pair,
-                    each.plan,
-                    make_routes(each.plan, each.tiles, transport, target, options.strategy),
-                    each.num_blocks,
-                )
-                for each in plans
+                GroupPlan.of(index, source, planned, transport, target, options)
+                for index, planned in plans
             )
         except BaseException:
             for connection in connections.values():
@@ -154,25 +167,13 @@ class SourcePeer:
             connection.close()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Planned:
-    """A pair of groups before its routes are chosen; fields as in :class:`GroupPlan`."""
-
-    index: int
-    pair: GroupPair
-    plan: TransferPlan
-    tiles: Mapping[int, Tiles]
-    """Source rank → its tiles, lowered onto both memories."""
-    num_blocks: tuple[int, int]
-
-
 def _plan(
     index: int,
     description: EngineDescription,
     source: SourceGroups,
     identity: RankIdentity,
     options: RouteOptions,
-) -> _Planned | None:
+) -> tuple[int, Planned] | None:
     """Plans a pair of groups; ``None`` where none of its layers are on this rank's stage."""
     pair = source.pairs[index]
     plan = plan_transfer(
@@ -187,8 +188,7 @@ def _plan(
         return None
     ours = identity.memory[pair.target_group]
     theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
-    num_blocks = min(memory.num_blocks for memory in theirs.values()), ours.num_blocks
-    return _Planned(index, pair, plan, plan.lower(theirs, ours), num_blocks)
+    return index, Planned(plan, plan.lower(theirs, ours), theirs, ours)
 
 
 def _reach(

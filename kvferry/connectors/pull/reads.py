@@ -8,22 +8,14 @@ The loader's thread owns every read. Unpacking runs on threads of its own.
 """
 
 import logging
-import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvferry.connectors.pull.staging import Claim, Slot, StagingPool
-from kvferry.errors import BlockTableError, KVFerryError, StalledError, TransferError
-from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.convert import convert
-from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.staging import StagedChunk
+from kvferry.connectors.pull.staging import StagingPool
+from kvferry.errors import BlockTableError, KVFerryError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports.base import ByteArray, Peer, Transfer, TransferState, Transport
+from kvferry.transports.base import ByteArray, Peer, Transport
 from kvferry.transports.movers import MoverPool
 
 logger = logging.getLogger(__name__)
@@ -166,171 +158,106 @@ class PlainRead(Read):
         self._transport.cancel(self._transfer)
 
 
-@dataclass(slots=True, eq=False)
-class _Staged:
-    """A chunk in a slot: under way, then being unpacked."""
-
-    chunk: StagedChunk
-    slot: Slot
-    transfer: Transfer
-    unpacking: Work | None = None
-
-
-class StagedRead(Read):
-    """Chunks through staging: landed, then unpacked (and converted) into the cache.
-
-    Slots are leased one by one and in turn with other reads, so a read that is larger than the
-    staging memory passes through it.
-    """
+class InPlaceRead(Read):
+    """Whole blocks from all source ranks, straight into the cache; then they are permuted there."""
 
     def __init__(
         self,
         transport: Transport,
-        connection: Peer,
+        landing: Iterable[tuple[Peer, Tiles, Runs]],
         memory: TargetMemory,
-        chunks: Iterable[StagedChunk],
-        nbytes: int,
-        conversion: tuple[str, str] | None = None,
+        permute: Callable[[], object],
     ) -> None:
-        """Starts with the first :meth:`advance`.
+        """Starts it.
 
         Args:
-            transport: moves the chunks; it need not fence.
-            connection: to the source rank.
+            transport: moves the blocks; it fences.
+            landing: what to read over each connection.
             memory: where to.
-            chunks: what to move, in this order.
-            nbytes: bytes of all chunks together.
-            conversion: dtype in the chunks and dtype in the cache, where they differ.
+            permute: makes the blocks hold the target's geometry once all are there.
         """
-        super().__init__(nbytes)
-        self._transport = transport
-        self._connection = connection
+        super().__init__(0)
         self._memory = memory
-        self._conversion = conversion
-        self._waiting = deque(chunks)
-        self._claim: Claim | None = None
-        self._staged: list[_Staged] = []
-        self._progressed = time.monotonic()
-        self._bytes_done = 0
-        self._segments = 0
+        self._permute = permute
+        self._permuting: Work | None = None
+        self._permuted = False
+        self._blocks: list[PlainRead] = []
+        try:
+            for connection, tiles, runs in landing:
+                self._blocks.append(PlainRead(transport, connection, tiles, runs))
+        except Exception as error:  # others may be under way by now
+            self.give_up(as_load_error(error, "whole blocks could not be read"))
+        self.nbytes = sum(read.nbytes for read in self._blocks)
 
     @property
     def bytes_done(self) -> int:
         """See :class:`Read`."""
-        return self._bytes_done
+        return sum(read.bytes_done for read in self._blocks)
 
     @property
     def segments(self) -> int:
         """See :class:`Read`."""
-        return self._segments
+        return sum(read.segments for read in self._blocks)
 
     @property
     def is_settled(self) -> bool:
         """See :class:`Read`."""
-        return not (self._staged or self._waiting)
+        if self._permuting is not None:
+            return self._permuted
+        return self.error is not None and all(read.is_settled for read in self._blocks)
 
     def advance(self, now: float) -> None:
         """See :class:`Read`."""
-        try:
-            for staged in list(self._staged):
-                if self.error is None or staged.unpacking is not None:
-                    self._follow(staged)
-            if self.error is None:
-                self._check_progress(now)
-                self._start_more()
-        except Exception as error:
-            self.give_up(as_load_error(error, "a chunk could not be read"))
+        for read in self._blocks:
+            read.advance(now)
+            self.error = self.error or read.error
+        if self._permuting is not None:
+            if self._permuting.done:
+                self.error = self.error or self._permuting.error
+                self._permuted = True
+        elif self.error is None and all(read.is_settled for read in self._blocks):
+            self._permuting = self._memory.submit("blocks could not be permuted", self._permute)
 
     def give_up(self, error: KVFerryError) -> None:
-        """See :class:`Read`. Slots whose transfers go on are quarantined."""
+        """See :class:`Read`. A permutation under way goes on to its end."""
         self.error = self.error or error
-        self._waiting.clear()
-        if self._claim is not None:
-            self._memory.staging.withdraw(self._claim)
-            self._claim = None
-        for staged in list(self._staged):
-            if staged.unpacking is not None:
-                continue  # until that has ended the cache may change
-            self._staged.remove(staged)
-            if staged.transfer.is_terminal:
-                self._memory.staging.release(staged.slot)
-            else:
-                self._transport.cancel(staged.transfer)
-                self._memory.staging.quarantine(staged.slot)
-
-    def _follow(self, staged: _Staged) -> None:
-        """Unpacks a chunk that has landed; gives back the slot of one that is unpacked."""
-        transfer, work = staged.transfer, staged.unpacking
-        self._progressed = max(self._progressed, transfer.progressed)
-        if work is not None and work.done:
-            self._staged.remove(staged)
-            self._memory.staging.release(staged.slot)
-            self._bytes_done += staged.chunk.nbytes
-            if work.error is not None:
-                self.give_up(work.error)
-        elif work is None and transfer.state is TransferState.DONE:
-            self._segments += transfer.segments
-            staged.unpacking = self._memory.submit(
-                "a chunk could not be unpacked",
-                lambda: unpack(staged.chunk, staged.slot, self._memory, self._conversion),
-            )
-        elif work is None and transfer.is_terminal:
-            assert transfer.error is not None  # set before the state
-            self.give_up(transfer.error)
-
-    def _check_progress(self, now: float) -> None:
-        """The stall clock of transports that cannot end a read themselves, as they do not fence."""
-        if self._transport.fences or not any(staged.unpacking is None for staged in self._staged):
-            return
-        stall_timeout_s = self._memory.stall_timeout_s
-        if now - self._progressed > stall_timeout_s:
-            self.give_up(
-                StalledError(
-                    f"{self._transport.name}: no progress for {stall_timeout_s:g} s "
-                    f"(stall_timeout_s), {self._bytes_done} of {self.nbytes} bytes are in place"
-                )
-            )
-
-    def _start_more(self) -> None:
-        """Leases slots for the next chunks as long as it is this read's turn."""
-        while self._waiting:
-            if self._claim is None:
-                self._claim = self._memory.staging.claim(self._waiting[0].nbytes)
-            if self._claim.error is not None:
-                error, self._claim = self._claim.error, None
-                self.give_up(error)
-                return
-            if self._claim.slot is None:
-                return
-            self._start(self._waiting[0], self._claim.slot)
-            self._claim = None
-            self._waiting.popleft()
-
-    def _start(self, chunk: StagedChunk, slot: Slot) -> None:
-        staging = self._memory.staging
-        check_bounds(
-            chunk.unpack_tiles, chunk.unpack_runs, (chunk.unpack_nbytes,), self._memory.region_bytes
-        )
-        tiles = chunk.pack_tiles.copy()
-        tiles["target_region"] = staging.region(self._transport)
-        tiles["target_offset"] += slot.offset
-        slot.transfer = self._transport.read(self._connection, tiles, chunk.pack_runs)
-        self._staged.append(_Staged(chunk, slot, slot.transfer))
-        self._progressed = time.monotonic()
+        for read in self._blocks:
+            read.give_up(error)
 
 
-def unpack(
-    chunk: StagedChunk, slot: Slot, memory: TargetMemory, conversion: tuple[str, str] | None
-) -> None:
-    """Puts what a slot holds into the cache, converted if it has another dtype."""
-    address = memory.staging.address(slot)
-    if conversion is not None:
-        source, target = conversion
-        landed = memory.staging.memory[slot.offset : slot.offset + chunk.nbytes]
-        converted = np.empty(chunk.unpack_nbytes, dtype=np.uint8)
-        convert(landed, source, converted, target)
-        address = int(converted.ctypes.data)
-    copy_tiles([address], memory.addresses, chunk.unpack_tiles, chunk.unpack_runs)
+class JointRead(Read):
+    """Several reads as one."""
+
+    def __init__(self, reads: Sequence[Read]) -> None:
+        super().__init__(sum(read.nbytes for read in reads))
+        self._reads = reads
+
+    @property
+    def bytes_done(self) -> int:
+        """See :class:`Read`."""
+        return sum(read.bytes_done for read in self._reads)
+
+    @property
+    def segments(self) -> int:
+        """See :class:`Read`."""
+        return sum(read.segments for read in self._reads)
+
+    @property
+    def is_settled(self) -> bool:
+        """See :class:`Read`."""
+        return all(read.is_settled for read in self._reads)
+
+    def advance(self, now: float) -> None:
+        """See :class:`Read`."""
+        for read in self._reads:
+            read.advance(now)
+            self.error = self.error or read.error
+
+    def give_up(self, error: KVFerryError) -> None:
+        """See :class:`Read`."""
+        self.error = self.error or error
+        for read in self._reads:
+            read.give_up(error)
 
 
 def as_load_error(error: Exception, what: str) -> KVFerryError:

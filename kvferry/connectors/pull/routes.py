@@ -7,14 +7,27 @@ all source ranks are there, so that route is one for all of them.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvferry.connectors.pull.reads import PlainRead, Read, StagedRead, TargetMemory
+from kvferry.connectors.pull.reads import (
+    InPlaceRead,
+    JointRead,
+    PlainRead,
+    Read,
+    TargetMemory,
+    as_load_error,
+)
+from kvferry.connectors.pull.staged_reads import StagedRead
+from kvferry.layouts.postprocess import run_repack
+from kvferry.layouts.repack import Repack, check_ids
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, stage
 from kvferry.layouts.tiles import Tiles, num_bytes
-from kvferry.topology import BoundCopies, TransferPlan, check_block_ids
-from kvferry.topology.strategies import Addressing, Strategy
+from kvferry.topology import BoundCopies, TransferPlan
+from kvferry.topology.description import RankMemory
+from kvferry.topology.in_place import plan_repack
+from kvferry.topology.strategies import MoverTraits, Strategy, StrategyWork, obstacle
+from kvferry.topology.whole_blocks import WholeBlocks, in_place_obstacle, whole_block_copies
 from kvferry.transports.base import Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -22,52 +35,18 @@ logger = logging.getLogger(__name__)
 CHUNKS_AT_ONCE = 4
 """A chunk is at most this part of the staging memory, so that wire and unpacking overlap."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """What a load moves of one pair of groups."""
-
-    plan: TransferPlan
-    source_blocks: Sequence[int]
-    """The whole block table on the source."""
-    target_blocks: Sequence[int]
-    """The whole block table here."""
-    first_token: int
-    num_tokens: int
-    """It moves the tokens ``[first_token, num_tokens)``."""
-    num_blocks: tuple[int, int]
-    """Blocks that the source and the target have."""
-    copies: BoundCopies
-    """The plan, bound to all of it."""
-
-    @classmethod
-    def of(
-        cls,
-        plan: TransferPlan,
-        tables: tuple[Sequence[int], Sequence[int]],
-        tokens: tuple[int, int],
-        num_blocks: tuple[int, int],
-    ) -> "Span":
-        """Binds and checks it.
-
-        Args:
-            plan: what moves of a token.
-            tables: whole block tables of source and target.
-            tokens: first token and the one behind the last.
-            num_blocks: blocks that the source and the target have.
-
-        Raises:
-            ValueError, BlockError: see :func:`~kvferry.topology.binding.bind`.
-        """
-        first_token, num_tokens = tokens
-        copies = plan.bind(*tables, num_tokens, first_token)
-        check_block_ids(copies, *num_blocks)
-        return cls(plan, *tables, first_token, num_tokens, num_blocks, copies)
-
-    def part(self, first_token: int, num_tokens: int) -> "Span":
-        """Some of its tokens."""
-        tables = (self.source_blocks, self.target_blocks)
-        return Span.of(self.plan, tables, (first_token, num_tokens), self.num_blocks)
+_NO_NUMBERS = dict.fromkeys(
+    (
+        "nbytes",
+        "placed_nbytes",
+        "segments_ordered",
+        "segments_shuffled",
+        "chunks",
+        "pack_segments",
+        "unpack_segments",
+    ),
+    0,
+)
 
 
 class Route(ABC):
@@ -78,11 +57,11 @@ class Route(ABC):
     """The ranks that it reads from."""
 
     @abstractmethod
-    def start(self, span: Span, connections: Mapping[int, Peer]) -> Read | None:
+    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
         """Starts to move a load's cells; ``None`` where none of them come this way.
 
         Args:
-            span: what to move.
+            copies: what to move, checked.
             connections: source rank → connection.
 
         Raises:
@@ -99,10 +78,10 @@ class PlainRoute(Route):
     transport: Transport
     tiles: Tiles
 
-    def start(self, span: Span, connections: Mapping[int, Peer]) -> Read | None:
+    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
         """See :class:`Route`."""
         (rank,) = self.source_ranks
-        runs = span.copies.runs_of(rank)
+        runs = copies.runs_of(rank)
         if not len(runs):
             return None  # all that moves lies behind the window, or on other ranks
         return PlainRead(self.transport, connections[rank], self.tiles, runs)
@@ -137,7 +116,9 @@ class StagedRoute(Route):
             ConfigError: the staging memory is smaller than a single block of one tensor.
         """
         row_bytes = tiles["heads"] * tiles["elements"] * tiles["itemsize"]
-        tokens = min(plan.source.block_size, plan.target.block_size)
+        # The cells of a state lie once per block.
+        sizes = [1 if side.states else side.block_size for side in (plan.source, plan.target)]
+        tokens = min(sizes)
         memory.staging.check(int(row_bytes.max(initial=0)) * tokens)
         return cls(
             Strategy.STAGED,
@@ -150,10 +131,10 @@ class StagedRoute(Route):
             min(WIRE_CHUNK_BYTES, max(memory.staging.nbytes // CHUNKS_AT_ONCE, 1)),
         )
 
-    def start(self, span: Span, connections: Mapping[int, Peer]) -> Read | None:
+    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
         """See :class:`Route`."""
         (rank,) = self.source_ranks
-        runs = span.copies.runs_of(rank)
+        runs = copies.runs_of(rank)
         if not len(runs):
             return None
         chunks = stage(self.tiles, runs, self.chunk_bytes, target_itemsize=self.target_itemsize)
@@ -163,39 +144,129 @@ class StagedRoute(Route):
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class InPlaceRoute(Route):
+    """Whole blocks into their final slots, permuted there; for requests that are whole frames."""
+
+    strategy: Strategy
+    source_ranks: tuple[int, ...]
+    transport: Transport
+    memory: TargetMemory
+    whole: WholeBlocks
+    repack: Repack
+    num_blocks: int
+    """Blocks of the cache."""
+    otherwise: tuple[Route, ...]
+    """What moves a load that it cannot."""
+
+    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+        """See :class:`Route`."""
+        if copies.span[0] == copies.span[1]:
+            return None
+        if self.whole.obstacle(copies) is not None:
+            return self._start_otherwise(copies, connections)
+        blocks = self.whole.bind(copies)
+        check_ids(self.repack, blocks.target_blocks, self.num_blocks)  # also beyond the request
+        landing = [
+            (connections[rank], tiles, blocks.runs[rank])
+            for rank, tiles in self.whole.tiles.items()
+        ]
+        return InPlaceRead(
+            self.transport,
+            landing,
+            self.memory,
+            lambda: run_repack(
+                self.repack, self.memory.regions, blocks.target_blocks, self.num_blocks
+            ),
+        )
+
+    def _start_otherwise(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+        reads: list[Read] = []
+        try:
+            for route in self.otherwise:
+                reads += filter(None, [route.start(copies, connections)])
+        except Exception as error:
+            if not reads:
+                raise
+            # What is under way must end before the load does.
+            joint = JointRead(reads)
+            joint.give_up(as_load_error(error, "the read could not be started"))
+            return joint
+        return JointRead(reads) if reads else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A pair of groups before its routes are chosen."""
+
+    plan: TransferPlan
+    tiles: Mapping[int, Tiles]
+    """Source rank → its tiles, lowered onto both memories."""
+    source_memory: Mapping[int, RankMemory]
+    """Source rank → its memory."""
+    target_memory: RankMemory
+    """Of this rank."""
+
+
 def make_routes(
-    plan: TransferPlan,
-    tiles: Mapping[int, Tiles],
-    transport: Transport,
-    memory: TargetMemory,
-    forced: Strategy | None,
+    planned: Planned, transport: Transport, memory: TargetMemory, wanted: Strategy | None
 ) -> tuple[Route, ...]:
     """The routes of one pair of groups.
 
     Args:
-        plan: what moves.
-        tiles: source rank → its tiles, lowered onto both memories.
+        planned: what moves.
         transport: what moves it.
         memory: this rank's cache.
-        forced: the strategy that the configuration asks for.
+        wanted: the strategy that the configuration asks for.
 
     Raises:
         ConfigError: see :meth:`StagedRoute.of`.
     """
-    strategy = _plain(plan, transport)
-    if forced in (Strategy.STAGED, strategy) and forced is not None:
-        strategy = forced
-    elif forced is not None:
-        logger.warning("strategy: %s cannot do it %s; taking %s", transport.name, forced, strategy)
+    strategy = _chosen(planned, transport, wanted)
+    if strategy is not Strategy.IN_PLACE:
+        return _by_source(planned, transport, memory, strategy)
+    plan = planned.plan
+    return (
+        InPlaceRoute(
+            strategy,
+            plan.source_ranks,
+            transport,
+            memory,
+            whole_block_copies(plan, planned.source_memory, planned.target_memory),
+            plan_repack(plan, planned.target_memory),
+            planned.target_memory.num_blocks,
+            _by_source(planned, transport, memory, _chosen(planned, transport, None)),
+        ),
+    )
+
+
+def _by_source(
+    planned: Planned, transport: Transport, memory: TargetMemory, strategy: Strategy
+) -> tuple[Route, ...]:
     if strategy is Strategy.STAGED:
         return tuple(
-            StagedRoute.of(plan, rank, table, transport, memory) for rank, table in tiles.items()
+            StagedRoute.of(planned.plan, rank, table, transport, memory)
+            for rank, table in planned.tiles.items()
         )
-    return tuple(PlainRoute(strategy, (rank,), transport, table) for rank, table in tiles.items())
+    return tuple(
+        PlainRoute(strategy, (rank,), transport, table) for rank, table in planned.tiles.items()
+    )
 
 
-def _plain(plan: TransferPlan, transport: Transport) -> Strategy:
-    if plan.conversion is not None or not transport.fences:
-        return Strategy.STAGED
-    segments = transport.addressing is Addressing.SEGMENTS
-    return Strategy.DIRECT if segments else Strategy.STRIDED
+def _chosen(planned: Planned, transport: Transport, wanted: Strategy | None) -> Strategy:
+    """What is asked for, else the first of those that touch each byte once, else staging."""
+    mover = MoverTraits(transport.name, transport.addressing, transport.fences)
+    work = StrategyWork(
+        **_NO_NUMBERS,
+        conversion=planned.plan.conversion,
+        in_place_obstacle=in_place_obstacle(
+            planned.plan, planned.source_memory, planned.target_memory
+        ),
+    )
+    if wanted is not None:
+        reason = obstacle(wanted, work, mover)
+        if reason is None:
+            return wanted
+        logger.warning("strategy: %s is not possible, taking another one: %s", wanted, reason)
+    order = (Strategy.STRIDED, Strategy.DIRECT, Strategy.STAGED)
+    return next(strategy for strategy in order if obstacle(strategy, work, mover) is None)
