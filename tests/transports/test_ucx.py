@@ -70,11 +70,12 @@ def wait(local: UcxTransport, transfer: Transfer) -> Transfer:
 @needs_ucxx
 def test_a_reader_without_the_token_is_refused(pair) -> None:
     source, target, case = pair
+    honest = target.connect(source.endpoint())
+    wait(target, target.read(honest, case.tiles, case.runs))
     forged = msgspec.structs.replace(decode_endpoint(source.endpoint(), "ucx"), token=b"x" * 16)
     transfer = target.read(target.connect(encode(forged)), case.tiles, case.runs)
     assert isinstance(wait(target, transfer).error, PeerLostError)
-    honest = target.read(target.connect(source.endpoint()), case.tiles, case.runs)
-    assert wait(target, honest).state is TransferState.DONE
+    assert wait(target, target.read(honest, case.tiles, case.runs)).state is TransferState.DONE
 
 
 @pytest.mark.slow
