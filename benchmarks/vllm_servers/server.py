@@ -44,6 +44,8 @@ class ServerOptions:
     transfer: Mapping[str, Any] | None = None
     """``--kv-transfer-config``."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    path: tuple[Path, ...] = ()
+    """Folders from which the server may import, beside the repository."""
     max_model_len: int = 2048
     kv_cache_bytes: int = 64 << 20
     """Of each rank."""
@@ -82,9 +84,9 @@ class ServerOptions:
     def variables(self, sockets: Path) -> dict[str, str]:
         """The environment of the server's processes."""
         several = self.tp * self.pp > 1
-        path = [str(_SITE)] if several else []
+        path = (*self.path, *([_SITE] if several else []), ROOT)
         chosen = {
-            "PYTHONPATH": os.pathsep.join([*path, str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
             "PYTHONFAULTHANDLER": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
