@@ -1,5 +1,6 @@
 """Requests to vLLM's servers, and their metrics."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,47 @@ def complete(
         RefusalError: the server answered with an error.
         httpx.HTTPError: it did not answer.
     """
+    body = _body(prompt, max_tokens, kv_transfer_params)
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
+    if answer.status_code != httpx.codes.OK:
+        raise RefusalError(answer.status_code, answer.text)
+    return msgspec.json.decode(answer.content, type=Completion)
+
+
+def stream(
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+) -> tuple[float, list[int]]:
+    """The same as a stream: when the first token arrived (``time.perf_counter``), and all.
+
+    Raises:
+        RefusalError: the server answered with an error.
+        httpx.HTTPError: it did not answer.
+    """
+    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True}
+    first = 0.0
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as answer:
+        if answer.status_code != httpx.codes.OK:
+            raise RefusalError(answer.status_code, answer.read().decode(errors="replace"))
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data in ("", "[DONE]"):
+                continue
+            first = first or time.perf_counter()
+            tokens += msgspec.json.decode(data, type=Completion).tokens
+    return first, tokens
+
+
+def _body(
+    prompt: Sequence[int], max_tokens: int, kv_transfer_params: Mapping[str, Any] | None
+) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": "model",
         "prompt": list(prompt),
@@ -64,13 +106,7 @@ def complete(
     }
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = dict(kv_transfer_params)
-    if cache_salt is not None:
-        body["cache_salt"] = cache_salt
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
-    if answer.status_code != httpx.codes.OK:
-        raise RefusalError(answer.status_code, answer.text)
-    return msgspec.json.decode(answer.content, type=Completion)
+    return body
 
 
 def metrics(url: str) -> dict[str, float]:

@@ -70,6 +70,16 @@ class Pair:
         """Has the tokens generated from the prefill server's blocks."""
         return complete(self.decode.url, prompt, max_tokens, kv_transfer_params=ticket, **options)
 
+    def pause(self) -> None:
+        """Stops both servers where they are."""
+        for server in (self.prefill, self.decode):
+            server.pause()
+
+    def resume(self) -> None:
+        """Lets them go on."""
+        for server in (self.prefill, self.decode):
+            server.resume()
+
     def external_tokens(self) -> float:
         """Prompt tokens whose KV the decode server got from outside, as vLLM counts them."""
         return self.decode.metrics().get(EXTERNAL_TOKENS, 0.0)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.vllm_servers.client import RefusalError
 from benchmarks.vllm_servers.connectors import Connector, KVFerry, Nixl
 from benchmarks.vllm_servers.models import Model, demo_model, hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Shape
@@ -112,9 +113,14 @@ def test_two_dozen_requests_eight_at_a_time(pair, model, reference, prompt_of):
     assert pair.idle()
 
 
-def test_blocks_of_another_request_would_be_noticed(pair, model, reference, prompt_of):
-    """The negative control: the tokens do depend on the blocks that were moved."""
+def test_a_ticket_with_another_prompt(case, pair, model, reference, prompt_of):
+    """Ours is for one prompt. Without that the tokens are wrong, which the other tests notice."""
     prompt, other = prompt_of(300), prompt_of(300)
     ticket = pair.start(other)
-    assert pair.finish(prompt, ticket).tokens != reference.tokens(model, prompt)
+    if isinstance(case.connector, KVFerry):
+        with pytest.raises(RefusalError):
+            pair.finish(prompt, ticket)
+    else:
+        assert pair.finish(prompt, ticket).tokens != reference.tokens(model, prompt)
+    assert pair.finish(other, pair.start(other)).tokens == reference.tokens(model, other)
     assert pair.idle()
