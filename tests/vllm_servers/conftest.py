@@ -18,8 +18,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            # The first test of a shape starts its servers.
-            item.add_marker(pytest.mark.timeout(290))
+            # The first test of a shape starts its servers, perhaps beside other work.
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.hookimpl(wrapper=True)
