@@ -1,7 +1,6 @@
 """One vLLM server on a port of the loopback interface."""
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -30,7 +29,6 @@ _SITE = Path(__file__).parent / "site"
 _START_S = 600.0
 """Seconds for a start; a quiet machine needs 12, and 30 with several ranks."""
 _STOP_S = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,9 @@ class ServerOptions:
             "tensor-parallel-size": self.tp,
             "pipeline-parallel-size": self.pp,
         }
-        command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+        # A test run that is killed leaves no servers behind.
+        command = ["setpriv", "--pdeathsig", "TERM"]
+        command += [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for key, value in given.items() for part in (f"--{key}", str(value))]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -101,11 +101,6 @@ class ServerOptions:
             # The engine runs its only rank itself, without queues that spin.
             chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return {**os.environ, **chosen, **self.environment}
-
-
-def _end_with_parent() -> None:
-    """A test run that is killed leaves no servers behind."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class ServerError(Exception):
@@ -141,7 +136,6 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # its ranks are stopped with it, as one group
-                preexec_fn=_end_with_parent,
             )
 
     def wait(self) -> Self:
