@@ -1,12 +1,17 @@
 """Servers are started once per shape; a single one, without a connector, tells the right tokens."""
 
 import contextlib
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks.vllm_servers.client import complete
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
+from benchmarks.vllm_servers.ports import free_port
 from benchmarks.vllm_servers.server import ServerOptions
 
 _RUNNING = []
@@ -58,6 +63,38 @@ def start_pair(start):
             yield Pair(*servers)
 
     return starting
+
+
+@pytest.fixture(scope="session")
+def start_router(tmp_path_factory):
+    """``start_router(pair, *arguments)`` is a context manager over the URL of `kvferry router`."""
+    log = tmp_path_factory.mktemp("router") / "log"
+
+    @contextlib.contextmanager
+    def starting(pair, *arguments):
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port)]
+        command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url, *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not answers(f"{url}/v1/models"):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+    return starting
+
+
+def answers(url):
+    try:
+        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 class Reference:

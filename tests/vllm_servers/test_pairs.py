@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.vllm_servers.client import RefusalError
+from benchmarks.vllm_servers.client import RefusalError, complete, stream
 from benchmarks.vllm_servers.connectors import Connector, KVFerry, Nixl
 from benchmarks.vllm_servers.models import Model, demo_model, hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Shape
@@ -109,6 +109,21 @@ def test_two_dozen_requests_eight_at_a_time(pair, model, reference, prompt_of):
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda prompt: pair.ask(prompt).tokens, prompts))
     assert answers == expected
+    assert pair.external_tokens() - before >= sum(len(prompt) - 1 for prompt in prompts)
+    assert pair.idle()
+
+
+@pytest.mark.parametrize("first_token", ["prefill", "decode"])
+def test_behind_our_router(pair, model, reference, prompt_of, start_router, first_token):
+    tokenizer = ("--tokenizer", str(model.folder)) if first_token == "prefill" else ()
+    prompts = [prompt_of(length) for length in LENGTHS]
+    expected = [reference.tokens(model, prompt) for prompt in prompts]
+    before = pair.external_tokens()
+    with start_router(pair, *tokenizer) as url, ThreadPoolExecutor(4) as threads:
+        whole = list(threads.map(lambda prompt: complete(url, prompt, 16).tokens, prompts))
+        streamed = list(threads.map(lambda prompt: stream(url, prompt, 16)[1], prompts))
+    assert whole == expected
+    assert streamed == expected
     assert pair.external_tokens() - before >= sum(len(prompt) - 1 for prompt in prompts)
     assert pair.idle()
 
