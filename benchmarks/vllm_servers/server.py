@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -125,6 +125,7 @@ class Server:
         self.log = logs / f"{options.name}.log"
         # Sockets have short paths, which a test's own folder need not have.
         self._sockets = Path(tempfile.mkdtemp(prefix="vllm-"))
+        self._mapped: set[Path] = set()
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         with self.log.open("wb") as log:
@@ -152,6 +153,7 @@ class Server:
                     f"{self.options.name}: not up after {_START_S:.0f} s\n{self.tail()}"
                 )
             time.sleep(0.2)
+        self._mapped = self._shared_memory()
         return self
 
     def healthy(self) -> bool:
@@ -205,41 +207,37 @@ class Server:
 
     def kill(self) -> None:
         """Ends all its processes at once, as a crash of the host would."""
-        with self._leftovers():
-            self._kill_group()
-            self._process.wait()
+        self._kill_group()
+        self._process.wait()
+        self._remove_leftovers()
 
     def stop(self) -> None:
         """Asks it to end, and ends what has not done so soon."""
-        with self._leftovers():
-            members = self.processes()
-            with contextlib.suppress(ProcessLookupError):
-                self.resume()
-                self._process.terminate()
-            psutil.wait_procs(members, timeout=_STOP_S)
-            self._kill_group()
-            self._process.wait()
+        members = self.processes()
+        self._mapped |= self._shared_memory()
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+            self._process.terminate()
+        psutil.wait_procs(members, timeout=_STOP_S)
+        self._kill_group()
+        self._process.wait()
+        self._remove_leftovers()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    @contextlib.contextmanager
-    def _leftovers(self) -> Iterator[None]:
-        """Removes what the processes had mapped of /dev/shm once they are gone, and the sockets.
-
-        vLLM's queues of several ranks lie there and outlive a kill.
-        """
+    def _shared_memory(self) -> set[Path]:
+        """What its processes have mapped of /dev/shm."""
         mapped: set[Path] = set()
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                mapped |= {
-                    Path(each.path)
-                    for each in process.memory_maps()
-                    if each.path.startswith("/dev/shm/")
-                }
-        yield
-        for path in mapped:
+                mapped |= {Path(each.path) for each in process.memory_maps()}
+        return {path for path in mapped if path.is_relative_to("/dev/shm")}
+
+    def _remove_leftovers(self) -> None:
+        """Queues of several ranks lie in /dev/shm and outlive a kill; so do sockets."""
+        for path in self._mapped:
             path.unlink(missing_ok=True)
         shutil.rmtree(self._sockets, ignore_errors=True)
 

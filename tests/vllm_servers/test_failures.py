@@ -2,7 +2,7 @@
 
 Every test ends with the right tokens or a clear error, with both servers alive, and with all their
 blocks free. One prefill server serves two decode servers, one of each load failure policy. Reads
-begin two seconds late, so that there is time to interfere; leases last five.
+begin two seconds late, so that there is time to interfere; leases last eight.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 PLUGIN = Path(__file__).parent / "plugin"
 READ_S = 2.0
 """Of the plugin."""
-LEASE_S = 5.0
+LEASE_S = 8.0
 EXTRA = {
     "transport": "slow_tcp",
     "lease_duration_s": LEASE_S,
@@ -147,6 +147,7 @@ def test_prefill_server_killed_during_the_transfer(cluster, policy, prompt, righ
     pair = cluster.pair(policy)
     answer = later(pair.finish, prompt, pair.start(prompt))
     time.sleep(READ_S / 2)
+    assert not answer.done()
     pair.prefill.kill()
     try:
         tokens = outcome(policy, answer.result)
@@ -161,6 +162,7 @@ def test_decode_server_killed_during_the_transfer(cluster, prompt, right, refere
     pair = cluster.pair("recompute")
     answer = later(pair.finish, prompt, pair.start(prompt))
     time.sleep(READ_S / 2)
+    assert not answer.done()
     pair.decode.kill()
     with pytest.raises(httpx.HTTPError):
         answer.result()
@@ -248,6 +250,16 @@ def test_ticket_that_was_changed_on_the_way(cluster, policy, prompt, right, refe
     ticket[field] = text[:-8] + text[-8:].swapcase()[::-1]
     assert outcome(policy, lambda: pair.finish(prompt, ticket)) in (None, right)
     assert_recovered(pair, reference)
+
+
+def test_request_that_the_decode_server_rejects_frees_its_blocks(cluster, policy, prompt):
+    """It asks for more tokens than the model has room for, so the engine never sees it."""
+    pair = cluster.pair(policy)
+    ticket = pair.start(prompt)
+    with pytest.raises(RefusalError) as refused:
+        pair.finish(prompt, ticket, max_tokens=1_000_000)
+    assert refused.value.status == httpx.codes.BAD_REQUEST
+    assert pair.idle(within_s=LEASE_S / 2), "the lease was left to expire"
 
 
 def test_ticket_used_twice(cluster, policy, prompt, right, reference):
