@@ -41,8 +41,9 @@ test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
-	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" -o faulthandler_timeout=1200 \
-	    tests/vllm_servers $(ARGS)
+	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
+	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" \
+	    -o faulthandler_timeout=1200 tests/vllm_servers $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
