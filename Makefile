@@ -2,8 +2,9 @@
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
 #   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
-#                    (SLOW=1 sets up vLLM's cache manager in .venv-vllm, to compare ours with it,
+#                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
 #                    and NIXL and ucxx in .venv, for the transports that use them)
+#   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
@@ -23,20 +24,26 @@ BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constra
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
 VLLM_VENV := .venv-vllm
-VLLM_REQUIREMENTS := benchmarks/peers/vllm-requirements.txt
-VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt
-VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) constraints.txt)
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_REQUIREMENTS := vllm-requirements.txt
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyproject.toml constraints.txt)
 
-MARKERS := $(if $(SLOW),not gpu,not slow and not gpu)
+MARKERS := $(if $(SLOW),not gpu and not vllm,not slow and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
-.PHONY: demo test lint typecheck bench check
+.PHONY: demo test test-vllm lint typecheck bench check
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
+	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
+	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" \
+	    -o faulthandler_timeout=1200 tests/vllm_servers $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -73,9 +80,12 @@ $(BENCH_INSTALLED): $(WIRES_INSTALLED)
 	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-installed-* && touch $@
 
+# What pip may resolve freely comes last and meets pins of everything that vLLM shares with it.
 $(VLLM_INSTALLED): | $(BIN)/python
-	@echo "setting up $(VLLM_VENV): vLLM's cache manager, two gigabytes"
+	@echo "setting up $(VLLM_VENV): vLLM and its servers, two gigabytes"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) torch
 	$(VLLM_PIP) --no-deps -r $(VLLM_REQUIREMENTS)
+	$(VLLM_PIP) --no-deps nixl nixl-cu12
+	$(VLLM_PIP) -e . hypothesis pytest pytest-asyncio pytest-timeout
 	@rm -f $(VLLM_VENV)/.installed-* && touch $@

@@ -29,7 +29,7 @@ from kvferry.errors import (
 )
 from kvferry.testing.connector_conformance import Pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine
-from kvferry.testing.fake_request import Stage
+from kvferry.testing.fake_request import FakeRequest, Stage
 from kvferry.topology.geometry import EngineGeometry
 
 KEY = "k" * 32
@@ -84,6 +84,33 @@ def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_h
 
     pair.consumer.abort(request.request_id)
 
+    pair.settle()
+
+
+def rejected(source: FakeRequest, request_id: str) -> FakeRequest:
+    """What an engine's front tells of a request that it refused: not even its prompt."""
+    return FakeRequest(request_id, (0,), source.response_params)
+
+
+def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engine):
+    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 10.0)
+    source = pair.prefill("r", 21)
+
+    pair.consumer.scheduler.on_rejected_request(rejected(source, "r"))
+
+    pair.settle()
+
+
+def test_a_refused_request_cannot_give_back_what_another_one_reads(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    request = pair.decode(source)
+
+    pair.consumer.scheduler.on_rejected_request(rejected(source, "other"))  # type: ignore[attr-defined]
+
+    pair.finish(request)
+    assert not request.failed
+    assert request.external_tokens == 21
     pair.settle()
 
 

@@ -26,6 +26,22 @@ class TicketGate:
             TicketError: forged, malformed, used before, for another prompt, or it names no
                 address, or one that is none of our ``peers``.
         """
+        ticket = self._verified(text)
+        _check_prompt(ticket, request)
+        self._seen.claim(ticket.lease_id, request.request_id)
+        return ticket
+
+    def admit_rejected(self, text: object, request_id: str) -> Ticket:
+        """The ticket of a request that ends before its prompt is known, to give its lease back.
+
+        Raises:
+            TicketError: as :meth:`admit`, but that no prompt is looked at.
+        """
+        ticket = self._verified(text)
+        self._seen.claim(ticket.lease_id, request_id)
+        return ticket
+
+    def _verified(self, text: object) -> Ticket:
         if not isinstance(text, str):
             raise TicketError(
                 "kv_transfer_params: do_remote_prefill needs the ticket that the prefill engine "
@@ -41,8 +57,6 @@ class TicketGate:
                 f"ticket: it names {ticket.address}, which is not in peers "
                 f"({', '.join(self._peers)}); add it, or set a cluster_key"
             )
-        _check_prompt(ticket, request)
-        self._seen.claim(ticket.lease_id, request.request_id)
         return ticket
 
     def retire(self, ticket: Ticket) -> None:

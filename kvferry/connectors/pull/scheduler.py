@@ -159,6 +159,22 @@ class PullScheduler(SchedulerConnector):
             raise
         self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
 
+    def on_rejected_request(self, request: RequestView) -> None:
+        """Gives back the lease of a request that the engine's front refused: of what it brought
+        only ``kv_transfer_params`` are known, and no other method will hear of it.
+
+        A ticket that is refused is left alone: its lease is another request's, or will expire.
+        """
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        try:
+            ticket = self._gate.admit_rejected(params.get("ticket"), request.request_id)
+        except TicketError:
+            return
+        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
+        self._give_back(request.request_id)
+
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -96,7 +96,15 @@ class SchedulerHalf:
     # ---- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
-        """See :meth:`PullScheduler.on_new_request`."""
+        """See :meth:`PullScheduler.on_new_request`.
+
+        For a request that its API server refuses (too long a prompt, say) or that ended with an
+        error, vLLM sends another one with the same parameters, a prompt of one zero and the order
+        to abort it, so that the prefill engine's blocks are freed.
+        """
+        if request.abort_immediately:
+            self.pull.on_rejected_request(RequestView(request))
+            return
         try:
             self.pull.on_new_request(RequestView(request))
         except KVFerryError as error:

@@ -1,0 +1,7 @@
+"""``python -m benchmarks.vllm_pair``: kvferry and NIXL inside the same pair of vLLM servers.
+
+``cases``    which prompts, and who takes part
+``rounds``   what is measured
+``shapes``   pairs of unequal servers: who answers right, wrong or not at all
+``report``   table, JSON, Markdown and picture
+"""

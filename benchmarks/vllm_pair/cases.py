@@ -1,0 +1,54 @@
+"""Which prompts are measured, and who takes part."""
+
+from collections.abc import Mapping
+
+import msgspec
+
+from benchmarks.vllm_servers.connectors import Connector, KVFerry, Nixl
+from benchmarks.vllm_servers.models import Model
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig
+
+_FAT = TinyConfig(
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=64,
+    hidden_size=256,
+    intermediate_size=384,
+    vocab_size=1024,
+)
+
+
+def fat_model() -> Model:
+    """Little to compute and much to move: 16 KiB of KV a token in float32."""
+    return Model("fat", prepare_model("tiny", tiny=_FAT), _FAT.vocab_size)
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Requests that are sent together."""
+
+    tokens: int
+    """Of each prompt."""
+    concurrency: int
+    """Requests under way at once."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, {self.concurrency} at a time"
+
+
+REQUESTS = 8
+"""In one round of a case."""
+CASES = tuple(
+    Case(tokens, concurrency) for concurrency in (1, 8) for tokens in (256, 1000, 2000, 4000)
+)
+QUICK_CASES = (Case(256, 1), Case(256, 8))
+
+#: Who is compared with whom, and by how much ours is meant to be faster.
+GROUPS: Mapping[str, tuple[Connector, Connector]] = {
+    "one host": (KVFerry(), Nixl()),
+    "TCP": (KVFerry("kvferry tcp", {"transport": "tcp"}), Nixl("nixl tcp", "tcp")),
+}
+GOALS: Mapping[str, float] = {"one host": 1.0, "TCP": 1.5}
+LOW_GOAL = 0.9
+"""No row's whole interval may lie below this."""

@@ -1,0 +1,177 @@
+"""What a run leaves behind: a table on the terminal, JSON, Markdown and a picture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from benchmarks.machine import Machine
+from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS
+from benchmarks.vllm_pair.rounds import MEASURES, Row
+from benchmarks.vllm_pair.shapes import Verdict
+
+
+class PairResults(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one run measured."""
+
+    command: str
+    machine: Machine
+    rounds: int
+    load_after: float
+    """Load average at the end; the run itself makes about 1 to 2 of it."""
+    quick: bool
+    """Whether this was only a test of the benchmark."""
+    rows: tuple[Row, ...]
+    verdicts: tuple[Verdict, ...]
+
+
+def missed(results: PairResults) -> list[str]:
+    """A sentence for each goal that was missed."""
+    if results.quick:
+        return []
+    slow = [
+        f"{row.group}, {row.case}, {MEASURES[measure]}: {ratio.median:.2f} "
+        f"({ratio.low:.2f} to {ratio.high:.2f}), the goal is {ratio.goal:g}"
+        for row in results.rows
+        for measure, ratio in row.ratios.items()
+        if not ratio.met
+    ]
+    wrong = [
+        f"{row.group}, {row.case}: {row.ours.wrong} answers of {row.ours.name} are wrong"
+        for row in results.rows
+        if row.ours.wrong
+    ]
+    refused = [
+        f"{verdict.shape}: {verdict.contender}: {verdict}"
+        for verdict in results.verdicts
+        if verdict.contender.startswith("kvferry") and (verdict.wrong or verdict.refused)
+    ]
+    return slow + wrong + refused
+
+
+def show(results: PairResults, console: Console) -> None:
+    """Prints the tables."""
+    for line in _tables(results):
+        console.print(line, highlight=False, markup=False)
+    for line in missed(results):
+        console.print(f"[yellow]![/] {line}", highlight=False)
+
+
+def write(results: PairResults, folder: Path) -> None:
+    """Writes ``vllm.json``, ``VLLM.md`` and ``vllm.png`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
+    (folder / "vllm.json").write_bytes(encoded + b"\n")
+    (folder / "VLLM.md").write_text(markdown(results))
+    if results.rows:
+        _plot(results, folder / "vllm.png")
+
+
+def markdown(results: PairResults) -> str:
+    """The page for people."""
+    machine = results.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    made = (
+        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
+        f"{machine.memory_gib} GiB, Linux {machine.kernel}, vLLM 0.32.0 for CPUs, {versions}. "
+        f"Load average {machine.load_before} before, {results.load_after} after."
+    )
+    lines = [
+        "# Beside NIXL inside vLLM",
+        "",
+        made,
+        "",
+        *(["**A quick run: its figures say nothing.**", ""] if results.quick else []),
+        *_tables(results),
+        *(["", "![vLLM pairs](vllm.png)"] if results.rows else []),
+        "",
+        "## Goals",
+        "",
+        *([f"- {line}" for line in missed(results)] or ["All that were measured are met."]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(results: PairResults) -> Iterator[str]:
+    if results.rows:
+        yield from _speed(results)
+    if results.verdicts:
+        yield from _shapes(results)
+
+
+def _speed(results: PairResults) -> Iterator[str]:
+    yield (
+        f"Medians in milliseconds over {results.rounds} interleaved rounds of {REQUESTS} requests, "
+        "kvferry / NIXL; then how many times less ours takes: of each round's ratio the median "
+        f"(lowest to highest). Bold: below its goal, or wholly below {LOW_GOAL:g}. Both pairs have "
+        "the same model, prompts and settings and are stopped while the other one is measured. "
+        "Prompts are computed once by each prefill server; the decode server keeps no prefixes. "
+        "The transfer is what each connector's own metric says, from its start to the data in "
+        "place; the CPU time is that of all processes of both servers per request."
+    )
+    yield ""
+    yield "| case | " + " | ".join(MEASURES.values()) + " | wrong answers |"
+    yield "| --- |" + " ---: |" * (len(MEASURES) + 1)
+    for row in results.rows:
+        cells = [_cell(row, measure) for measure in MEASURES]
+        wrong = f"{row.ours.wrong} / {row.theirs.wrong}"
+        yield f"| {row.group}, {row.case} | " + " | ".join([*cells, wrong]) + " |"
+
+
+def _cell(row: Row, measure: str) -> str:
+    ours, theirs = (1e3 * each.median(measure) for each in (row.ours, row.theirs))
+    ratio = row.ratios[measure]
+    shown = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ours:.1f} / {theirs:.1f}: " + (shown if ratio.met else f"**{shown}**")
+
+
+def _shapes(results: PairResults) -> Iterator[str]:
+    contenders = list(dict.fromkeys(verdict.contender for verdict in results.verdicts))
+    found = {(verdict.shape, verdict.contender): verdict for verdict in results.verdicts}
+    yield ""
+    yield "Servers of unequal shapes, greedy tokens compared with a single server's:"
+    yield ""
+    yield "| pair | " + " | ".join(contenders) + " |"
+    yield "| --- |" + " --- |" * len(contenders)
+    for shape in dict.fromkeys(verdict.shape for verdict in results.verdicts):
+        yield f"| {shape} | " + " | ".join(str(found[shape, name]) for name in contenders) + " |"
+
+
+def _plot(results: PairResults, path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    groups = list(dict.fromkeys(row.group for row in results.rows))
+    figure, grid = plt.subplots(
+        len(groups), len(MEASURES), figsize=(13, 3.4 * len(groups)), squeeze=False
+    )
+    for line, group in zip(grid, groups, strict=True):
+        rows = [row for row in results.rows if row.group == group]
+        for axes, (measure, title) in zip(line, MEASURES.items(), strict=True):
+            _draw(axes, rows, measure)
+            axes.set_title(f"{group}: {title}", fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw(axes: Any, rows: list[Row], measure: str) -> None:
+    for offset, colour, pick in ((-0.2, "#1a73e8", "ours"), (0.2, "#e8710a", "theirs")):
+        each = [getattr(row, pick) for row in rows]
+        axes.bar(
+            [index + offset for index in range(len(rows))],
+            [1e3 * contender.median(measure) for contender in each],
+            0.4,
+            label=each[0].name,
+            color=colour,
+        )
+    labels = [f"{row.case.tokens}\n× {row.case.concurrency}" for row in rows]
+    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.set_ylabel("ms")
+    axes.set_yscale("log")
+    axes.legend(fontsize=7, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,10 @@
+"""Real vLLM servers on this machine's CPU, for the tests and for the benchmark beside NIXL.
+
+``models``       small models that vLLM reads
+``connectors``   what a server is told about its KV connector
+``server``       one server: a process group with an HTTP port
+``pair``         a prefill server and a decode server, and what a proxy in front of them does
+``client``       requests and metrics over HTTP
+
+The servers run in ``.venv-vllm``, which ``make test-vllm`` sets up; all else runs in ``.venv``.
+"""

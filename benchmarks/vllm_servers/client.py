@@ -1,0 +1,125 @@
+"""Requests to vLLM's servers, and their metrics."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+ANSWER_S = 120.0
+"""Seconds after which a server that does not answer counts as hung."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The only choice of a completion."""
+
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What a server answered, as far as anybody here looks."""
+
+    choices: list[Choice]
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Generated ones."""
+        return self.choices[0].token_ids
+
+
+class RefusalError(Exception):
+    """A server answered a request with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text}")
+        self.status = status
+
+
+def complete(
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+    request_id: str | None = None,
+    cache_salt: str | None = None,
+    timeout_s: float = ANSWER_S,
+) -> Completion:
+    """Greedy tokens after a prompt of token ids.
+
+    Raises:
+        RefusalError: the server answered with an error.
+        httpx.HTTPError: it did not answer.
+    """
+    body = _body(prompt, max_tokens, kv_transfer_params)
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
+    if answer.status_code != httpx.codes.OK:
+        raise RefusalError(answer.status_code, answer.text)
+    return msgspec.json.decode(answer.content, type=Completion)
+
+
+def stream(
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+) -> tuple[float, list[int]]:
+    """The same as a stream: when the first token arrived (``time.perf_counter``), and all.
+
+    Raises:
+        RefusalError: the server answered with an error.
+        httpx.HTTPError: it did not answer.
+    """
+    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True}
+    first = 0.0
+    tokens: list[int] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as answer:
+        if answer.status_code != httpx.codes.OK:
+            raise RefusalError(answer.status_code, answer.read().decode(errors="replace"))
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data in ("", "[DONE]"):
+                continue
+            first = first or time.perf_counter()
+            tokens += msgspec.json.decode(data, type=Completion).tokens
+    return first, tokens
+
+
+def _body(
+    prompt: Sequence[int], max_tokens: int, kv_transfer_params: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = dict(kv_transfer_params)
+    return body
+
+
+def metrics(url: str) -> dict[str, float]:
+    """All samples of a server's ``/metrics``: by name and labels, engine and model left out."""
+    samples: dict[str, float] = {}
+    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {
+                key: value
+                for key, value in sample.labels.items()
+                if key not in ("engine", "model_name")
+            }
+            shown = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+            samples[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return samples

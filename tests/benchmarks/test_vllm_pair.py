@@ -1,0 +1,100 @@
+"""The benchmark beside NIXL in vLLM judges round by round, and says what was wrong or refused."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.machine import describe_machine
+from benchmarks.vllm_pair.cases import GROUPS, Case
+from benchmarks.vllm_pair.report import PairResults, markdown, missed, write
+from benchmarks.vllm_pair.rounds import Contender, Sample, compare
+from benchmarks.vllm_pair.shapes import Verdict
+from benchmarks.vllm_servers.connectors import KVFerry, Nixl
+from benchmarks.vllm_servers.models import Model
+from benchmarks.vllm_servers.pair import Shape, pair_options
+
+CASE = Case(1000, 8)
+
+
+def contender(name: str, *seconds: float, wrong: int = 0) -> Contender:
+    samples = tuple(Sample(transfer=each, handover=each, cpu=each) for each in seconds)
+    return Contender(name=name, samples=samples, wrong=wrong)
+
+
+def results_of(rows=(), verdicts=(), quick=False) -> PairResults:
+    return PairResults(
+        command="python -m benchmarks.vllm_pair",
+        machine=describe_machine(),
+        rounds=3,
+        load_after=1.0,
+        quick=quick,
+        rows=tuple(rows),
+        verdicts=tuple(verdicts),
+    )
+
+
+def test_a_ratio_is_of_one_round_and_its_middle_counts():
+    ours, theirs = contender("kvferry", 1.0, 2.0, 4.0), contender("nixl", 2.0, 2.0, 2.0)
+    ratio = compare("one host", CASE, ours, theirs).ratios["transfer"]
+    assert (ratio.median, ratio.low, ratio.high) == (1.0, 0.5, 2.0)
+    assert ratio.met
+
+
+def test_over_tcp_more_is_asked():
+    row = compare("TCP", CASE, contender("kvferry tcp", 1.0), contender("nixl tcp", 1.4))
+    assert not row.ratios["handover"].met
+
+
+def test_a_median_that_meets_the_goal_and_what_misses_it_are_told_apart():
+    fast = compare("one host", CASE, contender("kvferry", 1.0), contender("nixl", 1.1))
+    slow = compare("one host", CASE, contender("kvferry", 1.0), contender("nixl", 0.8))
+    assert missed(results_of([fast])) == []
+    assert len(missed(results_of([slow]))) == 3
+    assert "**0.80" in markdown(results_of([slow]))
+    assert missed(results_of([slow], quick=True)) == []
+
+
+def test_our_wrong_and_refused_answers_are_missed_goals_and_theirs_are_shown():
+    row = compare("one host", CASE, contender("kvferry", 1.0, wrong=1), contender("nixl", 2.0))
+    verdicts = [
+        Verdict(shape="block 64 to 128", contender="kvferry", right=5, refused=1, why="HTTP 500"),
+        Verdict(shape="block 64 to 128", contender="nixl", wrong=6),
+    ]
+    results = results_of([row], verdicts)
+    assert [sentence.partition(":")[0] for sentence in missed(results)] == [
+        "one host, 1,000 tokens, 8 at a time",
+        "block 64 to 128",
+    ]
+    assert "| block 64 to 128 | 5 right, 1 refused (HTTP 500) | 6 wrong |" in markdown(results)
+
+
+def test_the_results_are_written_and_read_back(tmp_path):
+    rows = [
+        compare(group, CASE, contender(ours.name, 1.0, 2.0), contender(theirs.name, 3.0, 4.0))
+        for group, (ours, theirs) in GROUPS.items()
+    ]
+    results = results_of(rows)
+    write(results, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"VLLM.md", "vllm.json", "vllm.png"}
+    assert msgspec.json.decode((tmp_path / "vllm.json").read_bytes(), type=PairResults) == results
+
+
+@pytest.mark.parametrize("connector", [KVFerry(), Nixl(), Nixl("nixl tcp", "tcp")])
+def test_both_servers_of_a_pair_differ_in_their_roles_and_ports_alone(connector):
+    model = Model("model", Path("folder"), 1024)
+    prefill, decode = pair_options(model, Shape(64), Shape(64), connector)
+    roles = [json.loads(json.dumps(each.transfer))["kv_role"] for each in (prefill, decode)]
+    assert roles == ["kv_producer", "kv_consumer"]
+    blank = {"name": "", "transfer": None, "environment": {}}
+    assert dataclasses.replace(prefill, **blank) == dataclasses.replace(decode, **blank)
+
+
+def test_a_server_of_several_ranks_shares_the_cores_politely():
+    model = Model("model", Path("folder"), 1024)
+    one, two = pair_options(model, Shape(), Shape(tp=2), KVFerry())
+    assert "vllm_servers/site" not in one.variables(Path())["PYTHONPATH"]
+    assert "vllm_servers/site" in two.variables(Path())["PYTHONPATH"]
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.variables(Path())

@@ -1,0 +1,131 @@
+"""Servers are started once per shape; a single one, without a connector, tells the right tokens."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.vllm_servers.client import complete
+from benchmarks.vllm_servers.pair import Pair, pair_options, running
+from benchmarks.vllm_servers.ports import free_port
+from benchmarks.vllm_servers.server import ServerOptions
+
+_RUNNING = []
+"""Servers whose logs are shown beside a failure."""
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.vllm)
+            # The first test of a shape starts its servers, perhaps beside other work.
+            item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of {each.options.name}", each.tail()) for each in _RUNNING]
+    return report
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """``start([options, ...])`` is a context manager over running servers."""
+    logs = tmp_path_factory.mktemp("logs")
+
+    @contextlib.contextmanager
+    def starting(options):
+        with running(options, logs) as servers:
+            _RUNNING.extend(servers)
+            try:
+                yield servers
+            finally:
+                for server in servers:
+                    _RUNNING.remove(server)
+
+    return starting
+
+
+@pytest.fixture(scope="session")
+def start_pair(start):
+    """``start_pair(model, shape, shape, connector)`` is a context manager over a pair."""
+
+    @contextlib.contextmanager
+    def starting(model, prefill, decode, connector, **options):
+        with start(pair_options(model, prefill, decode, connector, **options)) as servers:
+            yield Pair(*servers)
+
+    return starting
+
+
+@pytest.fixture(scope="session")
+def start_router(tmp_path_factory):
+    """``start_router(pair, *arguments)`` is a context manager over the URL of `kvferry router`."""
+    log = tmp_path_factory.mktemp("router") / "log"
+
+    @contextlib.contextmanager
+    def starting(pair, *arguments):
+        port = free_port()
+        command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port)]
+        command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url, *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        url = f"http://127.0.0.1:{port}"
+        try:
+            while not answers(f"{url}/v1/models"):
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+    return starting
+
+
+def answers(url):
+    try:
+        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
+
+
+class Reference:
+    """The greedy tokens of single servers, one at a time."""
+
+    def __init__(self, start):
+        self._start = start
+        self._stack = contextlib.ExitStack()
+        self._server = None
+        self._known = {}
+
+    def tokens(self, model, prompt, max_tokens=16):
+        key = (model.name, tuple(prompt), max_tokens)
+        if key not in self._known:
+            self._known[key] = complete(self._of(model).url, prompt, max_tokens).tokens
+        return self._known[key]
+
+    def _of(self, model):
+        if self._server is None or self._server.options.model != model:
+            self.close()
+            options = ServerOptions(name="single", model=model)
+            (self._server,) = self._stack.enter_context(self._start([options]))
+        return self._server
+
+    def close(self):
+        self._stack.close()
+        self._server = None
+
+
+@pytest.fixture(scope="session")
+def reference(start):
+    reference = Reference(start)
+    yield reference
+    reference.close()
