@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.connectors.pull import staging
 from kvferry.connectors.pull.staging import ALIGNMENT, Claim, Slot, StagingPool
 from kvferry.errors import ConfigError, StagingFullError
-from kvferry.transports.base import Transfer, TransferState
+from kvferry.transports.base import Peer, Transfer, TransferState
 
 UNIT = ALIGNMENT
 STALL_S = 10.0
@@ -172,6 +172,45 @@ def test_a_pool_that_quarantine_holds_refuses_loads_after_the_stall_timeout_and_
     assert pool.claim(UNIT).error is not None
     assert pool.numbers.refused == 2
     end(slots[0])
+    pool.sweep()
+    assert pool.claim(UNIT).slot is not None
+
+
+def test_a_chunk_that_fits_beside_quarantine_is_served_when_the_one_before_it_is_refused() -> None:
+    pool, clock = open_pool(3)
+    kept, used = leased(pool, 2), leased(pool, 1)
+    pool.quarantine(kept)
+    large, small = pool.claim(2 * UNIT), pool.claim(UNIT)
+    end(used)
+    pool.release(used)
+    clock.now += STALL_S
+    pool.sweep()
+    assert isinstance(large.error, StagingFullError)
+    assert small.slot is not None
+    assert pool.numbers.refused == 1
+
+
+class Connection(Peer):
+    """Whose end proves that nothing of a transfer lands any more."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+
+    def close(self) -> None:
+        self.transfer.state = TransferState.FAILED
+
+
+def test_a_read_that_goes_on_for_too_long_in_quarantine_loses_its_connection() -> None:
+    pool, clock = open_pool(1)
+    slot = leased(pool, 1)
+    assert slot.transfer is not None
+    slot.connection = Connection(slot.transfer)
+    pool.quarantine(slot)
+    clock.now += STALL_S - 0.1
+    pool.sweep()
+    assert not slot.transfer.is_terminal
+    clock.now += 0.2
+    pool.sweep()
     pool.sweep()
     assert pool.claim(UNIT).slot is not None
 

@@ -91,6 +91,16 @@ def quarantined(engine: FakeEngine) -> int:
     return sum(numbers.quarantined_bytes for numbers in staging_of(engine))
 
 
+def connections_of(engine: FakeEngine) -> list[Any]:
+    """What the loaders read over."""
+    return [
+        connection
+        for worker in engine.workers
+        for peer in worker._loader._peers.values()  # type: ignore[attr-defined]
+        for connection in peer.connections.values()
+    ]
+
+
 def settle_staging(engine: FakeEngine) -> None:
     """Waits until every slot is back."""
     wait_until(
@@ -222,6 +232,20 @@ def test_a_connection_lost_in_the_middle_is_made_again_and_the_cells_are_right(
         settle_staging(pair.consumer)
 
 
+def test_only_the_connection_that_was_lost_is_made_again(open_one: OpenPair) -> None:
+    pair = open_one(strategy="in place")
+    pair.finish(pair.decode(pair.prefill("r", 24)))
+    before = connections_of(pair.consumer)
+    before[0].close()
+    request = pair.decode(pair.prefill("s", 24))
+    pair.finish(request)
+    assert not request.failed
+    same = [one is two for one, two in zip(before, connections_of(pair.consumer), strict=True)]
+    assert len(same) > 1
+    assert not same[0]
+    assert all(same[1:])
+
+
 @pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
 def test_a_transport_that_cannot_fence_reads_through_staging(
     open_one: OpenPair, tide: Tide, geometries: tuple[Groups, Groups]
@@ -297,11 +321,15 @@ def end_of_tide(pair: Pair, tide: Tide) -> None:
 def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quarantine(
     open_one: OpenPair, tide: Tide
 ) -> None:
-    pair = open_one()
+    pair = open_one(stall_timeout_s=0.3)
     start_held_load(pair, tide)
     pair.consumer.abort("r")
     pair.settle()
     assert quarantined(pair.consumer) > 0
+    wait_until(
+        lambda: any(connection.closed for connection in connections_of(pair.consumer)),
+        "the connection of a peer that stands still is kept",
+    )
     end_of_tide(pair, tide)
 
 
@@ -314,6 +342,7 @@ def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in
     assert request.failed
     errors = [r.error for output in pair.consumer.outputs for r in output.transfer_records]
     assert any("StalledError" in error and "stall_timeout_s" in error for error in errors)
+    assert any(connection.closed for connection in connections_of(pair.consumer))
     pair.settle()
     assert quarantined(pair.consumer) > 0
     end_of_tide(pair, tide)

@@ -54,7 +54,7 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
     taken when it is first needed."""
     strategy: Literal["strided", "direct", "in place", "staged"] | None = None
-    """How cells move wherever that is possible; chosen by cost unless given."""
+    """How cells move wherever that is possible; else strided, direct or staged, in this order."""
     convert_dtype: bool = False
     """Whether a source whose KV cache has another dtype is read although precision is lost."""
     record_digests: bool = False

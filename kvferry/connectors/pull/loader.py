@@ -273,9 +273,10 @@ class Loader:
         try:
             for part in lost:
                 part.repeated = True
-                part.connections = {
+                part.connections |= {
                     rank: peer.reconnect(rank, connection)
                     for rank, connection in part.connections.items()
+                    if connection in part.read.lost  # other loads read over the others
                 }
                 again = part.route.start(part.copies, part.connections)
                 assert again is not None  # there was something to move

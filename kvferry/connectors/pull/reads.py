@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.pull.staging import StagingPool
-from kvferry.errors import BlockTableError, KVFerryError, TransferError
+from kvferry.errors import BlockTableError, KVFerryError, PeerLostError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import ByteArray, Peer, Transport
 from kvferry.transports.movers import MoverPool
@@ -104,6 +104,11 @@ class Read(ABC):
 
     @property
     @abstractmethod
+    def lost(self) -> tuple[Peer, ...]:
+        """The connections that broke under it."""
+
+    @property
+    @abstractmethod
     def is_settled(self) -> bool:
         """Whether nothing of it can change the cache any more."""
 
@@ -127,6 +132,7 @@ class PlainRead(Read):
         """Starts it; raises what :meth:`Transport.read` raises."""
         assert transport.fences  # else it may land in blocks that are somebody else's by then
         self._transport = transport
+        self._connection = connection
         self._transfer = transport.read(connection, tiles, runs)
         self._settled = False
         super().__init__(self._transfer.nbytes)
@@ -140,6 +146,11 @@ class PlainRead(Read):
     def segments(self) -> int:
         """See :class:`Read`."""
         return self._transfer.segments
+
+    @property
+    def lost(self) -> tuple[Peer, ...]:
+        """See :class:`Read`."""
+        return (self._connection,) if isinstance(self.error, PeerLostError) else ()
 
     @property
     def is_settled(self) -> bool:
@@ -200,6 +211,11 @@ class InPlaceRead(Read):
         return sum(read.segments for read in self._blocks)
 
     @property
+    def lost(self) -> tuple[Peer, ...]:
+        """See :class:`Read`."""
+        return tuple(connection for read in self._blocks for connection in read.lost)
+
+    @property
     def is_settled(self) -> bool:
         """See :class:`Read`."""
         if self._permuting is not None:
@@ -216,7 +232,11 @@ class InPlaceRead(Read):
                 self.error = self.error or self._permuting.error
                 self._permuted = True
         elif self.error is None and all(read.is_settled for read in self._blocks):
-            self._permuting = self._memory.submit("blocks could not be permuted", self._permute)
+            what = "blocks could not be permuted"
+            try:
+                self._permuting = self._memory.submit(what, self._permute)
+            except Exception as error:  # no thread, perhaps
+                self.error = as_load_error(error, what)
 
     def give_up(self, error: KVFerryError) -> None:
         """See :class:`Read`. A permutation under way goes on to its end."""
@@ -241,6 +261,11 @@ class JointRead(Read):
     def segments(self) -> int:
         """See :class:`Read`."""
         return sum(read.segments for read in self._reads)
+
+    @property
+    def lost(self) -> tuple[Peer, ...]:
+        """See :class:`Read`."""
+        return tuple(connection for read in self._reads for connection in read.lost)
 
     @property
     def is_settled(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvferry.connectors.pull.reads import Read, TargetMemory, Work, as_load_error
 from kvferry.connectors.pull.staging import Claim, Slot
-from kvferry.errors import KVFerryError, StalledError
+from kvferry.errors import KVFerryError, PeerLostError, StalledError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert
 from kvferry.layouts.copier import copy_tiles
@@ -74,6 +74,11 @@ class StagedRead(Read):
     def segments(self) -> int:
         """See :class:`Read`."""
         return self._segments
+
+    @property
+    def lost(self) -> tuple[Peer, ...]:
+        """See :class:`Read`."""
+        return (self._connection,) if isinstance(self.error, PeerLostError) else ()
 
     @property
     def is_settled(self) -> bool:
@@ -141,6 +146,7 @@ class StagedRead(Read):
                     f"(stall_timeout_s), {self._bytes_done} of {self.nbytes} bytes are in place"
                 )
             )
+            self._connection.close()  # so that its slots come back; see StagingPool.sweep
 
     def _start_more(self) -> None:
         """Leases slots for the next chunks as long as it is this read's turn."""
@@ -165,6 +171,7 @@ class StagedRead(Read):
         tiles = chunk.pack_tiles.copy()
         tiles["target_region"] = staging.region(self._transport)
         tiles["target_offset"] += slot.offset
+        slot.connection = self._connection
         slot.transfer = self._transport.read(self._connection, tiles, chunk.pack_runs)
         self._staged.append(_Staged(chunk, slot, slot.transfer))
         self._progressed = time.monotonic()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.errors import ConfigError, StagingFullError
-from kvferry.transports.base import ByteArray, Transfer, Transport
+from kvferry.transports.base import ByteArray, Peer, Transfer, Transport
 
 ALIGNMENT = 64
 """Bytes to which slots are aligned: no two share a cache line."""
@@ -33,6 +33,10 @@ class Slot:
     nbytes: int
     transfer: Transfer | None = None
     """What lands in it."""
+    connection: Peer | None = None
+    """Over which that comes."""
+    quarantined: float | None = None
+    """Since when it is in quarantine, seconds of the pool's clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +79,8 @@ class StagingPool:
 
         Args:
             nbytes: size of the staging memory.
-            stall_timeout_s: seconds for which quarantine may stand in the way of a claim.
+            stall_timeout_s: seconds for which quarantine may stand in the way of a claim, and
+                after which the connection goes over which a read still lands there.
             clock: seconds of a monotonic clock.
         """
         self.nbytes = nbytes
@@ -154,15 +159,28 @@ class StagingPool:
         """Nobody waits for a slot's transfer any more; the slot comes back when that has ended."""
         self._used.remove(slot)
         self._quarantine.add(slot)
+        slot.quarantined = self._clock()
         self._quarantined += 1
         self._grant()
 
     def sweep(self) -> None:
-        """Takes back the slots whose transfers ended; refuses claims that were blocked too long."""
-        for slot in [slot for slot in self._quarantine if _is_quiet(slot)]:
-            self._quarantine.remove(slot)
-            self._give_back(slot)
-            self._blocked_since = None
+        """Takes back the slots whose transfers ended; refuses claims that were blocked too long.
+
+        The end of a connection is to some transports the only proof that nothing lands any more:
+        one over which a read goes on for too long is closed, or a peer that stands still would keep
+        the memory of all others.
+        """
+        now = self._clock()
+        for slot in list(self._quarantine):
+            if _is_quiet(slot):
+                self._quarantine.remove(slot)
+                self._give_back(slot)
+                self._blocked_since = None
+            elif slot.connection is not None:
+                assert slot.quarantined is not None  # it is in quarantine
+                if now - slot.quarantined >= self._stall_timeout_s:
+                    slot.connection.close()
+                    slot.connection = None
         self._grant()
 
     @property
@@ -179,16 +197,12 @@ class StagingPool:
 
     def _grant(self) -> None:
         """Serves the queue from its head, in order: a small chunk never overtakes a large one."""
-        while self._waiting and (slot := self._take(self._waiting[0].nbytes)) is not None:
-            self._waiting.popleft().slot = slot
+        self._serve()
+        while self._waiting and self._is_blocked():
+            self._refuse(self._waiting.popleft())
+            self._serve()  # what stood behind it may be smaller
         if self._used:
             self._blocked_since = None
-        elif self._waiting:  # and whatever is not free is in quarantine
-            now = self._clock()
-            if self._blocked_since is None:
-                self._blocked_since = now
-            if now - self._blocked_since >= self._stall_timeout_s:
-                self._refuse()
         self.numbers = StagingNumbers(
             used_bytes=sum(slot.nbytes for slot in self._used),
             quarantined_bytes=sum(slot.nbytes for slot in self._quarantine),
@@ -197,15 +211,27 @@ class StagingPool:
             refused=self._refused,
         )
 
-    def _refuse(self) -> None:
+    def _serve(self) -> None:
+        while self._waiting and (slot := self._take(self._waiting[0].nbytes)) is not None:
+            self._waiting.popleft().slot = slot
+
+    def _is_blocked(self) -> bool:
+        """Whether quarantine has stood in the way of the queue's head for too long."""
+        if self._used:
+            return False  # some of it will come back
+        now = self._clock()
+        if self._blocked_since is None:
+            self._blocked_since = now
+        return now - self._blocked_since >= self._stall_timeout_s
+
+    def _refuse(self, claim: Claim) -> None:
         held = sum(slot.nbytes for slot in self._quarantine)
-        while self._waiting:
-            self._refused += 1
-            self._waiting.popleft().error = StagingFullError(
-                f"staging_bytes: {held} of {self.nbytes} bytes have been in quarantine for "
-                f"{self._stall_timeout_s:g} s or more (stall_timeout_s): reads that were given up "
-                "may still land there; look at their peers, or give it more"
-            )
+        self._refused += 1
+        claim.error = StagingFullError(
+            f"staging_bytes: {held} of {self.nbytes} bytes have been in quarantine for "
+            f"{self._stall_timeout_s:g} s or more (stall_timeout_s): reads that were given up "
+            "may still land there; look at their peers, or give it more"
+        )
 
     def _take(self, nbytes: int) -> Slot | None:
         for index, (offset, length) in enumerate(self._free):
