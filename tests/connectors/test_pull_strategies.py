@@ -1,7 +1,7 @@
 """By whatever strategy a load comes: the same cells, and nothing lands in blocks of others."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -56,7 +56,7 @@ def open_one() -> Iterator[OpenPair]:
         def open_pair_of(geometries: tuple[Groups, Groups] = (SOURCE, TARGET), **keys: Any) -> Pair:
             common = {
                 "cluster_key": "k" * 32,
-                "lease_duration_s": 1.0,
+                "lease_duration_s": 5.0,  # a busy machine renews late
                 "handshake_timeout_s": 2.0,
                 "record_digests": True,
                 "transport": keys.pop("transport", "shm"),
@@ -124,6 +124,12 @@ def check_digests(pair: Pair, ids: list[str]) -> None:
         assert digest_mismatch(*sides) is None
 
 
+def errors_of(pair: Pair, ids: Iterable[str]) -> list[str]:
+    """Why loads of these requests failed, if any did."""
+    records = [r for output in pair.consumer.outputs for r in output.transfer_records]
+    return [record.error for record in records if record.error and record.request_id in ids]
+
+
 def serve_several(pair: Pair) -> None:
     """Five loads at once, one beside a local hit; every cell and block is as it must be."""
     lengths = {"a": 30, "b": 17, "c": 3, "d": 25, "e": 24}
@@ -132,6 +138,7 @@ def serve_several(pair: Pair) -> None:
         pair.decode(source, local_blocks=1 if id == "d" else 0) for id, source in sources.items()
     ]
     pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
+    assert errors_of(pair, sources) == []
     assert [(r.request_id, r.error) for r in requests if r.failed or r.error] == []
     check_digests(pair, list(lengths))
     pair.settle()
