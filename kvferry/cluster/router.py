@@ -48,7 +48,13 @@ class Router:
         self._client = httpx.AsyncClient(
             headers=_bearer(settings.api_key),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=64,
+                # vLLM's servers close what was idle for 5 s, which is httpx's own limit too: a
+                # request sent at that moment would be lost, and its engine taken for dead.
+                keepalive_expiry=2.0,
+            ),
             trust_env=False,  # a proxy of the environment must not get between us and the engines
         )
         self.prefill = self._pool("prefill")
