@@ -1,7 +1,8 @@
 # The verbs. Each sets up what it needs in .venv and may be repeated; CI calls the same ones.
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
-#   make test        the tests; SLOW=1 for the slow ones too, ARGS="..." is handed to pytest
+#   make test        the tests, in JOBS=2 processes; SLOW=1 for the slow ones too, ARGS="..." is
+#                    handed to pytest
 #                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
 #                    and NIXL and ucxx in .venv, for the transports that use them)
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone
@@ -29,6 +30,9 @@ VLLM_REQUIREMENTS := vllm-requirements.txt
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyproject.toml constraints.txt)
 
+# Test files share processes, because fixtures with processes of their own belong to a file.
+JOBS ?= 2
+
 MARKERS := $(if $(SLOW),not gpu and not vllm,not slow and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
@@ -38,7 +42,7 @@ demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
-	$(BIN)/python -m pytest -m "$(MARKERS)" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
