@@ -40,6 +40,15 @@ class PlannedEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """How a decode rank reads the layers that two groups share."""
+
+    layers: tuple[int, ...]
+    """Those of them that the rank has, ascending."""
+    choice: StrategyChoice
+
+
+@dataclass(frozen=True, slots=True)
 class EnginePair:
     """What one decode engine reads from one prefill engine for a request."""
 
@@ -49,8 +58,8 @@ class EnginePair:
     costs: tuple[PairCost, ...]
     """One entry per pair of ranks."""
     savings: tuple[Saving, ...] = ()
-    strategies: Mapping[str, StrategyChoice] = field(default_factory=dict)
-    """Transport → how the copies would be run, with what else was possible."""
+    strategies: Mapping[str, Sequence[GroupChoice]] = field(default_factory=dict)
+    """Transport → how the slowest decode rank would read, one entry per pair of groups."""
 
     @property
     def prefill_balance(self) -> Balance:
@@ -198,16 +207,20 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
     }
 
 
-def strategies_as_json(choices: Mapping[str, StrategyChoice]) -> dict[str, Any]:
+def strategies_as_json(choices: Mapping[str, Sequence[GroupChoice]]) -> dict[str, Any]:
     """Plain data of the choices."""
     return {
-        name: {
-            "strategy": choice.strategy,
-            "seconds": choice.seconds,
-            "reason": choice.reason,
-            "alternatives": _alternatives(choice),
-        }
-        for name, choice in choices.items()
+        name: [
+            {
+                "layers": group.layers,
+                "strategy": group.choice.strategy,
+                "seconds": group.choice.seconds,
+                "reason": group.choice.reason,
+                "alternatives": _alternatives(group.choice),
+            }
+            for group in groups
+        ]
+        for name, groups in choices.items()
     }
 
 

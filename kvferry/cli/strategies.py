@@ -1,23 +1,22 @@
 """The strategies of a pair of engines: what each would take over each transport."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.explained import PlannedEngine
+from kvferry.cli.explained import GroupChoice, PlannedEngine
 from kvferry.cli.units import seconds_text
 from kvferry.topology.advice import TRIAL_RANKS
-from kvferry.topology.explain import transfer_work
+from kvferry.topology.explain import PlanWork, transfer_work
+from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.machine_costs import MachineCosts, load_costs
 from kvferry.topology.strategies import (
     Addressing,
     MoverTraits,
     Strategy,
-    StrategyChoice,
-    StrategyWork,
     choose_strategy,
 )
 
@@ -66,15 +65,15 @@ def _mover(name: str) -> MoverTraits:
 
 def choose_for_pair(
     prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int, movers: Movers
-) -> dict[str, StrategyChoice]:
-    """Transport → how the decode rank that takes longest would read a request.
+) -> dict[str, tuple[GroupChoice, ...]]:
+    """Transport → how the decode rank that takes longest would read a request, group by group.
 
     Of larger engines a sample of the ranks is looked at.
 
     Raises:
         ValueError, ProtocolError, BoundsError: see :func:`kvferry.topology.explain_transfer`.
     """
-    works: dict[int, StrategyWork] = {}
+    parts: dict[int, list[PlanWork]] = {}
     for part in transfer_work(
         source=prefill.groups,
         target=decode.groups,
@@ -84,42 +83,56 @@ def choose_for_pair(
         target_memory=decode.memory,
         target_ranks=range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS)),
     ):
-        rank = part.target_rank
-        works[rank] = works[rank] + part.work if rank in works else part.work
+        parts.setdefault(part.target_rank, []).append(part)
     return {
         mover.name: max(
-            (choose_strategy(work, mover, movers.costs) for work in works.values()),
-            key=lambda choice: choice.seconds,
+            (
+                tuple(
+                    GroupChoice(part.layers, choose_strategy(part.work, mover, movers.costs))
+                    for part in of_rank
+                )
+                for of_rank in parts.values()
+            ),
+            key=_total_s,
         )
         for mover in movers.movers
-        if works
+        if parts
     }
 
 
-def show_strategies(choices: Mapping[str, StrategyChoice], console: Console) -> None:
-    """One transport in full, or a row per transport."""
+def _total_s(groups: Sequence[GroupChoice]) -> float:
+    return sum(group.choice.seconds for group in groups)
+
+
+def show_strategies(choices: Mapping[str, Sequence[GroupChoice]], console: Console) -> None:
+    """One transport in full, or a row per transport and pair of groups."""
     if len(choices) == 1:
-        _show_one(*next(iter(choices.items())), console)
+        ((name, groups),) = choices.items()
+        for group in groups:
+            _show_one(name, group, len(groups) > 1, console)
         return
     table = Table(title="Strategies, and the time of the slowest decode rank", title_justify="left")
-    for heading in ("transport", "chosen", *Strategy):
+    for heading in ("transport", "layers", "chosen", *Strategy):
         table.add_column(str(heading))
-    for name, choice in choices.items():
-        seconds = [_seconds_text(choice.cost_of(strategy).seconds) for strategy in Strategy]
-        table.add_row(name, choice.strategy, *seconds)
+    for name, groups in choices.items():
+        for group in groups:
+            choice = group.choice
+            seconds = [_seconds_text(choice.cost_of(strategy).seconds) for strategy in Strategy]
+            table.add_row(name, ranges_text(group.layers), choice.strategy, *seconds)
     if choices:
         console.print(table)
 
 
-def _show_one(name: str, choice: StrategyChoice, console: Console) -> None:
+def _show_one(name: str, group: GroupChoice, is_one_of_several: bool, console: Console) -> None:
+    layers = f" for layers {ranges_text(group.layers)}" * is_one_of_several
     table = Table(
-        title=f"Strategies over {name}, and the time of the slowest decode rank",
+        title=f"Strategies over {name}{layers}, and the time of the slowest decode rank",
         title_justify="left",
     )
     for heading in ("strategy", "time", "what it takes, or why not"):
         table.add_column(heading)
-    for cost in choice.costs:
-        mark = " (chosen)" if cost.strategy is choice.strategy else ""
+    for cost in group.choice.costs:
+        mark = " (chosen)" if cost.strategy is group.choice.strategy else ""
         table.add_row(f"{cost.strategy}{mark}", _seconds_text(cost.seconds), cost.reason)
     console.print(table)
 

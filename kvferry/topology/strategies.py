@@ -127,6 +127,16 @@ class StrategyChoice:
         """The chosen one, then the alternatives."""
         return (StrategyCost(self.strategy, self.seconds, self.reason), *self.alternatives)
 
+    def text(self) -> str:
+        """In one line: ``strided (1.2 ms; staged 3.4 ms; direct: why it cannot serve)``."""
+        others = [
+            f"{cost.strategy}: {cost.reason}"
+            if cost.seconds is None
+            else f"{cost.strategy} {1e3 * cost.seconds:.1f} ms"
+            for cost in self.alternatives
+        ]
+        return f"{self.strategy} ({'; '.join([f'{1e3 * self.seconds:.1f} ms', *others])})"
+
     def cost_of(self, strategy: Strategy) -> StrategyCost:
         """What was found for one of the strategies."""
         return next(cost for cost in self.costs if cost.strategy is strategy)

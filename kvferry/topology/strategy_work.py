@@ -1,6 +1,8 @@
 """What a plan has to move for a typical request, counted without moving anything."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,7 +12,7 @@ from kvferry.topology.binding import BoundCopies
 from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.in_place import plan_repack
-from kvferry.topology.plan import TransferPlan
+from kvferry.topology.plan import Piece, TransferPlan
 from kvferry.topology.strategies import StrategyWork
 from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
 
@@ -23,11 +25,15 @@ def strategy_work(
     *,
     source_memory: Mapping[int, RankMemory] | None = None,
     target_memory: RankMemory | None = None,
+    tiles: Mapping[int, Tiles] | None = None,
     num_tokens: int = TYPICAL_TOKENS,
     first_token: int = 0,
     seed: int = 0,
 ) -> StrategyWork:
     """The numbers by which :func:`~kvferry.topology.strategies.choose_strategy` chooses.
+
+    What is alike is counted once: tiles that differ in nothing but where they begin, and for whole
+    blocks layers whose heads come in the same portions.
 
     >>> from kvferry.topology import ParallelShape, plan_transfer
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
@@ -40,6 +46,7 @@ def strategy_work(
         plan: who gives what to one target rank; its layers count.
         source_memory: source rank → its memory, as the peer described it; dense if left out.
         target_memory: the memory of the plan's target rank; dense if left out.
+        tiles: the plan lowered onto these memories, if the caller has it.
         num_tokens: end of the request's span.
         first_token: start of the span.
         seed: of the shuffled block tables.
@@ -54,16 +61,21 @@ def strategy_work(
         }
     if target_memory is None:
         target_memory = dense_memory_of(plan.target, plan.target_rank, num_tokens)
+    if tiles is None:
+        tiles = plan.lower(source_memory, target_memory)
     ordered = typical_copies(plan, num_tokens, first_token)
     shuffled = typical_copies(plan, num_tokens, first_token, seed)
-    total = _copied(plan, source_memory, target_memory, ordered, shuffled)
-    whole_blocks: dict[str, int] = {}
+    total = _copied(plan, tiles, ordered, shuffled)
+    whole_blocks: Counter[str] = Counter()
     obstacle = None
     try:
-        whole = whole_block_copies(plan, source_memory, target_memory)
-        whole_blocks = _in_place(whole, shuffled, target_memory)
+        for part, times in _unlike_layers(plan):
+            whole = whole_block_copies(part, source_memory, target_memory)
+            found = _in_place(whole, replace(shuffled, plan=part), target_memory)
+            whole_blocks.update({name: count * times for name, count in found.items()})
     except ValueError as error:
         obstacle = str(error)
+        whole_blocks.clear()
     return StrategyWork(
         **total, **whole_blocks, conversion=plan.conversion, in_place_obstacle=obstacle
     )
@@ -103,30 +115,63 @@ def count_copies(tiles: Tiles, runs: Runs) -> int:
 
 def _copied(
     plan: TransferPlan,
-    source_memory: Mapping[int, RankMemory],
-    target_memory: RankMemory,
+    tiles: Mapping[int, Tiles],
     ordered: BoundCopies,
     shuffled: BoundCopies,
 ) -> dict[str, int]:
-    from kvferry.layouts.staging import stage
+    from kvferry.layouts.copier import chunks
+    from kvferry.layouts.staging import WIRE_CHUNK_BYTES, stage
 
     found = dict.fromkeys(
         ("segments_ordered", "segments_shuffled", "chunks", "pack_segments", "unpack_segments"), 0
     )
     itemsizes = plan.source.itemsize, plan.target.itemsize
-    for rank, tiles in plan.lower(source_memory, target_memory).items():
+    for rank, table in tiles.items():
         runs = shuffled.runs_of(rank)
-        found["segments_ordered"] += count_copies(tiles, ordered.runs_of(rank))
-        found["segments_shuffled"] += count_copies(tiles, runs)
-        for chunk in stage(tiles, runs, target_itemsize=itemsizes[1] if plan.conversion else None):
-            found["chunks"] += 1
-            found["pack_segments"] += count_copies(chunk.pack_tiles, chunk.pack_runs)
-            found["unpack_segments"] += count_copies(chunk.unpack_tiles, chunk.unpack_runs)
+        for length in np.unique(runs["tokens"]):
+            same = runs[runs["tokens"] == length]
+            found["chunks"] += len(chunks(table, same, WIRE_CHUNK_BYTES))
+        for tile, times in _unlike_tiles(table):
+            found["segments_ordered"] += times * count_copies(tile, ordered.runs_of(rank))
+            found["segments_shuffled"] += times * count_copies(tile, runs)
+            for chunk in stage(
+                tile, runs, target_itemsize=itemsizes[1] if plan.conversion else None
+            ):
+                packed = count_copies(chunk.pack_tiles, chunk.pack_runs)
+                unpacked = count_copies(chunk.unpack_tiles, chunk.unpack_runs)
+                found["pack_segments"] += times * packed
+                found["unpack_segments"] += times * unpacked
     found["nbytes"] = shuffled.nbytes
     found["placed_nbytes"] = shuffled.nbytes
     if plan.conversion is not None:
         found["placed_nbytes"] = shuffled.nbytes * itemsizes[1] // itemsizes[0]
     return found
+
+
+def _unlike_tiles(tiles: Tiles) -> Iterator[tuple[Tiles, int]]:
+    """One of those tiles that differ only in where they begin, and how many there are.
+
+    Nothing merges from tile to tile, so that each of them is as many pieces.
+    """
+    begin = ("source_region", "source_offset", "target_region", "target_offset")
+    shapes = tiles.copy()
+    for name in begin:
+        shapes[name] = 0
+    _, first, counts = np.unique(shapes, return_index=True, return_counts=True)
+    for index, times in zip(first.tolist(), counts.tolist(), strict=True):
+        yield tiles[index : index + 1], times
+
+
+def _unlike_layers(plan: TransferPlan) -> Iterator[tuple[TransferPlan, int]]:
+    """The plan of one of those layers whose heads come in the same portions, and their number."""
+    pieces: dict[int, list[Piece]] = {}
+    for piece in plan.pieces:
+        pieces.setdefault(piece.layer, []).append(piece)
+    alike: dict[tuple[range, ...], list[int]] = {}
+    for layer, found in pieces.items():
+        alike.setdefault(tuple(piece.heads for piece in found), []).append(layer)
+    for layers in alike.values():
+        yield replace(plan, pieces=tuple(pieces[layers[0]])), len(layers)
 
 
 def _in_place(whole: WholeBlocks, copies: BoundCopies, target_memory: RankMemory) -> dict[str, int]:

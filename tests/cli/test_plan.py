@@ -127,7 +127,7 @@ def test_engines_that_are_alike_differ_in_nothing(planned):
     text, pair = planned("tp=2", "tp=2", "llama-3-8b")
 
     assert "What differs" not in text
-    assert {name: choice["strategy"] for name, choice in pair["strategies"].items()} == {
+    assert {name: group["strategy"] for name, (group,) in pair["strategies"].items()} == {
         **dict.fromkeys(("shm", "vm", "cuda_ipc", "tcp", "ucx"), "strided"),
         "nixl": "staged",
     }

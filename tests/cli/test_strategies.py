@@ -21,7 +21,8 @@ def planned(kvferry, *options):
 def test_every_known_transport_has_its_choice_beside_the_others(kvferry):
     text, strategies = planned(kvferry)
     assert list(strategies) == ["shm", "vm", "cuda_ipc", "tcp", "ucx", "nixl"]
-    for name, found in strategies.items():
+    for name, (found,) in strategies.items():
+        assert found["layers"] == list(range(30))
         assert any(name in line and found["strategy"] in line for line in text.splitlines())
         assert {found["strategy"], *(other["strategy"] for other in found["alternatives"])} == {
             "strided",
@@ -33,7 +34,7 @@ def test_every_known_transport_has_its_choice_beside_the_others(kvferry):
             other["seconds"] is None or other["seconds"] >= found["seconds"]
             for other in found["alternatives"]
         )
-    reasons = {other["reason"] for other in strategies["nixl"]["alternatives"]}
+    reasons = {other["reason"] for other in strategies["nixl"][0]["alternatives"]}
     assert reasons == {"nixl cannot fence: its reads may only land in staging memory"}
 
 
@@ -43,6 +44,16 @@ def test_one_transport_is_shown_in_full(kvferry):
     assert "Strategies over tcp" in text
     assert "strided (chosen)" in text
     assert "tcp moves strided boxes; nothing is gained by single pieces" in text
+
+
+def test_groups_choose_each_for_itself(kvferry):
+    command = "plan", "--prefill", "layout=HND", "--decode", "layout=NHD", "--model", "gemma-3-27b"
+    (pair,) = json.loads(kvferry(*command, "--json").out)["pairs"]
+    layers = [group["layers"] for group in pair["strategies"]["shm"]]
+    assert len(layers) > 1
+    assert sorted(layer for group in layers for layer in group) == list(range(62))
+    shown = kvferry(*command, "--transport", "shm").out
+    assert shown.count("Strategies over shm for layers ") == len(layers)
 
 
 def test_an_unknown_transport_is_an_error_that_lists_the_installed_ones(kvferry):
@@ -57,7 +68,7 @@ def test_a_conversion_is_staged_over_everything(kvferry):
     model = "--model", "smollm2-135m"
     found = kvferry("plan", "--prefill", narrow, "--decode", wide, *model, "--json")
     (pair,) = json.loads(found.out)["pairs"]
-    for choice in pair["strategies"].values():
+    for (choice,) in pair["strategies"].values():
         assert choice["strategy"] == "staged"
         assert "bfloat16 to float32" in choice["reason"]
     lossy = kvferry("plan", "--prefill", wide, "--decode", narrow, *model)
@@ -72,8 +83,8 @@ def test_costs_of_the_machine_decide(kvferry, tmp_path):
     path.write_bytes(Calibration(machine={}, costs=dear).encode())
     _, cheap = planned(kvferry, "--transport", "shm")
     _, found = planned(kvferry, "--transport", "shm", "--costs", str(path))
-    assert cheap["shm"]["strategy"] == "strided"
-    assert found["shm"]["strategy"] != "strided"
+    assert cheap["shm"][0]["strategy"] == "strided"
+    assert found["shm"][0]["strategy"] != "strided"
 
 
 def test_calibration_measures_what_is_installed_and_plan_reads_it(kvferry, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull import routes, staged_reads
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.connectors.records import digest_mismatch
-from kvferry.errors import IncompatibleError
+from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
@@ -21,7 +22,18 @@ from kvferry.testing.fake_request import Stage
 from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
 from kvferry.testing.unfenced import Tide, unfenced_transport
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import (
+    Addressing,
+    EngineGeometry,
+    MachineCosts,
+    MoverTraits,
+    ParallelShape,
+    Strategy,
+    choose_strategy,
+    plan_transfer,
+    strategy_work,
+)
+from kvferry.topology.machine_costs import Calibration, WireCosts
 from kvferry.transports.shm import ShmTransport
 
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
@@ -269,6 +281,32 @@ def test_a_strategy_that_is_impossible_is_said_so_and_another_is_taken(
     serve_several(pair)
     assert strategies_of(pair) == {"staged"}
     assert "strategy: " in caplog.text
+
+
+def test_the_cheapest_strategy_by_the_file_of_costs_is_taken_and_the_log_tells_the_others(
+    open_one: OpenPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dear = MachineCosts(wires={"shm": WireCosts(transfer_s=0, byte_s=0, operation_s=1e-3)})
+    path = tmp_path / "costs.json"
+    path.write_bytes(Calibration(machine={}, costs=dear).encode())
+    geometries = small_geometry("HND", 16), small_geometry("NHD", 16)
+    caplog.set_level("INFO", "kvferry.connectors.pull.peer")
+    pair = open_one(geometries, calibration=str(path))
+    serve_several(pair)
+    plan = plan_transfer(source=geometries[0], target=geometries[1])
+    mover = MoverTraits("shm", Addressing.BOTH, fences=True)
+    choice = choose_strategy(strategy_work(plan), mover, dear)
+    assert strategies_of(pair) == {choice.strategy}
+    assert choice.strategy is not Strategy.STRIDED
+    assert caplog.text.count(choice.text()) == 1
+    assert all(strategy in choice.text() for strategy in Strategy)
+
+
+def test_a_file_of_costs_that_cannot_be_used_stops_the_engine_with_its_key(
+    open_one: OpenPair, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"calibration: .*none.json: cannot be read"):
+        open_one(calibration=str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize("unfenced", [False, True])

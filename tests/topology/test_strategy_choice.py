@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.cli.strategies import KNOWN_MOVERS
 from kvferry.errors import ConfigError
 from kvferry.layouts.copier import expand
+from kvferry.layouts.staging import stage
 from kvferry.topology import (
     Addressing,
     EngineGeometry,
@@ -29,6 +31,7 @@ from kvferry.topology.machine_costs import (
     default_costs_path,
     load_costs,
 )
+from kvferry.topology.strategy_work import typical_copies
 
 LAW = settings(max_examples=100, deadline=None)
 
@@ -175,6 +178,53 @@ def test_the_work_is_what_really_moves(source, target):
         assert work.segments_ordered == sum(
             len(expand(rows, copies.runs_of(rank))) for rank, rows in tiles.items()
         )
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ({"parallel": ParallelShape(tp=4), "layout": "HND"}, {"parallel": ParallelShape(tp=2)}),
+        ({"parallel": ParallelShape(tp=8, pp=2)}, {"layout": "HND", "block_size": 24}),
+        ({"layout": "LBHKND"}, {"dtype": "float32"}),
+    ],
+)
+def test_counting_what_is_alike_once_counts_everything(source, target):
+    shape = {"num_layers": 5, "head_size": 64, "num_kv_heads": 4}
+    plan = plan_transfer(source=geometry(**shape | source), target=geometry(**shape | target))
+    num_tokens = 3000
+    work = strategy_work(plan, num_tokens=num_tokens)
+    blocks = -(-num_tokens // 16)
+    memories = {rank: plan.source.memory(rank, blocks + 1) for rank in plan.source_ranks}
+    copies = typical_copies(plan, num_tokens, seed=0)
+    segments = packed = unpacked = chunks = 0
+    for rank, tiles in plan.lower(memories, plan.target.memory(0, blocks + 1)).items():
+        runs = copies.runs_of(rank)
+        segments += len(expand(tiles, runs))
+        size = plan.target.itemsize if plan.conversion else None
+        for chunk in stage(tiles, runs, target_itemsize=size):
+            chunks += 1
+            packed += len(expand(chunk.pack_tiles, chunk.pack_runs))
+            unpacked += len(expand(chunk.unpack_tiles, chunk.unpack_runs))
+    assert work.segments_shuffled == segments
+    assert (work.chunks, work.pack_segments, work.unpack_segments) == (chunks, packed, unpacked)
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        *((name, ("HND", "HND")) for name in KNOWN_MOVERS),
+        *((name, ("HND", "NHD")) for name in ("shm", "cuda_ipc", "tcp", "ucx", "nixl")),
+    ],
+)
+def test_each_transport_does_by_default_what_it_does_best(name, layouts):
+    """With the built-in figures, for a large model and TP 8 to TP 4."""
+    large = {"num_layers": 40, "num_kv_heads": 8, "head_size": 128}
+    plan = plan_transfer(
+        source=geometry(**large, layout=layouts[0], parallel=ParallelShape(tp=8)),
+        target=geometry(**large, layout=layouts[1], parallel=ParallelShape(tp=4)),
+    )
+    choice = choose_strategy(strategy_work(plan), KNOWN_MOVERS[name], MachineCosts())
+    assert choice.strategy is (Strategy.STAGED if name == "nixl" else Strategy.STRIDED)
 
 
 # ---- the file of costs -------------------------------------------------------------------------

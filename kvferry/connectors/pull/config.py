@@ -9,6 +9,7 @@ from kvferry.config import parse_struct
 from kvferry.control.options import CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
+from kvferry.topology.machine_costs import MachineCosts, load_costs
 from kvferry.topology.strategies import Strategy
 from kvferry.transports.registry import transport_class
 
@@ -54,7 +55,10 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
     taken when it is first needed."""
     strategy: Literal["strided", "direct", "in place", "staged"] | None = None
-    """How cells move wherever that is possible; else strided, direct or staged, in this order."""
+    """How cells move wherever that is possible; chosen by cost unless given."""
+    calibration: str | None = None
+    """File with this machine's costs that ``kvferry bench --calibrate`` wrote; the one that it
+    writes by default, if there is one, unless given."""
     convert_dtype: bool = False
     """Whether a source whose KV cache has another dtype is read although precision is lost."""
     record_digests: bool = False
@@ -109,6 +113,17 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     def forced_strategy(self) -> Strategy | None:
         """The strategy that is asked for."""
         return None if self.strategy is None else Strategy(self.strategy)
+
+    def costs(self) -> MachineCosts:
+        """The costs by which a strategy is chosen.
+
+        Raises:
+            ConfigError: the file of costs cannot be used.
+        """
+        try:
+            return load_costs(None if self.calibration is None else Path(self.calibration))
+        except ConfigError as error:
+            raise ConfigError(f"calibration: {error}") from error
 
     def key(self) -> bytes | None:
         """The cluster's key.

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from kvferry.connectors.pull.load import LoadPart, RankLoad
 from kvferry.connectors.pull.metadata import LoadSpec
-from kvferry.connectors.pull.peer import RankIdentity, RouteOptions, SourcePeer
+from kvferry.connectors.pull.peer import RankIdentity, SourcePeer
 from kvferry.connectors.pull.reads import TargetMemory, as_load_error
+from kvferry.connectors.pull.routes import RouteOptions
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer

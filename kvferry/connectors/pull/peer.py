@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.pull.reads import TargetMemory
-from kvferry.connectors.pull.routes import Planned, Route, make_routes
+from kvferry.connectors.pull.routes import Planned, Route, RouteOptions, make_routes
 from kvferry.errors import PeerLostError, ProtocolError
 from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_transfer
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.topology.layer_ranges import ranges_text
-from kvferry.topology.strategies import Strategy
+from kvferry.topology.strategies import StrategyChoice
+from kvferry.topology.strategy_work import TYPICAL_TOKENS
 from kvferry.transports.base import Peer, Transport
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,6 @@ class RankIdentity:
     """One per group."""
 
 
-@dataclass(frozen=True, slots=True)
-class RouteOptions:
-    """What a user may say about routes."""
-
-    strategy: Strategy | None = None
-    """Taken wherever it is possible."""
-    convert_dtype: bool = False
-    """Whether a conversion may lose precision."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
     """How the layers that a group of the source shares with one of ours move to this rank."""
@@ -46,6 +37,8 @@ class GroupPlan:
     """Of the pair among all pairs of the two engines."""
     pair: GroupPair
     plan: TransferPlan
+    choice: StrategyChoice
+    """By which strategy its cells come, and what the others would cost."""
     routes: tuple[Route, ...]
     num_blocks: tuple[int, int]
     """Blocks of the source's tables and of ours."""
@@ -65,10 +58,12 @@ class GroupPlan:
         Raises:
             ConfigError: see :func:`make_routes`.
         """
-        routes = make_routes(planned, transport, target, options.strategy)
+        pair = source.pairs[index]
+        first_token = pair.first_kept_token(TYPICAL_TOKENS) % TYPICAL_TOKENS  # never an empty span
+        choice, routes = make_routes(planned, transport, target, options, first_token)
         theirs = min(memory.num_blocks for memory in planned.source_memory.values())
         num_blocks = theirs, planned.target_memory.num_blocks
-        return cls(index, source.pairs[index], planned.plan, routes, num_blocks)
+        return cls(index, pair, planned.plan, choice, routes, num_blocks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,13 +132,15 @@ class SourcePeer:
         return any(group.plan.conversion is not None for group in self.groups)
 
     def summary(self) -> str:
-        """How its cells come, in one line: ``tcp, layers 0-3 strided``."""
+        """How its cells come, in one line: ``tcp, layers 0-3 strided (1.2 ms; staged 3.4 ms)``.
+
+        The times are for a request of :data:`TYPICAL_TOKENS` tokens.
+        """
         return ", ".join(
             [
                 self.transport.name,
                 *(
-                    f"layers {ranges_text(group.pair.layers)} "
-                    + "/".join(dict.fromkeys(route.strategy for route in group.routes))
+                    f"layers {ranges_text(group.pair.layers)} {group.choice.text()}"
                     for group in self.groups
                 ),
             ]

@@ -8,7 +8,7 @@ all source ranks are there, so that route is one for all of them.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvferry.connectors.pull.reads import (
     InPlaceRead,
@@ -26,27 +26,22 @@ from kvferry.layouts.tiles import Tiles, num_bytes
 from kvferry.topology import BoundCopies, TransferPlan
 from kvferry.topology.description import RankMemory
 from kvferry.topology.in_place import plan_repack
-from kvferry.topology.strategies import MoverTraits, Strategy, StrategyWork, obstacle
-from kvferry.topology.whole_blocks import WholeBlocks, in_place_obstacle, whole_block_copies
+from kvferry.topology.machine_costs import MachineCosts
+from kvferry.topology.strategies import (
+    MoverTraits,
+    Strategy,
+    StrategyChoice,
+    StrategyWork,
+    choose_strategy,
+)
+from kvferry.topology.strategy_work import TYPICAL_TOKENS, strategy_work
+from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
 from kvferry.transports.base import Peer, Transport
 
 logger = logging.getLogger(__name__)
 
 CHUNKS_AT_ONCE = 4
 """A chunk is at most this part of the staging memory, so that wire and unpacking overlap."""
-
-_NO_NUMBERS = dict.fromkeys(
-    (
-        "nbytes",
-        "placed_nbytes",
-        "segments_ordered",
-        "segments_shuffled",
-        "chunks",
-        "pack_segments",
-        "unpack_segments",
-    ),
-    0,
-)
 
 
 class Route(ABC):
@@ -207,36 +202,88 @@ class Planned:
     target_memory: RankMemory
     """Of this rank."""
 
+    def work(self, first_token: int, num_tokens: int) -> StrategyWork:
+        """What a request of the tokens ``[first_token, num_tokens)`` moves."""
+        return strategy_work(
+            self.plan,
+            source_memory=self.source_memory,
+            target_memory=self.target_memory,
+            tiles=self.tiles,
+            num_tokens=num_tokens,
+            first_token=first_token,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOptions:
+    """What a user may say about routes."""
+
+    strategy: Strategy | None = None
+    """Taken wherever it is possible."""
+    convert_dtype: bool = False
+    """Whether a conversion may lose precision."""
+    costs: MachineCosts = field(default_factory=MachineCosts)
+    """Of this machine; the cheapest strategy is taken."""
+
 
 def make_routes(
-    planned: Planned, transport: Transport, memory: TargetMemory, wanted: Strategy | None
-) -> tuple[Route, ...]:
-    """The routes of one pair of groups.
+    planned: Planned,
+    transport: Transport,
+    memory: TargetMemory,
+    options: RouteOptions,
+    first_token: int = 0,
+) -> tuple[StrategyChoice, tuple[Route, ...]]:
+    """The routes of one pair of groups, and the choice among strategies that they follow.
+
+    Chosen for a request of :data:`~kvferry.topology.strategy_work.TYPICAL_TOKENS`, as
+    ``kvferry plan`` does.
 
     Args:
         planned: what moves.
         transport: what moves it.
         memory: this rank's cache.
-        wanted: the strategy that the configuration asks for.
+        options: what a user said.
+        first_token: the first token of such a request that moves.
 
     Raises:
         ConfigError: see :meth:`StagedRoute.of`.
     """
-    strategy = _chosen(planned, transport, wanted)
-    if strategy is not Strategy.IN_PLACE:
-        return _by_source(planned, transport, memory, strategy)
-    plan = planned.plan
-    return (
-        InPlaceRoute(
-            strategy,
-            plan.source_ranks,
-            transport,
-            memory,
-            whole_block_copies(plan, planned.source_memory, planned.target_memory),
-            plan_repack(plan, planned.target_memory),
-            planned.target_memory.num_blocks,
-            _by_source(planned, transport, memory, _chosen(planned, transport, None)),
-        ),
+    work = planned.work(first_token, TYPICAL_TOKENS)
+    choice = _chosen(work, transport, options, options.strategy)
+    if choice.strategy is Strategy.IN_PLACE:
+        try:
+            whole = whole_block_copies(planned.plan, planned.source_memory, planned.target_memory)
+        except ValueError as error:  # of a layer that lies unlike the one that was looked at
+            work = replace(work, in_place_obstacle=str(error))
+            choice = _chosen(work, transport, options, options.strategy)
+        else:
+            return choice, (_in_place(planned, transport, memory, whole, work, options),)
+    if options.strategy not in (None, choice.strategy):
+        reason = choice.cost_of(options.strategy).reason
+        logger.warning(
+            "strategy: %s is not possible, taking %s: %s", options.strategy, choice.strategy, reason
+        )
+    return choice, _by_source(planned, transport, memory, choice.strategy)
+
+
+def _in_place(
+    planned: Planned,
+    transport: Transport,
+    memory: TargetMemory,
+    whole: WholeBlocks,
+    work: StrategyWork,
+    options: RouteOptions,
+) -> InPlaceRoute:
+    others = replace(work, in_place_obstacle="the request is no whole frames")
+    return InPlaceRoute(
+        Strategy.IN_PLACE,
+        planned.plan.source_ranks,
+        transport,
+        memory,
+        whole,
+        plan_repack(planned.plan, planned.target_memory),
+        planned.target_memory.num_blocks,
+        _by_source(planned, transport, memory, _chosen(others, transport, options).strategy),
     )
 
 
@@ -253,20 +300,11 @@ def _by_source(
     )
 
 
-def _chosen(planned: Planned, transport: Transport, wanted: Strategy | None) -> Strategy:
-    """What is asked for, else the first of those that touch each byte once, else staging."""
+def _chosen(
+    work: StrategyWork,
+    transport: Transport,
+    options: RouteOptions,
+    wanted: Strategy | None = None,
+) -> StrategyChoice:
     mover = MoverTraits(transport.name, transport.addressing, transport.fences)
-    work = StrategyWork(
-        **_NO_NUMBERS,
-        conversion=planned.plan.conversion,
-        in_place_obstacle=in_place_obstacle(
-            planned.plan, planned.source_memory, planned.target_memory
-        ),
-    )
-    if wanted is not None:
-        reason = obstacle(wanted, work, mover)
-        if reason is None:
-            return wanted
-        logger.warning("strategy: %s is not possible, taking another one: %s", wanted, reason)
-    order = (Strategy.STRIDED, Strategy.DIRECT, Strategy.STAGED)
-    return next(strategy for strategy in order if obstacle(strategy, work, mover) is None)
+    return choose_strategy(work, mover, options.costs, wanted=wanted)

@@ -22,8 +22,9 @@ from kvferry.connectors.pull.digests import RankDigests
 from kvferry.connectors.pull.load import RankLoad
 from kvferry.connectors.pull.loader import Loader
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
-from kvferry.connectors.pull.peer import RankIdentity, RouteOptions
+from kvferry.connectors.pull.peer import RankIdentity
 from kvferry.connectors.pull.reads import TargetMemory
+from kvferry.connectors.pull.routes import RouteOptions
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
@@ -43,6 +44,7 @@ class PullWorker(WorkerConnector):
         rank: int,
         transports: dict[str, Transport],
         client: ControlClient,
+        options: RouteOptions,
     ) -> None:
         """Takes ownership of transports and client; use :meth:`open`."""
         extra = context.extra
@@ -52,6 +54,7 @@ class PullWorker(WorkerConnector):
         self._rank = rank
         self._transports = transports
         self._client = client
+        self._options = options
         self._memory: tuple[RankMemory, ...] = ()
         self._regions: list[npt.NDArray[np.uint8]] = []
         self._digests: RankDigests | None = None
@@ -66,12 +69,14 @@ class PullWorker(WorkerConnector):
         """Opens the transports.
 
         Raises:
-            ConfigError: ``curve_keys`` or ``control_config`` cannot be used.
+            ConfigError: ``curve_keys``, ``control_config`` or ``calibration`` cannot be used.
             PortInUseError: a configured data port is taken.
         """
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
-        options = control_options(extra)  # before anything is open that a wrong key would leave
+        # Before anything is open that a wrong key would leave.
+        options = control_options(extra)
+        routes = RouteOptions(extra.forced_strategy, extra.convert_dtype, extra.costs())
         if extra.record_digests:
             warm_digest()
         transports: dict[str, Transport] = {}
@@ -87,7 +92,7 @@ class PullWorker(WorkerConnector):
             incarnation=context.incarnation,
             options=options,
         )
-        return cls(context, rank, transports, client)
+        return cls(context, rank, transports, client, routes)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of the first transport, which the others serve as well.
@@ -137,7 +142,7 @@ class PullWorker(WorkerConnector):
             self._transports,
             self._client,
             digest,
-            RouteOptions(self._extra.forced_strategy, self._extra.convert_dtype),
+            self._options,
         )
 
     def _placed(self, regions: Regions) -> list[tuple[int, int]]:
