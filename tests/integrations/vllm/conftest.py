@@ -108,7 +108,7 @@ class Engine:
             "block_size": 64,
             "max_model_len": 2048,
             "max_num_seqs": 32,
-            "kv_cache_memory_bytes": 32 << 20,
+            "kv_cache_memory_bytes": 16 << 20,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
@@ -118,6 +118,7 @@ class Engine:
             **(defaults | settings),
             **({} if role is None else {"kv_transfer_config": transfer}),
         )
+        _started.append(self.llm)
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
@@ -187,7 +188,7 @@ class Engine:
         """Aborts requests."""
         self.llm.llm_engine.abort_request(list(request_ids))
 
-    def finish(self, *request_ids: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    def finish(self, *request_ids: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """Steps until these requests have ended; request id → output."""
         ended: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -222,13 +223,15 @@ class Engine:
             self.step()
 
     def close(self) -> None:
-        """Ends the connector's threads. The engine stays, as vLLM's globals belong to the first."""
+        """Ends the connector's threads."""
         if self._agent is not None:
             self._agent.shutdown()
             self.connector.shutdown()
 
 
 _numbers = itertools.count()
+_started: list[Any] = []
+"""An engine that is collected takes the process's parallel groups with it, and so all others."""
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:
@@ -257,7 +260,6 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def _first_engine(tiny_llama: Path) -> Engine:
-    """Owns vLLM's process-wide groups, so it lives as long as the session."""
     from vllm.platforms import current_platform
 
     engine = Engine(tiny_llama, None)
