@@ -33,7 +33,7 @@ def test_an_unknown_key_is_refused_by_the_nearest_name():
 
 
 def test_a_wrong_value_is_refused():
-    with pytest.raises(ConfigError, match="weights_check is 'some': write sample, full or config"):
+    with pytest.raises(ConfigError, match="weights_check is 'some': write config, full or sample"):
         transfer_config(engine({"weights_check": "some"}))
 
 

@@ -161,7 +161,9 @@ def test_a_prompt_that_decode_has_already_needs_no_load(start_pair, reference, r
 def test_preempted_requests_go_on_with_right_tokens(start_pair, reference, random_prompt):
     # Room for three prompts and little more: answers grow until somebody has to give way.
     block = 2 * 3 * 4 * 64 * 32 * 4  # parts, layers, heads, tokens, elements, bytes
-    prefill, decode = start_pair(d_kv_cache_memory_bytes=8 * block, d_max_model_len=256, extra=QUICK)
+    prefill, decode = start_pair(
+        d_kv_cache_memory_bytes=8 * block, d_max_model_len=256, extra=QUICK
+    )
     prompts = [random_prompt(120) for _ in range(3)]
     outputs = decode.generate(prompts, prefill.prefill(prompts), max_tokens=40)
     assert [generated(output) for output in outputs] == reference(prompts, max_tokens=40)

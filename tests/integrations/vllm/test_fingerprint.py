@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 import torch
-from kvferry.integrations.vllm.fingerprint import digest_of_files, weights_digest
 from safetensors.torch import save_file
+
+from kvferry.integrations.vllm.fingerprint import digest_of_files, weights_digest
 
 SHAPES = {"small": (3,), "large": (64, 300), "row": (1, 5000)}
 
@@ -56,7 +57,5 @@ def test_any_file_has_a_digest(tmp_path, content):
 
 
 def test_dummy_weights_differ_by_their_seed():
-    one, two = (
-        weights_digest(SimpleNamespace(seed=seed), "dummy", "sample") for seed in (0, 1)
-    )
+    one, two = (weights_digest(SimpleNamespace(seed=seed), "dummy", "sample") for seed in (0, 1))
     assert one != two

@@ -7,8 +7,14 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 from types import SimpleNamespace
 
 import torch
+
 from kvferry.integrations.vllm.compat import write_cpu_block
-from kvferry.integrations.vllm.packing import TRANSPOSED_K, probe_packing
+from kvferry.integrations.vllm.packing import TRANSPOSED_K
+from kvferry.integrations.vllm.packing import probe_packing as probe
+
+
+def probe_packing(*args):
+    return probe(*args, name="test")
 
 
 def pack(order_k, order_v):
@@ -19,13 +25,13 @@ def pack(order_k, order_v):
 def test_rows_of_tokens_are_known():
     cells = torch.arange(4 * 8)
     packing = probe_packing(pack(cells, cells), torch.float32, 4, 8)
-    assert (packing.layout, packing.digest) == ("BH(k=ND,v=ND)", "")
+    assert (packing.layout, packing.name) == ("BH(k=ND,v=ND)", "")
 
 
 def test_a_transposed_k_is_known():
     cells = torch.arange(4 * 8)
     packing = probe_packing(pack(cells.view(4, 8).T.flatten(), cells), torch.float16, 4, 8)
-    assert (packing.layout, packing.digest) == (TRANSPOSED_K, "")
+    assert (packing.layout, packing.name) == (TRANSPOSED_K, "")
 
 
 def test_any_other_order_is_opaque_and_told_from_others():
@@ -33,8 +39,8 @@ def test_any_other_order_is_opaque_and_told_from_others():
     one, two = (
         probe_packing(pack(cells.roll(shift), cells), torch.float32, 4, 8) for shift in (1, 2)
     )
-    assert one.digest
-    assert two.digest
+    assert one.name
+    assert two.name
     assert one != two
 
 
@@ -46,7 +52,7 @@ def test_a_place_without_a_cell_is_no_known_order():
         block[5] = 0
         return block
 
-    assert probe_packing(write, torch.float32, 4, 8).digest
+    assert probe_packing(write, torch.float32, 4, 8).name
 
 
 @pytest.mark.parametrize("block_size", [32, 64, 96, 128])
@@ -58,11 +64,12 @@ def test_vllms_own_operation_keeps_k_transposed(dtype, block_size):
     packing = probe_packing(
         lambda k, v: write_cpu_block(layer, k, v, "auto"), dtype, block_size, 64
     )
-    assert (packing.layout, packing.digest) == (TRANSPOSED_K, "")
+    assert (packing.layout, packing.name) == (TRANSPOSED_K, "")
 
 
 def test_known_data_lies_where_the_layout_says():
     import numpy as np
+
     from kvferry.layouts import Layout
     from kvferry.layouts.layout import Box
 

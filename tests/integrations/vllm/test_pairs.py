@@ -79,3 +79,28 @@ def test_the_first_token_may_come_from_prefill(start_pair, reference, random_pro
     first = list(output.outputs[0].token_ids)
     (rest,) = decode.generate([prompt + first], [output.kv_transfer_params], max_tokens=11)
     assert [first + list(rest.outputs[0].token_ids)] == reference([prompt])
+
+
+def is_packed(engine):
+    (group,) = engine.connector._scheduler._groups
+    return bool(group.description.packing)
+
+
+def test_packed_bfloat16_moves_whole_between_equal_blocks(start_pair, random_prompt):
+    prefill, decode = start_pair(dtype="bfloat16")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    # Few tokens: decode computes a prompt's last token by another path, which rounds otherwise.
+    expected = [list(o.outputs[0].token_ids) for o in prefill.generate(prompts, max_tokens=3)]
+    assert run(prefill, decode, prompts, max_tokens=3) == expected
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_packed_bfloat16_of_unequal_blocks_is_refused(start_pair, random_prompt, caplog):
+    prefill, decode = start_pair(dtype="bfloat16", p_block_size=64, d_block_size=128)
+    if not is_packed(prefill):
+        pytest.skip("CPU attention packs bfloat16 only on CPUs with AMX")
+    prompt = random_prompt(200)
+    with caplog.at_level("ERROR", logger="kvferry"):
+        (output,) = decode.generate([prompt], prefill.prefill([prompt]))
+    assert output.outputs[0].finish_reason == "error"
+    assert "opaque_blocks" in caplog.text
