@@ -76,6 +76,44 @@ def write_tiny_llama(folder: Path, *, seed: int = 1234, **config: Any) -> Path:
     return folder
 
 
+def write_tiny_hybrid(folder: Path, *, window: int = 100, seed: int = 5) -> Path:
+    """A random Gemma 3 of four layers, two of which look at a window of tokens only."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads(config.to_json_string())
+    values["architectures"] = ["Gemma3ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -259,6 +297,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of layers with and without a window."""
+    return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "gemma")
+
+
+@pytest.fixture(scope="session")
 def _first_engine(tiny_llama: Path) -> Engine:
     from vllm.platforms import current_platform
 
@@ -293,7 +337,7 @@ def start(_first_engine: Engine, tiny_llama: Path) -> Iterator[Callable[..., Eng
     """Starts an engine with a role and settings of vLLM's; its connector ends with the test."""
     engines: list[Engine] = []
 
-    def start_engine(role: str, model: Path | None = None, **settings: Any) -> Engine:
+    def start_engine(role: str | None, model: Path | None = None, **settings: Any) -> Engine:
         engines.append(Engine(model or tiny_llama, role, **settings))
         return engines[-1]
 

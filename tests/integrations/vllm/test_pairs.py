@@ -81,12 +81,7 @@ def test_the_first_token_may_come_from_prefill(start_pair, reference, random_pro
     assert [first + list(rest.outputs[0].token_ids)] == reference([prompt])
 
 
-def is_packed(engine):
-    (group,) = engine.connector._scheduler._groups
-    return bool(group.description.packing)
-
-
-def test_packed_bfloat16_moves_whole_between_equal_blocks(start_pair, random_prompt):
+def test_bfloat16_moves_between_equal_blocks(start_pair, random_prompt):
     prefill, decode = start_pair(dtype="bfloat16")
     prompts = [random_prompt(length) for length in LENGTHS]
     # Few tokens: decode computes a prompt's last token by another path, which rounds otherwise.
@@ -95,10 +90,29 @@ def test_packed_bfloat16_moves_whole_between_equal_blocks(start_pair, random_pro
     assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
 
 
-def test_packed_bfloat16_of_unequal_blocks_is_refused(start_pair, random_prompt, caplog):
-    prefill, decode = start_pair(dtype="bfloat16", p_block_size=64, d_block_size=128)
-    if not is_packed(prefill):
-        pytest.skip("CPU attention packs bfloat16 only on CPUs with AMX")
+@pytest.fixture
+def every_order_is_unknown(monkeypatch):
+    """As bfloat16 is on CPUs with AMX: no layout says where a block's cells lie."""
+    from kvferry.integrations.vllm import packing
+
+    monkeypatch.setattr(packing, "_KNOWN", {})
+
+
+def test_packed_blocks_move_whole_between_equal_engines(
+    start_pair, reference, random_prompt, every_order_is_unknown
+):
+    prefill, decode = start_pair()
+    (group,) = decode.connector._scheduler._groups
+    assert group.description.packing.startswith("CPU_ATTN vec ")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    assert run(prefill, decode, prompts) == reference(prompts)
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_packed_blocks_of_unequal_sizes_are_refused(
+    start_pair, random_prompt, every_order_is_unknown, caplog
+):
+    prefill, decode = start_pair(p_block_size=64, d_block_size=128)
     prompt = random_prompt(200)
     with caplog.at_level("ERROR", logger="kvferry"):
         (output,) = decode.generate([prompt], prefill.prefill([prompt]))
