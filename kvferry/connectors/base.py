@@ -191,6 +191,10 @@ class ConnectorContext:
     layer_windows: Mapping[int, int] = field(default_factory=dict)
     """Layer of the model → tokens that one of its tokens attends to, itself included; without the
     layers that see all. Also where the layer's group keeps more than that."""
+    asks_what_was_filled: bool = True
+    """Whether the engine asks :meth:`SchedulerConnector.partial_groups` and
+    :meth:`SchedulerConnector.first_filled_tokens` after a load. To one that does not, every block
+    of a load may become a prefix hit."""
 
 
 class SchedulerConnector(ABC):

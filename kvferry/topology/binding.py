@@ -96,7 +96,8 @@ def bind(
         source_blocks: the source's whole block table for this group.
         target_blocks: the target's; its null blocks (id 0) are skipped.
         num_tokens: end of the span, in tokens from the start of the request.
-        first_token: start of the span. Of a state, that after the last token moves.
+        first_token: start of the span. Of a state, that after the last token moves; of opaque
+            blocks, all of each.
 
     Raises:
         ValueError: the span is no span.
@@ -110,7 +111,7 @@ def bind(
         _table("source", source_blocks, plan.source, num_tokens),
         _table("target", target_blocks, plan.target, num_tokens),
     )
-    first_token = plan.target.first_bound_token(first_token, num_tokens)
+    first_token, num_tokens = plan.target.bound_span(first_token, num_tokens)
     block_sizes = plan.source.block_size, plan.target.block_size
     ours = plan.target.token_shard(plan.target_rank)
     context_runs = {}

@@ -120,6 +120,7 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
     page_size_padded: int | None = None
     scale_dtype: str | None = None
     states: tuple[StatePart, ...] = ()
+    packing: str = ""
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):

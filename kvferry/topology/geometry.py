@@ -115,6 +115,9 @@ class EngineGeometry:
     states: tuple[StatePart, ...] = ()
     """Of a group of recurrent layers: what each keeps, see :func:`recurrent_group`, which gives
     the fields above that speak of heads values that mean nothing."""
+    packing: str = ""
+    """Of opaque blocks, whose heads hold their cells in an order that no layout says: the name of
+    that order. They move whole, and only to blocks of the same packing and size."""
 
     def __init__(
         self,
@@ -136,6 +139,7 @@ class EngineGeometry:
         scale_dtype: Any = None,
         page_size_padded: int | None = None,
         states: Sequence[StatePart] = (),
+        packing: str = "",
     ) -> None:
         values = {
             "num_layers": check_count("num_layers", num_layers),
@@ -155,6 +159,7 @@ class EngineGeometry:
             "scale_dtype": None if scale_dtype is None else dtype_name(scale_dtype),
             "page_size_padded": page_size_padded,
             "states": tuple(states),
+            "packing": packing,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -174,6 +179,11 @@ class EngineGeometry:
             raise ValueError(
                 f"parallel: interleave_size={turn} does not divide block_size={self.block_size}; "
                 "the tokens of one turn lie in one block"
+            )
+        if self.packing and self.parallel.num_context_ranks > 1:
+            raise ValueError(
+                f"packing: {self.packing!r} says that blocks move whole, but {self.parallel} "
+                "spreads the tokens of a block over ranks; take dcp=1 and pcp=1"
             )
         self._check_layers()
         self._check_windows()
@@ -317,6 +327,24 @@ class EngineGeometry:
     def first_bound_token(self, first_token: int, num_tokens: int) -> int:
         """The first token of a span that has cells of its own: of states only the last one."""
         return max(first_token, num_tokens - 1) if self.states else first_token
+
+    def bound_span(self, first_token: int, num_tokens: int) -> tuple[int, int]:
+        """The tokens that a copy of ``[first_token, num_tokens)`` moves.
+
+        Of opaque blocks all that they touch: the rest of the last one is nobody's yet.
+        """
+        first_token = self.first_bound_token(first_token, num_tokens)
+        if not self.packing or first_token == num_tokens:
+            return first_token, num_tokens
+        size = self.block_size
+        return first_token // size * size, -(-num_tokens // size) * size
+
+    @property
+    def opaque_blocks(self) -> str:
+        """What opaque blocks must have alike; ``none`` where a layout says all."""
+        if not self.packing:
+            return "none"
+        return f"{self.packing} in blocks of {self.block_size} tokens"
 
     def heads(self, rank: int, part: str | None = None) -> range:
         """The model's KV heads that a rank holds; ranks beyond the heads hold replicas.

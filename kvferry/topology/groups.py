@@ -25,6 +25,7 @@ _REMEDIES = {
     "use_mla": "switch MLA on or off on both",
     "scale_dtype": "give both the same quantisation of the KV cache, with scales of one dtype",
     "recurrent_state": _SAME_MODEL,
+    "opaque_blocks": "give both the same block size and kind of CPU, or a dtype that is not packed",
     "kept tokens": _SAME_MODEL,
 }
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _CELL_FIELDS = (
     *("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype"),
-    "recurrent_state",
+    *("recurrent_state", "opaque_blocks"),
 )
 """Fields of a geometry that say what a cell is."""
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.control.tickets import Ticket
-from kvferry.errors import BlockTableError, NullBlockError, TicketError
+from kvferry.errors import BlockTableError, IncompatibleError, NullBlockError, TicketError
 from kvferry.topology import EngineGeometry, GroupPair, pair_groups, ranges_text
 from kvferry.topology.description import EngineDescription
 
@@ -131,6 +131,29 @@ class SourceGroups:
             if table[block] == 0:
                 return (block + 1) * source_size
         return wanted
+
+    def check_filled(self, ticket: Ticket, first_token: int, num_tokens: int) -> None:
+        """Checks that a load fills every block of ours that it touches, or its end.
+
+        Raises:
+            IncompatibleError: a block would lack tokens before those that move.
+        """
+        starts = self.starts(ticket, first_token, num_tokens)
+        partial = self.filled(starts, first_token, num_tokens).partial
+        lacking = [
+            f"KV cache group {pair.target_group}, layers {ranges_text(pair.layers)}: the source "
+            f"has them from token {start} on, which would fill a part of what this engine keeps, "
+            "and it cannot keep that from its prefix cache; give both engines the same block size "
+            "and switch the hybrid KV cache manager on or off on both"
+            for pair, start in zip(self.pairs, starts, strict=True)
+            if pair.target_group in partial
+            or (
+                first_token < start < num_tokens
+                and start % self.targets[pair.target_group].virtual_block_size
+            )
+        ]
+        if lacking:
+            raise IncompatibleError(self.engine_id, lacking)
 
     def filled(self, starts: Sequence[int], first_token: int, num_tokens: int) -> Filled:
         """What a load of ``[first_token, num_tokens)`` with these starts fills."""

@@ -200,6 +200,8 @@ class PullScheduler(SchedulerConnector):
         assert load.groups is not None  # set before the state
         try:
             load.groups.check_kept(load.ticket, num_computed_tokens, num_tokens)
+            if not self._context.asks_what_was_filled:
+                load.groups.check_filled(load.ticket, num_computed_tokens, num_tokens)
         except KVFerryError as error:
             self._sources.refuse(load, error)
             raise

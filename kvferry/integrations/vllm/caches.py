@@ -16,7 +16,7 @@ import torch
 
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
-from kvferry.integrations.vllm.packing import probe_packing
+from kvferry.integrations.vllm.packing import Packing, probe_packing
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.description import GroupDescription
 
@@ -45,6 +45,8 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     """Tokens per block of the tensor."""
     layout: str
+    packing: str = ""
+    """Of opaque blocks; see :class:`EngineGeometry`."""
     use_mla: bool = False
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
@@ -91,14 +93,14 @@ def layer_caches(
             "KV cache: this model's caches hold states, or have several precisions, which vLLM "
             "zeroes before use; this adapter serves caches of tokens in one precision"
         )
-    layouts: dict[tuple[Any, ...], str] = {}
+    packings: dict[tuple[Any, ...], Packing] = {}
     found = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not group.enable_kv_transfer:
             continue
         for name in group.layer_names:
             spec = compat.spec_of_layer(group, name)
-            found.append(_layer_cache(vllm_config, name, table, spec, kv_caches[name], layouts))
+            found.append(_layer_cache(vllm_config, name, table, spec, kv_caches[name], packings))
     if not found:
         raise ConfigError("KV cache: no layer of this model has a cache that can be transferred")
     return found
@@ -110,7 +112,7 @@ def _layer_cache(
     table: int,
     spec: Any,
     tensor: torch.Tensor,
-    layouts: dict[tuple[Any, ...], str],
+    packings: dict[tuple[Any, ...], Packing],
 ) -> LayerCache:
     kind = type(spec).__name__
     if kind not in _SERVED or spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
@@ -126,6 +128,7 @@ def _layer_cache(
         )
     block_size = int(tensor.shape[2])
     use_mla = kind == "MLAAttentionSpec"
+    packing = _packing(vllm_config, name, spec, block_size, packings)
     windowed = kind in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
     return LayerCache(
         name=name,
@@ -136,7 +139,8 @@ def _layer_cache(
         head_size_v=spec.head_size_v,
         dtype=compat.cache_dtype(vllm_config, spec),
         block_size=block_size,
-        layout=_layout(vllm_config, name, spec, block_size, layouts),
+        layout=packing.layout,
+        packing=packing.name,
         use_mla=use_mla,
         sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
         attention_chunk_size=getattr(spec, "attention_chunk_size", None) if windowed else None,
@@ -161,33 +165,28 @@ def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int) -> int:
     )
 
 
-def _layout(
+def _packing(
     vllm_config: Any,
     name: str,
     spec: Any,
     block_size: int,
-    layouts: dict[tuple[Any, ...], str],
-) -> str:
-    """The layout of a layer's tensor; CPU attention's is probed once per kind of layer."""
+    packings: dict[tuple[Any, ...], Packing],
+) -> Packing:
+    """How a layer's blocks hold their cells; CPU attention is probed once per kind of layer."""
     layer = compat.attention_layer(vllm_config, name)
-    backend = compat.backend_of(layer)
-    if backend != "CPU_ATTN":
-        return "BHNC"
+    if compat.backend_of(layer) != "CPU_ATTN":
+        return Packing("BHNC")
     kind = (layer.isa, spec.dtype, block_size, spec.head_size)
-    if kind not in layouts:
-        packing = probe_packing(
-            lambda k, v: compat.write_cpu_block(layer, k, v, vllm_config.cache_config.cache_dtype),
+    if kind not in packings:
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        packings[kind] = probe_packing(
+            lambda k, v: compat.write_cpu_block(layer, k, v, cache_dtype),
             vllm_config.model_config.dtype,
             block_size,
             spec.head_size,
+            name=f"CPU_ATTN {layer.isa}",
         )
-        if packing.digest:
-            raise ConfigError(
-                f"KV cache of {name}: CPU attention ({layer.isa}) packs {spec.dtype} into tiles, "
-                "which this adapter does not serve; use --dtype float32 or float16"
-            )
-        layouts[kind] = packing.layout
-    return layouts[kind]
+    return packings[kind]
 
 
 def cache_groups(
@@ -238,6 +237,7 @@ def _cache_group(
         dtype=kind.dtype,
         block_size=kind.block_size,
         layout=kind.layout,
+        packing=kind.packing,
         parallel=shape,
         use_mla=kind.use_mla,
         layer_split=[len(stage) for stage in stages],

@@ -82,6 +82,24 @@ def of_all_stages(value: T) -> list[T]:
     return values
 
 
+# ---- requests ----------------------------------------------------------------------------------
+
+
+def drop_last_prompt_token(request: Any) -> None:
+    """Makes a new request one of all tokens but its last, and of one token to generate.
+
+    Not where it has a single token, came as embeddings, or asks for the prompt's log-probabilities.
+    """
+    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
+        return
+    if request.get_skip_reading_prefix_cache():
+        return
+    del request.prompt_token_ids[-1]
+    del request._all_token_ids[-1]  # noqa: SLF001 (there is no other way to its copy of them)
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+
+
 # ---- KV cache ----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ WeightsCheck = Literal["sample", "full", "config"]
 class VllmConnectorConfig(PullConfig, frozen=True, kw_only=True):
     """``kv_connector_extra_config`` of the adapter: the PullConnector's keys and those below."""
 
-    transport: str | tuple[str, ...] = "tcp"
+    transport: str | tuple[str, ...] = ("vm", "tcp")
     """Transports that move memory which vLLM owns, best first."""
     weights_check: WeightsCheck = "sample"
     """How two checkpoints are told apart: by three slices of every tensor, by every byte (reads

@@ -35,12 +35,12 @@ class Packing:
 
     layout: str
     """The layout; of an opaque block, one with the same outer dims and bytes."""
-    digest: str
-    """Of an opaque block, a digest of its order; empty where the layout says it all."""
+    name: str = ""
+    """Of an opaque block, the name of its order; empty where the layout says it all."""
 
 
 def probe_packing(
-    write: WriteBlock, dtype: torch.dtype, block_size: int, head_size: int
+    write: WriteBlock, dtype: torch.dtype, block_size: int, head_size: int, *, name: str
 ) -> Packing:
     """Finds the order of the cells of one (block, head).
 
@@ -49,15 +49,17 @@ def probe_packing(
         dtype: of the keys and values that it takes.
         block_size: tokens per block.
         head_size: elements per head.
+        name: of the writer, for the name of an order that no layout says.
     """
     k_cells, v_cells = _order(write, dtype, block_size, head_size)
     cells = np.arange(block_size * head_size).reshape(block_size, head_size)
     for layout, expected in _KNOWN.items():
         k, v = expected(cells)
         if np.array_equal(k_cells, k.ravel()) and np.array_equal(v_cells, v.ravel()):
-            return Packing(layout, "")
+            return Packing(layout)
     order = np.concatenate([k_cells, v_cells]).astype("<i8")
-    return Packing(TRANSPOSED_K, hashlib.sha256(order.tobytes()).hexdigest()[:16])
+    digest = hashlib.sha256(order.tobytes()).hexdigest()[:16]
+    return Packing(TRANSPOSED_K, f"{name} {digest}")
 
 
 def _order(

@@ -10,12 +10,14 @@ from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.metadata import PullMetadata
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
+from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.integrations.vllm.views import BlocksView, RequestView
+from kvferry.topology import EngineGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class SchedulerHalf:
         self._recompute = self._config.kv_load_failure_policy == "recompute"
         self._groups: tuple[CacheGroup, ...] = ()
         self._pull: PullScheduler | None = None
+        self._has_windows = False
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
         self._stats = LoadStats()
@@ -80,7 +83,10 @@ class SchedulerHalf:
             num_blocks=first.num_blocks * min(group.split for group in first.groups),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
+            # vLLM makes every block of a load a prefix hit.
+            asks_what_was_filled=not self._vllm_config.cache_config.enable_prefix_caching,
         )
+        self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
         self._pull = PullScheduler.open(context)
         self._pull.set_worker_handshakes([report.handshake for report in reports])
         logger.info(
@@ -105,6 +111,13 @@ class SchedulerHalf:
         if request.abort_immediately:
             self.pull.on_rejected_request(RequestView(request))
             return
+        params = request.kv_transfer_params or {}
+        is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
+        if self._has_windows and is_lent:
+            # Decode computes the last token of the same prompt, and looks one token further back
+            # than vLLM keeps here once that token is computed. (Where the first token of the answer
+            # is kept, decode's prompt is longer by one.)
+            compat.drop_last_prompt_token(request)
         try:
             self.pull.on_new_request(RequestView(request))
         except KVFerryError as error:
@@ -203,6 +216,11 @@ def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
         if geometry.sliding_window is not None
         for layer in geometry.model_layers
     }
+
+
+def keeps_a_part(geometry: EngineGeometry) -> bool:
+    """Whether a group keeps less than all tokens."""
+    return geometry.sliding_window is not None or geometry.attention_chunk_size is not None
 
 
 def _is_empty(news: PullMetadata) -> bool:

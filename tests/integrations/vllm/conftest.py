@@ -76,6 +76,44 @@ def write_tiny_llama(folder: Path, *, seed: int = 1234, **config: Any) -> Path:
     return folder
 
 
+def write_tiny_hybrid(folder: Path, *, window: int = 100, seed: int = 5) -> Path:
+    """A random Gemma 3 of four layers, two of which look at a window of tokens only."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    config = Gemma3TextConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+        initializer_range=0.1,
+        sliding_window=window,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Gemma3ForCausalLM(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    values = json.loads(config.to_json_string())
+    values["architectures"] = ["Gemma3ForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -108,7 +146,7 @@ class Engine:
             "block_size": 64,
             "max_model_len": 2048,
             "max_num_seqs": 32,
-            "kv_cache_memory_bytes": 32 << 20,
+            "kv_cache_memory_bytes": 16 << 20,
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
@@ -118,6 +156,7 @@ class Engine:
             **(defaults | settings),
             **({} if role is None else {"kv_transfer_config": transfer}),
         )
+        _started.append(self.llm)
         self._agent = kv_transfer_state._KV_CONNECTOR_AGENT
         kv_transfer_state._KV_CONNECTOR_AGENT = None
 
@@ -187,7 +226,7 @@ class Engine:
         """Aborts requests."""
         self.llm.llm_engine.abort_request(list(request_ids))
 
-    def finish(self, *request_ids: str, timeout_s: float = 30.0) -> dict[str, Any]:
+    def finish(self, *request_ids: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """Steps until these requests have ended; request id → output."""
         ended: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -222,13 +261,15 @@ class Engine:
             self.step()
 
     def close(self) -> None:
-        """Ends the connector's threads. The engine stays, as vLLM's globals belong to the first."""
+        """Ends the connector's threads."""
         if self._agent is not None:
             self._agent.shutdown()
             self.connector.shutdown()
 
 
 _numbers = itertools.count()
+_started: list[Any] = []
+"""An engine that is collected takes the process's parallel groups with it, and so all others."""
 
 
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:
@@ -256,8 +297,13 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of layers with and without a window."""
+    return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "gemma")
+
+
+@pytest.fixture(scope="session")
 def _first_engine(tiny_llama: Path) -> Engine:
-    """Owns vLLM's process-wide groups, so it lives as long as the session."""
     from vllm.platforms import current_platform
 
     engine = Engine(tiny_llama, None)
@@ -291,7 +337,7 @@ def start(_first_engine: Engine, tiny_llama: Path) -> Iterator[Callable[..., Eng
     """Starts an engine with a role and settings of vLLM's; its connector ends with the test."""
     engines: list[Engine] = []
 
-    def start_engine(role: str, model: Path | None = None, **settings: Any) -> Engine:
+    def start_engine(role: str | None, model: Path | None = None, **settings: Any) -> Engine:
         engines.append(Engine(model or tiny_llama, role, **settings))
         return engines[-1]
 

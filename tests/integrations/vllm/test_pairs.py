@@ -79,3 +79,42 @@ def test_the_first_token_may_come_from_prefill(start_pair, reference, random_pro
     first = list(output.outputs[0].token_ids)
     (rest,) = decode.generate([prompt + first], [output.kv_transfer_params], max_tokens=11)
     assert [first + list(rest.outputs[0].token_ids)] == reference([prompt])
+
+
+def test_bfloat16_moves_between_equal_blocks(start_pair, random_prompt):
+    prefill, decode = start_pair(dtype="bfloat16")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    # Few tokens: decode computes a prompt's last token by another path, which rounds otherwise.
+    expected = [list(o.outputs[0].token_ids) for o in prefill.generate(prompts, max_tokens=3)]
+    assert run(prefill, decode, prompts, max_tokens=3) == expected
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
+
+
+@pytest.fixture
+def every_order_is_unknown(monkeypatch):
+    """As bfloat16 is on CPUs with AMX: no layout says where a block's cells lie."""
+    from kvferry.integrations.vllm import packing
+
+    monkeypatch.setattr(packing, "_KNOWN", {})
+
+
+def test_packed_blocks_move_whole_between_equal_engines(
+    start_pair, reference, random_prompt, every_order_is_unknown
+):
+    prefill, decode = start_pair()
+    (group,) = decode.connector._scheduler._groups
+    assert group.description.packing.startswith("CPU_ATTN vec ")
+    prompts = [random_prompt(length) for length in LENGTHS]
+    assert run(prefill, decode, prompts) == reference(prompts)
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
+
+
+def test_packed_blocks_of_unequal_sizes_are_refused(
+    start_pair, random_prompt, every_order_is_unknown, caplog
+):
+    prefill, decode = start_pair(p_block_size=64, d_block_size=128)
+    prompt = random_prompt(200)
+    with caplog.at_level("ERROR", logger="kvferry"):
+        (output,) = decode.generate([prompt], prefill.prefill([prompt]))
+    assert output.outputs[0].finish_reason == "error"
+    assert "opaque_blocks" in caplog.text
