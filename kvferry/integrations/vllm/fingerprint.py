@@ -57,11 +57,22 @@ def fingerprint(
         num_layers=int(model.get_total_num_hidden_layers()),
         num_kv_heads=first.num_kv_heads,
         head_size=first.head_size,
-        dtype=first.dtype,
+        dtype=_dtypes(groups),
         rope=json.dumps(rope, sort_keys=True),
         config_digest=_digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
         weights_digest=weights_digest(model, vllm_config.load_config.load_format, check),
     )
+
+
+def _dtypes(groups: tuple[CacheGroup, ...]) -> str:
+    """The dtype of the cells; fp8 by a name that nothing is converted from or to.
+
+    vLLM divides by a layer's scales, which may be the checkpoint's, before it rounds to fp8: a
+    conversion of the dtype alone would change the values.
+    """
+    found = dict.fromkeys(group.description.dtype for group in groups)
+    scaled = [dtype for dtype in found if dtype.startswith("float8")]
+    return f"{', '.join(scaled)} with scales of its own" if scaled else next(iter(found))
 
 
 def _engine_settings(vllm_config: Any) -> dict[str, Any]:
