@@ -74,8 +74,8 @@ class NixlPeer(Peer):
         self.devices = np.array([region.device for region in endpoint.regions], np.uint64)
         self.agent: Agent | None = None
         """What reads from it; none before the first read, nor after the end."""
-        self.registered = 0
-        """How many of our regions that agent knows."""
+        self.registered: set[int] = set()
+        """Those of our regions that that agent knows: the ones into which it has read."""
         self.turns: deque[NixlRead] = deque()
         """Reads that have pieces left to post, next first."""
         self.posts: list[_Post] = []
@@ -296,7 +296,7 @@ class NixlService:
     ) -> None:
         assert peer.agent is not None
         try:
-            self._register(peer, peer.agent)
+            self._register(peer, peer.agent, pieces["target_region"])
             source = _rows(pieces, "source", peer.addresses, peer.devices)
             target = _rows(pieces, "target", self._regions.addresses.astype(np.uint64), None)
             handle = peer.agent.prepare(peer.endpoint.agent, memory, source, target)
@@ -311,11 +311,12 @@ class NixlService:
         peer.posts.append(post)  # first: whatever start() says, bytes may land from here on
         post.done = peer.agent.start(handle)
 
-    def _register(self, peer: NixlPeer, agent: Agent) -> None:
-        arrays = self._regions.arrays[peer.registered :]
-        if arrays:
-            agent.register(arrays)
-            peer.registered += len(arrays)
+    def _register(self, peer: NixlPeer, agent: Agent, regions: npt.NDArray[np.int64]) -> None:
+        # Not all of them: a cache of many GB that is only served would be pinned for each peer.
+        unknown = set(np.unique(regions).tolist()) - peer.registered
+        if unknown:
+            agent.register([self._regions.arrays[region] for region in unknown])
+            peer.registered |= unknown
 
 
 def cut(

@@ -214,6 +214,20 @@ def test_memory_that_the_peer_never_registered_fails_that_read_only(pair) -> Non
 
 @pytest.mark.slow
 @needs_nixl
+def test_a_connection_registers_only_the_memory_that_is_read_into(pair) -> None:
+    source, target = pair
+    _, staging = target.allocate(1 << 16)
+    peer = target.connect(source.endpoint())
+    for region in (1, 1, 0):
+        tiles, runs = one_tile()
+        tiles["target_region"] = region
+        assert wait(target, target.read(peer, tiles, runs)).state is TransferState.DONE
+        assert peer.registered == ({1} if region else {0, 1})
+    assert bytes(staging) == bytes(pattern(staging.nbytes, 1))
+
+
+@pytest.mark.slow
+@needs_nixl
 def test_the_metadata_of_another_agent_is_refused(pair) -> None:
     source, target = pair
     peer = target.connect(with_changes(source.endpoint(), agent="somebody-else"))
