@@ -13,7 +13,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.layouts.tiles import Tiles
+from kvferry.topology import EngineGeometry, ParallelShape, TransferPlan, plan_transfer
 
 Cells: TypeAlias = npt.NDArray[np.uint16]
 """bfloat16 cells as bits: ``[layer, part, block, token, head, element]``, dims in this order and
@@ -133,6 +134,21 @@ def all_cases(threads: tuple[int, ...] = (1, 2)) -> list[Case]:
         Case(source, target, shuffled, count)
         for count, (source, target), shuffled in product(threads, pairs, (False, True))
     ]
+
+
+def lowered(
+    shape: CacheShape, source_layout: str, target_layout: str
+) -> tuple[TransferPlan, Tiles]:
+    """The plan between two layouts, and its tiles: source region ``i`` holds ``LAYOUTS[i]``.
+
+    Made once per pair of engines, so no part of what is measured.
+    """
+    source, target = shape.geometry(source_layout), shape.geometry(target_layout)
+    plan = plan_transfer(source=source, target=target)
+    memory = source.memory(0, shape.blocks), target.memory(0, shape.blocks)
+    tiles = plan.lower({0: memory[0]}, memory[1])[0].copy()
+    tiles["source_region"] = LAYOUTS.index(source_layout)
+    return plan, tiles
 
 
 def check_target(

@@ -18,6 +18,8 @@ FAMILIES: Mapping[str, str] = {
     "nixl shm, num_threads=2": "nixl shm",
     "nixl tcp": "nixl tcp",
     "nixl tcp, num_threads=2": "nixl tcp",
+    "staged nixl shm": "staged nixl shm",
+    "staged nixl tcp": "staged nixl tcp",
 }
 """Contender → family. Ways to do the same thing are a family: its fastest member counts."""
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cases import LAYOUTS, CacheShape, Case, WrongDataError, check_target
+from benchmarks.cases import LAYOUTS, CacheShape, Case, WrongDataError, check_target, lowered
 from benchmarks.samples import Sample
 from kvferry.layouts.tiles import Tiles
-from kvferry.topology import TransferPlan, plan_transfer
+from kvferry.topology import TransferPlan
 from kvferry.transports.base import Peer, TransferState, Transport, TransportOptions
 from kvferry.transports.registry import open_transport
 from kvferry.transports.shm import ShmEndpoint
@@ -146,16 +146,9 @@ class KvferryReader:
         return Sample(seconds, segments=transfer.segments)
 
     def _plan(self, case: Case) -> tuple[TransferPlan, Tiles]:
-        """Made once per pair of engines, so not part of the measurement."""
         layouts = (case.source_layout, case.target_layout)
         if layouts not in self._plans:
-            source, target = map(self._shape.geometry, layouts)
-            plan = plan_transfer(source=source, target=target)
-            blocks = self._shape.blocks
-            lowered = plan.lower({0: source.memory(0, blocks)}, target.memory(0, blocks))
-            tiles = lowered[0].copy()
-            tiles["source_region"] = LAYOUTS.index(case.source_layout)
-            self._plans[layouts] = (plan, tiles)
+            self._plans[layouts] = lowered(self._shape, *layouts)
         return self._plans[layouts]
 
     def _memmove(self, threads: int) -> float:
@@ -175,12 +168,12 @@ class KvferryReader:
         torch.set_num_threads(threads)
         nbytes = self._shape.transfer_bytes
         target = torch.from_numpy(self._target[:nbytes])
-        source = torch.frombuffer(_writable(self._segments[0].array[:nbytes]), dtype=torch.uint8)
+        source = torch.frombuffer(writable(self._segments[0].array[:nbytes]), dtype=torch.uint8)
         return _timed(lambda: target.copy_(source))
 
 
-def _writable(array: npt.NDArray[np.uint8]) -> ctypes.Array[ctypes.c_ubyte]:
-    """The same memory, marked as writable: torch warns of memory that is not, even as a source."""
+def writable(array: npt.NDArray[np.uint8]) -> ctypes.Array[ctypes.c_ubyte]:
+    """The same memory, marked as writable: torch and transports ask for that even of a source."""
     return (ctypes.c_ubyte * array.nbytes).from_address(array.ctypes.data)
 
 

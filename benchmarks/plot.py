@@ -15,9 +15,17 @@ _PANELS = (
             ("shm", "kvferry shm"),
             ("vm", "kvferry vm"),
             ("nixl shm", "NIXL shm (+ permute)"),
+            ("staged nixl shm", "staged NIXL shm"),
         ),
     ),
-    ("TCP", (("tcp", "kvferry tcp"), ("nixl tcp", "NIXL over UCX TCP (+ permute)"))),
+    (
+        "TCP",
+        (
+            ("tcp", "kvferry tcp"),
+            ("nixl tcp", "NIXL over UCX TCP (+ permute)"),
+            ("staged nixl tcp", "staged NIXL TCP"),
+        ),
+    ),
 )
 _COLOURS = {
     "memcpy": "#9aa0a6",
@@ -26,6 +34,8 @@ _COLOURS = {
     "tcp": "#1a73e8",
     "nixl shm": "#e8710a",
     "nixl tcp": "#e8710a",
+    "staged nixl shm": "#fbbc04",
+    "staged nixl tcp": "#fbbc04",
 }
 
 
@@ -80,7 +90,9 @@ def _draw(
     axes.set_xticks(range(len(cases)), [case_label(case.case) for case in cases], fontsize=7)
     axes.set_ylabel("GB/s")
     axes.margins(y=0.15)  # room for the legend above the bars
-    axes.legend(fontsize=7, loc="upper center", ncols=len(families), frameon=False)
+    axes.legend(
+        fontsize=7, loc="upper center", ncols=len(families), frameon=False, columnspacing=0.8
+    )
     axes.spines[["top", "right"]].set_visible(False)
 
 

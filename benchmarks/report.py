@@ -20,6 +20,8 @@ _FAMILIES = (
     ("nixl shm", "NIXL shm"),
     ("tcp", "kvferry tcp"),
     ("nixl tcp", "NIXL TCP"),
+    ("staged nixl shm", "staged NIXL shm"),
+    ("staged nixl tcp", "staged NIXL TCP"),
 )
 _COMPARED = {
     ("shm", "memcpy"): "shm / memcpy",
@@ -172,6 +174,11 @@ def _method(results: Results) -> Iterator[str]:
     yield (
         "- `memcpy` is one copy of as many bytes from the mapped shared memory: `memmove` in as "
         "many threads or torch's `copy_`, whichever is faster in that case."
+    )
+    yield (
+        "- Staged NIXL is what the PullConnector does with a transport that cannot fence: our "
+        "transport `nixl` reads chunks into staging memory, from where they are placed. What "
+        "staging costs is its figure against that of the READ; both include a change of layout."
     )
     chosen = {
         f"{case.case}: {best.contender}"

@@ -18,6 +18,7 @@ from benchmarks.kvferry_side import KvferryReader, KvferrySource, Offer
 from benchmarks.nixl_side import NixlReader, NixlSource
 from benchmarks.remote import Remote
 from benchmarks.samples import Sample
+from benchmarks.staged_side import StagedReader, StagedSource
 from kvferry.lifetimes import Closing
 
 _NIXL_TLS = {"shm": "all", "tcp": "tcp"}
@@ -120,6 +121,8 @@ class TransportBenchmark(Closing):
             for num_threads in nixl_threads:
                 for transport in _NIXL_TLS:
                     self._add_nixl(offer, transport, num_threads)
+            for transport in _NIXL_TLS if nixl_threads else ():
+                self._add_staged(offer, transport)
         except BaseException:
             self._stack.close()
             raise
@@ -191,6 +194,18 @@ class TransportBenchmark(Closing):
             f"{name} reader", NixlReader, self._shape, metadata, num_threads, env=env
         )
         self._add(Stage(source, reader, (name,), threads, permutes=True))
+
+    def _add_staged(self, offer: Offer, transport: str) -> None:
+        name = f"staged nixl {transport}"
+        env = {"UCX_TLS": _NIXL_TLS[transport], "NIXL_LOG_LEVEL": "ERROR"}
+        threads = self._threads()
+        self._say(f"starting {name}")
+        source = self._start(f"{name} source", StagedSource, offer, env=env)
+        endpoint = source.call("endpoint")
+        reader = self._start(
+            f"{name} reader", StagedReader, self._shape, endpoint, threads, env=env
+        )
+        self._add(Stage(source, reader, (name,), threads, permutes=False))
 
     def _start(
         self, name: str, make: Callable[..., object], *arguments: object, env: Mapping[str, str]

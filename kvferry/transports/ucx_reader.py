@@ -140,13 +140,11 @@ class UcxReader:
         self._peers: list[UcxPeer] = []
         self._limbo: list[_Bounce] = []
         """Bounce buffers of lost connections that UCX has not let go of yet."""
-        self._sent: list[tuple[Request, bytes]] = []
-        """Messages that have not left yet."""
 
     @property
     def idle(self) -> bool:
         """Whether UCX has let go of every buffer."""
-        return not self._limbo and not self._sent
+        return not self._limbo
 
     def start(self, peer: UcxPeer, read: UcxRead) -> None:
         """Begins a read."""
@@ -189,7 +187,6 @@ class UcxReader:
         """One look at every connection; whether anything went on."""
         progressed = False
         self._limbo = [each for each in self._limbo if not each.request.completed]
-        self._sent = [each for each in self._sent if not each[0].completed]
         for peer in list(self._peers):
             try:
                 progressed |= self._receive(peer) | self._land(peer) | self._ask(peer)
@@ -257,9 +254,7 @@ class UcxReader:
 
     def _send(self, peer: UcxPeer, frame: bytes) -> Request:
         assert peer.link is not None
-        request = peer.link.send(frame)
-        self._sent.append((request, frame))
-        return request
+        return peer.link.send(frame)
 
     def _receive(self, peer: UcxPeer) -> bool:
         assert peer.link is not None

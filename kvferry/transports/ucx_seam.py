@@ -8,6 +8,7 @@ a listener and endpoints, all owned by one thread.
 import contextlib
 import logging
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -19,9 +20,11 @@ from kvferry.errors import (
     KVFerryError,
     PeerLostError,
     PortInUseError,
+    ProtocolError,
     TransferError,
 )
 from kvferry.transports.base import ByteArray
+from kvferry.transports.tcp_wire import MAX_REQUEST_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ _LOST_ERRORS = (
     "IOError",
     "SomeConnectsFailed",
 )
+_LENGTH = struct.Struct("<Q")
+"""What stands before each message: its bytes."""
 _ENDED_NS = 10**8
 """Nanoseconds that the end of a connection may take."""
 
@@ -93,15 +98,20 @@ def _load() -> Any:
 
 
 class Link:
-    """A connection: short messages that arrive whole, and buffers that arrive by their tag.
+    """A connection: short messages that arrive whole and in order, and buffers by their tag.
 
-    Short messages may overtake longer ones that were sent before them.
+    Short messages are a stream, each behind its length. UCX's active messages would know where they
+    end, but ucxx queues what waits for them by the address of the connection in memory: a receive
+    that waited when a connection ended swallows the first message of a later one at that address.
     """
 
     def __init__(self, ucx: "Ucx", endpoint: Any) -> None:
         self._ucx = ucx
         self._endpoint = endpoint
         self._receiving: Request = None
+        self._buffer = np.empty(0, dtype=np.uint8)
+        """What it receives into: a length, or a message."""
+        self._is_length = True
 
     @property
     def alive(self) -> bool:
@@ -110,30 +120,51 @@ class Link:
 
     def send(self, frame: bytes) -> Request:
         """Sends a message; the request tells when it has left."""
+        framed = np.frombuffer(_LENGTH.pack(len(frame)) + frame, dtype=np.uint8)
         with ucx_errors("cannot send"):
-            return self._endpoint.am_send(self._ucx.array(np.frombuffer(frame, dtype=np.uint8)))
+            request = self._endpoint.stream_send(self._ucx.array(framed))
+        self._ucx.hold(request, framed)
+        return request
 
     def receive(self) -> bytes | None:
         """The next message, or ``None``.
 
         Raises:
             PeerLostError, TransferError: the connection is gone.
+            ProtocolError: the message would be longer than any may be.
         """
+        while self._has_come():
+            buffer, self._receiving = self._buffer, None
+            if not self._is_length:
+                self._is_length = True
+                return buffer.tobytes()
+            (nbytes,) = _LENGTH.unpack(buffer.tobytes())
+            if not 0 < nbytes <= MAX_REQUEST_BYTES:
+                raise ProtocolError(
+                    f"a message of {nbytes} bytes; expected 1 to {MAX_REQUEST_BYTES}"
+                )
+            self._is_length = False
+            self._expect(nbytes)
+        return None
+
+    def _has_come(self) -> bool:
+        """Whether the buffer is full; begins to receive a length where nothing is awaited."""
+        if self._receiving is None and self.alive:  # else UCX would let it wait for ever
+            self._expect(_LENGTH.size)
+        if self._receiving is None or not self._receiving.completed:
+            return False
+        try:
+            self._receiving.check_error()
+        except Exception as error:
+            # UCX calls it a message cut short when the other side goes.
+            raise PeerLostError(f"the connection has ended: UCX says {error}") from error
+        return True
+
+    def _expect(self, nbytes: int) -> None:
+        self._buffer = np.empty(nbytes, dtype=np.uint8)
         with ucx_errors("cannot receive"):
-            if self._receiving is None:
-                self._receiving = self._endpoint.am_recv()
-            if not self._receiving.completed:
-                return None
-            request, self._receiving = self._receiving, None
-            try:
-                request.check_error()
-            except Exception:
-                # A receive that waits can be cancelled with an older connection of the same
-                # address in memory; this one is none the worse for it.
-                if self.alive:
-                    return None
-                raise
-            return bytes(np.frombuffer(request.recv_buffer, dtype=np.uint8))
+            self._receiving = self._endpoint.stream_recv(self._ucx.array(self._buffer))
+        self._ucx.hold(self._receiving, self._buffer)
 
     def send_buffer(self, tag: int, buffer: ByteArray) -> Request:
         """Sends a buffer to whoever expects ``tag``; it must stay as it is until it has left."""
@@ -168,6 +199,8 @@ class Ucx:
         self.tag = self._api.UCXXTag
         self.whole_tag = self._api.UCXXTagMaskFull
         self._arrived: list[Any] = []
+        self._held: list[tuple[Request, ByteArray]] = []
+        """Messages under way, which UCX reads or writes."""
         try:
             self._context = self._api.UCXContext(dict(config))
         except Exception as error:
@@ -205,9 +238,14 @@ class Ucx:
         with ucx_errors(f"cannot connect to {host}:{port}"):
             return Link(self, self._api.UCXEndpoint.create(self._worker, host, port, True))
 
+    def hold(self, request: Request, buffer: ByteArray) -> None:
+        """Keeps a buffer until UCX has let go of it."""
+        self._held.append((request, buffer))
+
     def progress(self) -> None:
         """Moves everything on."""
         self._worker.progress()
+        self._held = [each for each in self._held if not each[0].completed]
 
     def may_sleep(self) -> bool:
         """Whether nothing is left to do before :attr:`event_fd` becomes readable."""
@@ -216,7 +254,7 @@ class Ucx:
     def close(self, done: Callable[[], bool]) -> None:
         """Ends the listener and the worker, once ``done`` says that nothing is under way."""
         for _ in range(1000):
-            if done():
+            if done() and not self._held:
                 break
-            self._worker.progress()
+            self.progress()
         del self._listener, self._worker, self._context

@@ -33,6 +33,9 @@ _SENDS_AHEAD = 4
 """Chunks on their way to one reader."""
 MAX_WANTS = 1024
 """Chunks that a reader may want at a time."""
+_REFUSED_S = 1.0
+"""How long a reader that was refused may take to leave; ending the connection at once would often
+be quicker than the message that says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +50,8 @@ class _Reader:
     sending: list[tuple[Request, ByteArray]] = field(default_factory=list)
     """What has not left yet."""
     heard: float = field(default_factory=time.monotonic)
+    refused: float | None = None
+    """When it was refused altogether. Nothing that it says counts any more."""
 
 
 class UcxServer:
@@ -80,11 +85,13 @@ class UcxServer:
         self._leaving = [each for each in self._leaving if not each[0].completed]
         for reader in list(self._readers):
             try:
-                progressed |= self._receive(reader) | self._serve(reader)
-                gone = not reader.link.alive
+                if reader.refused is None:
+                    progressed |= self._receive(reader) | self._serve(reader)
+                gone = not reader.link.alive or _has_lingered(reader)
             except ProtocolError as error:
                 self._refuse(reader, None, error)
-                gone = True
+                reader.refused = time.monotonic()
+                gone = False
             except KVFerryError as error:
                 logger.debug("a reader is gone: %s", error)
                 gone = True
@@ -181,3 +188,7 @@ class UcxServer:
         self._readers.remove(reader)
         self._leaving += reader.sending
         reader.link.close()
+
+
+def _has_lingered(reader: _Reader) -> bool:
+    return reader.refused is not None and time.monotonic() - reader.refused > _REFUSED_S

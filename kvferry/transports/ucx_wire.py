@@ -10,7 +10,8 @@ buffer of its own::
     reader → server    Cancel     the read is over, whether it was done or not
     server → reader    Refused    a read (or the connection) was refused, and why
 
-Every Want is answered, so a bounce buffer is free again once the server goes on.
+Every Want is answered, so a bounce buffer is free again once the server goes on. All but the chunks
+goes through a stream, each message behind its length (:class:`~kvferry.transports.ucx_seam.Link`).
 """
 
 from typing import TypeAlias

@@ -13,8 +13,9 @@ import pytest
 
 from kvferry.errors import ConfigError, DecodeError, KVFerryError, PeerLostError, TransferError
 from kvferry.testing.transport_cases import large_case
-from kvferry.testing.transport_conformance import LARGE, SMALL, TransportConformance
+from kvferry.testing.transport_conformance import LARGE, SMALL
 from kvferry.testing.transport_peer import PeerProcess, pattern
+from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 from kvferry.transports import nixl, nixl_agents
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
 from kvferry.transports.nixl import NixlTransport
@@ -33,59 +34,14 @@ needs_nixl = pytest.mark.skipif(
 needed = [pytest.mark.slow, needs_nixl]
 
 
-class UnfencedConformance(TransportConformance):
-    """What the conformance class asks about stopped peers, of a transport that cannot fence."""
-
-    @pytest.mark.parametrize("when", ["before", "during"])
-    def test_a_peer_that_stops_and_resumes_lands_nothing_late(
-        self, local: Transport, fresh_peer: PeerProcess, when: str
-    ) -> None:
-        """The read runs until the peer resumes; once it is terminal nothing lands any more."""
-        scene = self.scene(local, fresh_peer, large_case(LARGE))
-        self.wait(local, scene.read())
-        scene.refill()
-        if when == "before":
-            fresh_peer.suspend()
-        transfer = scene.read()
-        if when == "during":
-            self.wait_for(lambda: transfer.bytes_done > 0)
-            fresh_peer.suspend()
-        time.sleep(self.stall_timeout_s + self.settle_s)
-        assert transfer.state in (TransferState.RUNNING, TransferState.DONE)
-        fresh_peer.resume()
-        self.wait(local, transfer)
-        assert transfer.state is TransferState.DONE, transfer.error
-        scene.assert_exact()
-        scene.refill()
-        time.sleep(self.settle_s)
-        scene.assert_untouched()
-
-    def test_a_stopped_peer_holds_up_no_other(
-        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
-    ) -> None:
-        """Reads from a healthy peer go on meanwhile; the stuck ones end once it has resumed."""
-        stopped = self.scene(local, fresh_peer, large_case(SMALL))
-        healthy = self.scene(local, healthy_peer, large_case(SMALL))
-        fresh_peer.suspend()
-        stuck = [stopped.read() for _ in range(4)]
-        for _ in range(5):
-            transfer = healthy.read()
-            self.wait_for(lambda read=transfer: read.is_terminal)
-            assert transfer.state is TransferState.DONE, transfer.error
-            healthy.assert_exact()
-        fresh_peer.resume()
-        for transfer in stuck:
-            self.wait_for(lambda read=transfer: read.is_terminal)
-
-
-class TestNixlTransport(UnfencedConformance):
+class TestNixlTransport(UnfencedTransportConformance):
     """Over what UCX chooses on one host, which is shared memory."""
 
     pytestmark = needed
     transport = NixlTransport
 
 
-class TestNixlTransportOverTcp(UnfencedConformance):
+class TestNixlTransportOverTcp(UnfencedTransportConformance):
     pytestmark = needed
     transport = NixlTransport
     extra = OVER_TCP
