@@ -186,7 +186,9 @@ def _in_place(whole: WholeBlocks, copies: BoundCopies, target_memory: RankMemory
         more = table_blocks(plan.target, end) - len(copies.target_blocks)
         spare = len(copies.target_blocks) + 1 + np.arange(more)
         tables = copies.source_blocks, np.concatenate([copies.target_blocks, spare])
-        copies = plan.bind(*tables, num_tokens, copies.span[0])
+        # A load begins where a block of the target does, if the source still has the tokens.
+        first_token = copies.span[0] // plan.target.block_size * plan.target.block_size
+        copies = plan.bind(*tables, num_tokens, first_token)
     blocks = whole.bind(copies)
     repack = plan_repack(plan, target_memory)
     gather, scatter = repack.bind(blocks.target_blocks)

@@ -68,6 +68,8 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _MESSAGES_PER_TURN = 32
+_LONGEST_MS = 2**31 - 1
+"""The longest timeout that a ZeroMQ socket takes."""
 _LOST_EVENTS = (
     zmq.EVENT_CLOSED
     | zmq.EVENT_DISCONNECTED
@@ -197,7 +199,7 @@ class TcpReader:
             socket.maxmsgsize = MAX_CHUNK_BYTES
             socket.rcvhwm = 0  # the window bounds what is under way
             socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
-            socket.connect_timeout = max(1, int(self._stall_timeout_s * 1000))
+            socket.connect_timeout = min(max(1, int(self._stall_timeout_s * 1000)), _LONGEST_MS)
             socket.tcp_keepalive = 1
             peer = TcpPeer(endpoint, self, socket)
             try:

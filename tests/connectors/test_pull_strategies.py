@@ -51,6 +51,15 @@ LARGE = EngineGeometry(
 OpenPair = Callable[..., Pair]
 
 
+def with_slow(values: dict[str, Any], *quick: str) -> dict[str, Any]:
+    """Arguments of ``parametrize``: all the values, of which few are not slow."""
+    marks = {name: () if name in quick else (pytest.mark.slow,) for name in values}
+    return {
+        "argvalues": [pytest.param(value, marks=marks[name]) for name, value in values.items()],
+        "ids": list(values),
+    }
+
+
 @pytest.fixture
 def tide() -> Iterator[Tide]:
     """Makes ``shm`` a transport that cannot fence; what is still held at the end lands."""
@@ -201,7 +210,7 @@ def abort_in_the_middle_of(
 # ---- the same cells by every strategy -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+@pytest.mark.parametrize("geometries", **with_slow(GEOMETRIES, "tp2-pp2"))
 @pytest.mark.parametrize(
     ("transport", "strategy"),
     [("tcp", "strided"), ("shm", "staged"), ("tcp", "staged")],
@@ -222,7 +231,7 @@ def test_a_strategy_that_is_asked_for_moves_the_same_cells(
         (small_geometry("HND", 5), small_geometry("NHD", 5)),
     ],
 )
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_whole_blocks_are_permuted_in_place(
     open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str
 ) -> None:
@@ -265,7 +274,7 @@ def test_only_the_connection_that_was_lost_is_made_again(open_one: OpenPair) -> 
     assert all(same[1:])
 
 
-@pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+@pytest.mark.parametrize("geometries", **with_slow(GEOMETRIES, "tp1-tp4"))
 def test_a_transport_that_cannot_fence_reads_through_staging(
     open_one: OpenPair, tide: Tide, geometries: tuple[Groups, Groups]
 ) -> None:
@@ -457,7 +466,7 @@ def as_dtype(geometry: EngineGeometry, dtype: str) -> EngineGeometry:
 
 
 @pytest.mark.usefixtures("_cells_are_small_numbers")
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("source", "target", "keys"),
     [("bfloat16", "float32", {}), ("float32", "bfloat16", {"convert_dtype": True})],

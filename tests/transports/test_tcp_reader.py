@@ -386,3 +386,14 @@ def test_ipv6_works():
         transfer = target.read(target.connect(source.endpoint()), *tables())
         assert ended(target, transfer).state is TransferState.DONE
         assert (memory == 3).all()
+
+
+@pytest.mark.parametrize("stall_timeout_s", [1e-6, 1e9])
+def test_any_stall_timeout_can_be_connected_with(stall_timeout_s):
+    """Also one beyond what a socket's own timeout can be; and closing does not hang."""
+    options = TransportOptions(stall_timeout_s=stall_timeout_s)
+    with (
+        contextlib.closing(TcpTransport.open(TransportOptions())) as source,
+        contextlib.closing(TcpTransport.open(options)) as target,
+    ):
+        target.connect(source.endpoint()).close()
