@@ -83,7 +83,7 @@ def producer_and_consumer() -> tuple[KVTransferConfig, KVTransferConfig]:
     """Two engines' PullConnectors; a lease that nobody takes ends within the suite's patience."""
     extra = {
         "cluster_key": "k" * 32,
-        "lease_duration_s": 1.0,
+        "lease_duration_s": 3.0,
         "handshake_timeout_s": 2.0,
         "record_digests": True,
     }

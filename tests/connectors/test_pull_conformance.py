@@ -12,7 +12,7 @@ def configs(transport: str) -> tuple[KVTransferConfig, KVTransferConfig]:
     extra = {
         "transport": transport,
         "cluster_key": "k" * 32,
-        "lease_duration_s": 1.0,
+        "lease_duration_s": 3.0,
         "handshake_timeout_s": 2.0,
     }
     producer, consumer = (

@@ -30,7 +30,7 @@ from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
 
 KEY = "k" * 32
-COMMON = {"cluster_key": KEY, "lease_duration_s": 1.0}
+COMMON = {"cluster_key": KEY, "lease_duration_s": 3.0}
 BYTES_PER_HEAD = 2 * 2 * 4
 """Bytes of one token of one head of one layer: K and V, 2 elements each, 4 bytes per element."""
 
