@@ -68,6 +68,7 @@ def copy_tiles(
         as_table(runs, RUN_DTYPE),
         np.empty((3, 3), dtype=np.int64),
         num_bytes(tiles, runs) >= STREAM_BYTES,
+        0,
     )
 
 
@@ -122,7 +123,7 @@ class CopyJob:
         try:
             scratch = np.empty((3, 3), dtype=np.int64)
             segments = kernels.copy_table(
-                self._source, self._target, tiles, runs, scratch, self._stream
+                self._source, self._target, tiles, runs, scratch, self._stream, 0
             )
             done = int(tiles[:, kernels.HEADS :].prod(axis=1).sum()) * int(
                 runs[:, kernels.R_TOKENS].sum()

@@ -50,6 +50,7 @@ move_2 = _mover(2, stream=False)
 move_4 = _mover(4, stream=False)
 move_8 = _mover(8, stream=False)
 move_16 = _mover(16, stream=False)
+move_64 = _mover(64, stream=False)
 
 #: Stores that go around the cache: a large copy then reads each target line not even once. The
 #: target must be aligned to the width, and :func:`fence` must follow before others may look.

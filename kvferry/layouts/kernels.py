@@ -26,6 +26,7 @@ from kvferry.layouts.intrinsics import (
     move_4,
     move_8,
     move_16,
+    move_64,
     prefetch,
     stream_16,
     stream_64,
@@ -50,6 +51,9 @@ T_REGION, T_OFFSET, T_BLOCK, T_TOKEN, T_HEAD, T_ELEMENT = range(6, 12)
 HEADS, ELEMENTS, ITEMSIZE = range(12, 15)
 R_S_BLOCK, R_S_TOKEN, R_T_BLOCK, R_T_TOKEN, R_TOKENS, R_S_STEP, R_T_STEP = range(7)
 
+_SHORT = 256
+"""Bytes up to which the C library's copy is the fastest; beyond, it begins with string
+instructions, which start slowly and, on some processors, read memory at half its speed."""
 _LARGE = 4096
 """Bytes from which a piece is worth aligning on its own."""
 _PREFETCH_LIMIT = 65536
@@ -107,9 +111,19 @@ def same_shape(runs: Any, one: int, two: int) -> bool:
 
 
 @kernel
+def _copy_cached(target: int, source: int, nbytes: int) -> None:
+    """A piece whose target stays in the cache."""
+    whole = nbytes & ~63 if nbytes > _SHORT else 0
+    for at in range(0, whole, 64):
+        move_64(target + at, source + at)
+    if whole < nbytes:
+        memcpy(target + whole, source + whole, nbytes - whole)
+
+
+@kernel
 def _copy_piece(target: int, source: int, nbytes: int, stream: bool, sequential: bool) -> None:
     if not stream or nbytes < 64:
-        memcpy(target, source, nbytes)
+        _copy_cached(target, source, nbytes)
         return
     if sequential and target & 63 and target & 15 == 0:
         # Its neighbours complete the first and the last line, so nothing need be aligned.
@@ -151,7 +165,14 @@ def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) 
 
 @kernel
 def _copy_pieces(
-    target: int, source: int, dims: Any, left: int, piece: int, stream: bool, ahead: int
+    target: int,
+    source: int,
+    dims: Any,
+    left: int,
+    piece: int,
+    stream: bool,
+    ahead: int,
+    target_ahead: int,
 ) -> None:
     """Up to three loops around a piece."""
     outer = dims[2, 0] if left > 2 else 1
@@ -172,7 +193,11 @@ def _copy_pieces(
                 if ahead != 0:
                     for line in range(0, min(piece, _PREFETCH_LIMIT), 64):
                         prefetch(from_ + ahead + line)
-                _copy_piece(target_row + i * inner_target, from_, piece, stream, sequential)
+                to = target_row + i * inner_target
+                if target_ahead != 0:
+                    for line in range(0, min(piece, _PREFETCH_LIMIT), 64):
+                        prefetch(to + target_ahead + line)
+                _copy_piece(to, from_, piece, stream, sequential)
 
 
 @kernel
@@ -282,12 +307,15 @@ def _copy_box(
     stream: bool,
     ahead: int,
     target_ahead: int,
+    in_place: bool,
 ) -> int:
     """One run of one tile that is not a single piece; returns its number of pieces."""
     if piece in {1, 2, 4, 8, 16}:
         _copy_elements(target, source, dims, left, piece, ahead, target_ahead)
     else:
-        _copy_pieces(target, source, dims, left, piece, stream, ahead)
+        # Pieces are written whole: their lines are worth asking for only if they are read first.
+        read_ahead = target_ahead if in_place else 0
+        _copy_pieces(target, source, dims, left, piece, stream, ahead, read_ahead)
     pieces = 1
     for dim in range(left):
         pieces *= dims[dim, 0]
@@ -296,7 +324,13 @@ def _copy_box(
 
 @kernel
 def copy_table(
-    source_addresses: Any, target_addresses: Any, tiles: Any, runs: Any, dims: Any, stream: bool
+    source_addresses: Any,
+    target_addresses: Any,
+    tiles: Any,
+    runs: Any,
+    dims: Any,
+    stream: bool,
+    in_place: int,
 ) -> int:
     """Copies every tile of every run; returns the number of contiguous pieces, after merging.
 
@@ -307,15 +341,19 @@ def copy_table(
         runs: int64[R, 7].
         dims: int64[3, 3], scratch of this call.
         stream: whether stores go around the cache.
+        in_place: if not 0, only so many runs are copied: the source is a buffer, and the memory
+            that the same number of runs behind them write is read next, so it is asked for.
     """
     pieces = 0
+    count = min(in_place, len(runs)) if in_place else len(runs)
+    target_step = in_place if in_place else 1
     for t in range(len(tiles)):
         tile = tiles[t]
         source_base = source_addresses[tile[S_REGION]] + tile[S_OFFSET]
         target_base = target_addresses[tile[T_REGION]] + tile[T_OFFSET]
         piece, left = 0, 0
         held_source, held_target, held = 0, 0, 0  # a piece that may still grow
-        for r in range(len(runs)):
+        for r in range(count):
             source = source_base + (
                 runs[r, R_S_BLOCK] * tile[S_BLOCK] + runs[r, R_S_TOKEN] * tile[S_TOKEN]
             )
@@ -335,7 +373,7 @@ def copy_table(
                 held_source, held_target, held = source, target, piece
                 continue
             ahead = 0
-            if r + 1 < len(runs):
+            if r + 1 < len(runs) and not in_place:
                 ahead = (
                     source_base
                     - source
@@ -345,16 +383,18 @@ def copy_table(
                     )
                 )
             target_ahead = 0
-            if r + 1 < len(runs):
+            if r + target_step < len(runs):
                 target_ahead = (
                     target_base
                     - target
                     + (
-                        runs[r + 1, R_T_BLOCK] * tile[T_BLOCK]
-                        + runs[r + 1, R_T_TOKEN] * tile[T_TOKEN]
+                        runs[r + target_step, R_T_BLOCK] * tile[T_BLOCK]
+                        + runs[r + target_step, R_T_TOKEN] * tile[T_TOKEN]
                     )
                 )
-            pieces += _copy_box(target, source, dims, left, piece, stream, ahead, target_ahead)
+            pieces += _copy_box(
+                target, source, dims, left, piece, stream, ahead, target_ahead, in_place != 0
+            )
         if held:
             _copy_long(held_target, held_source, held, stream, 0)
             pieces += 1

@@ -2,7 +2,8 @@
 
 Each batch of frames is gathered into the buffer and scattered back while its cache lines are still
 close, so the memory itself is read once and written once, and no line is fetched only to be
-overwritten.
+overwritten. As batches are scattered, the memory of the next ones is asked for, so that the core
+does not wait for it. Streaming stores would be slower here: the lines are in the cache already.
 """
 
 import threading
@@ -49,6 +50,8 @@ def repack_on_host(
         as_table(scatter_runs, RUN_DTYPE),
     )
     batches = -(-frames // batch)
+    # The next batch has room in the cache only beside small ones: of larger, it drives out this.
+    reach = 2 if batch * frame_bytes <= BUFFER_BYTES else 1
     per_batch = (batch * repack.frame_blocks, batch * (len(scatter_runs) // frames))
     total = repack.units * batches
     threads = max(1, min(threads, total))
@@ -59,7 +62,7 @@ def repack_on_host(
         buffer = np.empty(frame_bytes * batch + 128, dtype=np.uint8)
         repack_table(
             *tables,
-            np.array([*repack.tiles_per_unit, *per_batch, batches], dtype=np.int64),
+            np.array([*repack.tiles_per_unit, *per_batch, batches, reach], dtype=np.int64),
             edges[number],
             edges[number + 1],
             np.array([(buffer.ctypes.data + 63) & ~63], dtype=np.int64),
@@ -95,13 +98,14 @@ def repack_table(
         scatter: int64[U * sizes[1], 15].
         gather_runs: int64[R, 7], of all frames; block places count from the start of a batch.
         scatter_runs: likewise.
-        sizes: tiles per unit, runs per batch (gather, scatter each), batches per unit.
+        sizes: tiles per unit, runs per batch (gather, scatter each), batches per unit, and 2 if the
+            next batch is asked for, else 1.
         first: first batch, counted over all units.
         last: end of the batches.
         buffer: int64[1], address of the frames' dense memory.
         dims: int64[3, 3], scratch of this call.
     """
-    one, two, gather_each, scatter_each, batches = sizes
+    one, two, gather_each, scatter_each, batches, reach = sizes
     for work in range(first, last):
         unit, batch = work // batches, work % batches
         copy_table(
@@ -111,12 +115,14 @@ def repack_table(
             gather_runs[batch * gather_each : (batch + 1) * gather_each],
             dims,
             False,
+            0,
         )
         copy_table(
             buffer,
             addresses,
             scatter[unit * two : (unit + 1) * two],
-            scatter_runs[batch * scatter_each : (batch + 1) * scatter_each],
+            scatter_runs[batch * scatter_each : (batch + reach) * scatter_each],
             dims,
             False,
+            scatter_each,
         )

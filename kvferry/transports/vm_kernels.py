@@ -337,5 +337,6 @@ def _flush(desk: Any) -> None:
                 boxes,
                 desk.dims,
                 state[STREAM] != 0,
+                0,
             )
     state[USED] = state[CALLED] = state[BOXES] = state[SHAPES] = 0

@@ -224,10 +224,10 @@ def test_warm_compiles_every_kernel():
 
 
 def test_a_defect_of_the_copier_is_caught(copy_cases, addresses, monkeypatch):
-    def shifted(sources, targets, tiles, runs, scratch, stream):
+    def shifted(sources, targets, tiles, *more):
         tiles = tiles.copy()
         tiles[:, kernels.S_OFFSET] += 1
-        return right(sources, targets, tiles, runs, scratch, stream)
+        return right(sources, targets, tiles, *more)
 
     right = kernels.copy_table
     monkeypatch.setattr(kernels, "copy_table", shifted)

@@ -361,3 +361,8 @@ def test_only_what_no_token_covers_is_zeroed(dtype):
 def test_a_negative_number_of_tokens_has_no_tail():
     with pytest.raises(ValueError, match="num_tokens: -1"):
         zero_tail(small_cache(), [1], -1)
+
+
+def test_warm_compiles_the_hosts_kernel():
+    postprocess.warm()
+    assert repack_host.repack_table.signatures

@@ -28,6 +28,7 @@ from kvferry.connectors.pull.routes import RouteOptions
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
 from kvferry.layouts.digest import warm as warm_digest
+from kvferry.layouts.postprocess import warm as warm_repack
 from kvferry.topology import EngineGeometry, memory_of
 from kvferry.topology.description import RankDescription, RankMemory
 from kvferry.topology.memory import Regions
@@ -79,6 +80,7 @@ class PullWorker(WorkerConnector):
         routes = RouteOptions(extra.forced_strategy, extra.convert_dtype, extra.costs())
         if extra.record_digests:
             warm_digest()
+        warm_repack()  # blocks may be moved whole and permuted in their places
         transports: dict[str, Transport] = {}
         try:
             for name in extra.transports:
