@@ -9,6 +9,9 @@ monotonic clock, the source's:
                  │      other target takes over once the holder stopped renewing
                  └──────────── release / expiry / revoke ─────────> released, expired, revoked
 
+A lease of blocks that cannot be read yet stays untaken until :meth:`LeaseTable.ready`: nobody takes
+it, and nothing that was read under it counts.
+
 An ended lease never comes back to life, and a target (an engine and its incarnation) that has lost
 a lease never gets it again: what it read before and what it would read after could not be told
 apart. That leaves the target one duty: within one incarnation each rank reads a lease at most
@@ -94,6 +97,8 @@ class _Open:
     granted: float
     deadline: float
     """Clock reading at which it expires."""
+    ready: bool
+    """Whether its blocks can be read."""
     holder: Target | None = None
     heard: float = 0.0
     """Clock reading of the holder's last renewal."""
@@ -172,8 +177,13 @@ class LeaseTable:
             clock=clock,
         )
 
-    def grant(self, request_id: str, num_blocks: int) -> Lease | LeaseRefusal:
-        """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits."""
+    def grant(
+        self, request_id: str, num_blocks: int, *, ready: bool = True
+    ) -> Lease | LeaseRefusal:
+        """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits.
+
+        One that is not ``ready`` is taken by nobody before :meth:`ready`.
+        """
         if num_blocks < 0:
             raise ValueError(f"num_blocks: {num_blocks} is negative")
         with self._lock:
@@ -186,10 +196,16 @@ class LeaseTable:
                 )
             lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
             now = self._clock()
-            self._open[lease.lease_id] = _Open(lease, now, now + self.duration_s)
+            self._open[lease.lease_id] = _Open(lease, now, now + self.duration_s, ready)
             heapq.heappush(self._deadlines, (now + self.duration_s, lease.lease_id))
             self._pinned += num_blocks
             return lease
+
+    def ready(self, lease_id: str) -> None:
+        """The blocks of a lease can be read from now on; ended ones and unknown ids are ignored."""
+        with self._lock:
+            if (entry := self._open.get(lease_id)) is not None:
+                entry.ready = True
 
     def renew(
         self, engine_id: str, incarnation: str, lease_ids: Iterable[str]
@@ -237,7 +253,7 @@ class LeaseTable:
             entry = self._live(lease_id, now)
             if entry is None:
                 return self._late_finish(lease_id, target, rank, ok)
-            if target in entry.former or entry.holder not in (None, target):
+            if not entry.ready or target in entry.former or entry.holder not in (None, target):
                 return FinishAnswer.REVOKED
             if entry.holder is None:
                 entry.take(target, now)
@@ -356,6 +372,8 @@ class LeaseTable:
             )
         if target in entry.former:
             return LeaseAnswer.REVOKED
+        if not entry.ready:
+            return LeaseAnswer.PENDING
         if entry.holder not in (None, target):
             if now - entry.heard < self._takeover_after_s:
                 return LeaseAnswer.TAKEN

@@ -36,6 +36,8 @@ class LeaseAnswer(enum.StrEnum):
 
     HELD = "held"
     """The blocks are kept for this target for one more lease duration."""
+    PENDING = "pending"
+    """The blocks are kept, and cannot be read yet; ask again in a moment."""
     TAKEN = "taken"
     """Another target engine holds the lease now."""
     DONE = "done"

@@ -1,6 +1,7 @@
 """The copy stream of a CUDA device, beside the stream on which the engine computes."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,10 @@ from kvferry.layouts.copier_triton import copy_tiles_device, warm_device
 from kvferry.layouts.device import CopyEvent, CopyStream
 from kvferry.layouts.tiles import Runs, Tiles
 
+#: Address → how many streams of this process have pinned the memory there; CUDA refuses the second.
+_pins: Counter[int] = Counter()
+_pin_lock = threading.Lock()
+
 
 class CudaEvent(CopyEvent):
     """An event of CUDA for which the *calling thread* waits.
@@ -28,11 +33,7 @@ class CudaEvent(CopyEvent):
 
     @classmethod
     def of_engine(cls, device: str) -> "CudaEvent":
-        """After what the calling thread's current stream of ``device`` holds so far.
-
-        Recorded on the step thread, it is the ``after`` of reads into blocks that an earlier step
-        may still use.
-        """
+        """After what the calling thread's current stream of ``device`` holds so far."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with cuda_errors(f"{device}: recording an event"):
             event.record(torch.cuda.current_stream(device))
@@ -89,17 +90,26 @@ class CudaCopyStream(CopyStream):
         return MemorySpan(tensor.data_ptr(), nbytes, self.device)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """See :meth:`CopyStream.pin`. Two pins must not share a page."""
-        result = _runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-        if int(result) != 0:
-            raise HostError(
-                f"{memory.nbytes} bytes of host memory cannot be pinned: {result}; they may be "
-                "pinned already, or the limit of locked memory (`ulimit -l`) is too low"
-            )
+        """See :meth:`CopyStream.pin`. Two pieces of memory must not share a page."""
+        address = memory.ctypes.data
+        with _pin_lock:
+            if _pins[address] == 0:
+                result = _runtime().cudaHostRegister(address, memory.nbytes, 0)
+                if int(result) != 0:
+                    raise HostError(
+                        f"{memory.nbytes} bytes of host memory cannot be pinned: {result}; the "
+                        "limit of locked memory (`ulimit -l`) may be too low"
+                    )
+            _pins[address] += 1
 
     def unpin(self, memory: npt.NDArray[np.uint8]) -> None:
         """See :meth:`CopyStream.unpin`."""
-        _runtime().cudaHostUnregister(memory.ctypes.data)
+        address = memory.ctypes.data
+        with _pin_lock:
+            _pins[address] -= 1
+            if _pins[address] == 0:
+                del _pins[address]
+                _runtime().cudaHostUnregister(address)
 
     def upload(self, source: npt.NDArray[np.uint8], target: int) -> None:
         """See :meth:`CopyStream.upload`."""
@@ -130,6 +140,10 @@ class CudaCopyStream(CopyStream):
         with cuda_errors(f"{self.device}: recording an event"):
             event.record(self._stream)
         return CudaEvent(event)
+
+    def engine_event(self) -> CopyEvent:
+        """See :meth:`CopyStream.engine_event`: of the calling thread's current stream."""
+        return CudaEvent.of_engine(self.device)
 
     def close(self) -> None:
         """See :meth:`CopyStream.close`."""

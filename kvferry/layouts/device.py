@@ -103,5 +103,16 @@ class CopyStream(Closing):
         """
 
     @abstractmethod
+    def engine_event(self) -> CopyEvent:
+        """An event after what the engine has asked of the device so far, from the calling thread.
+
+        Recorded on the step thread, it is the ``after`` of reads into blocks that an earlier step
+        may still use.
+
+        Raises:
+            TransferError: the device failed.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Waits for what was enqueued, then frees what was allocated. Idempotent."""

@@ -46,6 +46,9 @@ class HostCopyStream(CopyStream):
         warm()
         self.pinned: list[int] = []
         """Addresses of what is pinned."""
+        self.engine = HostCopyEvent()
+        """What the engine is doing, until its ``reached`` is set; there is nothing at first."""
+        self.engine.reached.set()
         self._allocated: list[npt.NDArray[np.uint8]] = []
         self._work: queue.SimpleQueue[Callable[[], object] | HostCopyEvent | None]
         self._work = queue.SimpleQueue()
@@ -107,6 +110,10 @@ class HostCopyStream(CopyStream):
         event = HostCopyEvent()
         self._enqueue(event)
         return event
+
+    def engine_event(self) -> CopyEvent:
+        """See :meth:`CopyStream.engine_event`."""
+        return self.engine
 
     def close(self) -> None:
         """See :meth:`CopyStream.close`."""

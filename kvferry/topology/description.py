@@ -131,6 +131,8 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Transport name → the transport's own endpoint bytes."""
     memory: tuple[RankMemory, ...]
     """One entry per group."""
+    mirrored: bool = False
+    """Whether some transport serves copies of lent blocks, which are made when they are lent."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

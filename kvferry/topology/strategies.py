@@ -50,6 +50,8 @@ class MoverTraits:
     addressing: Addressing
     fences: bool
     """Whether a terminal state proves that nothing can land any more."""
+    places: bool = True
+    """Whether it writes into the target's cache: a wire into host memory does not into a GPU's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,8 @@ def obstacle(strategy: Strategy, work: StrategyWork, mover: MoverTraits) -> str 
         return f"{one} becomes {two} on the way, which needs staging memory"
     if not mover.fences:
         return f"{mover.name} cannot fence: its reads may only land in staging memory"
+    if not mover.places:
+        return f"{mover.name} writes host memory, and the cache is on a device"
     if strategy is Strategy.IN_PLACE:
         return work.in_place_obstacle
     per_piece = mover.addressing is Addressing.SEGMENTS

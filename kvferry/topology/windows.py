@@ -10,6 +10,8 @@ with chunks of ``C`` lets it attend to those of its own chunk, ``i // C * C .. i
 Block managers free by it, geometries clip by it, connectors transfer by it.
 """
 
+from collections.abc import Sequence
+
 
 def first_kept_token(
     num_computed: int,
@@ -88,3 +90,12 @@ def computed_to_forget(
     if attention_chunk_size is not None:
         return -(-num_tokens // attention_chunk_size) * attention_chunk_size
     return None
+
+
+def num_leading_nulls(block_ids: Sequence[int]) -> int:
+    """How many null blocks a table begins with: those whose tokens were let go.
+
+    >>> num_leading_nulls([0, 0, 7, 0, 9])
+    2
+    """
+    return next((index for index, block in enumerate(block_ids) if block), len(block_ids))

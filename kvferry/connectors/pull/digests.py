@@ -15,7 +15,7 @@ from kvferry.connectors.base import ConnectorContext
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec
 from kvferry.topology import EngineGeometry, GroupPair, token_digests
 from kvferry.topology.description import RankMemory
-from kvferry.topology.windows import first_kept_token
+from kvferry.topology.windows import first_kept_token, num_leading_nulls
 
 
 class RankDigests:
@@ -46,7 +46,7 @@ class RankDigests:
         for group, ids in zip(self._groups, spec.block_ids, strict=True):
             # A source that computed on has let go of more than its targets may ask for; they are
             # refused, but that is no reason to trip over it here.
-            let_go = _num_leading_nulls(ids) * group.virtual_block_size
+            let_go = num_leading_nulls(ids) * group.virtual_block_size
             first = max(group.first_kept_token(spec.num_tokens), let_go)
             firsts |= dict.fromkeys(group.model_layers, first)
         return self._sums(spec.block_ids, 0, spec.num_tokens, firsts, spec.num_tokens)
@@ -102,8 +102,3 @@ class RankDigests:
             seen = first_kept_token(source_tokens, sliding_window=self._windows.get(layer))
             layers[max(seen, firsts[layer])].append(layer)
         return layers
-
-
-def _num_leading_nulls(block_ids: Sequence[int]) -> int:
-    """How many null blocks a table begins with."""
-    return next((index for index, block in enumerate(block_ids) if block), len(block_ids))

@@ -9,7 +9,7 @@ from kvferry.connectors.pull.reads import Read
 from kvferry.connectors.pull.routes import Route
 from kvferry.errors import KVFerryError
 from kvferry.topology import BoundCopies
-from kvferry.transports.base import Peer
+from kvferry.transports.base import Peer, Waitable
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +32,8 @@ class RankLoad:
     spec: LoadSpec
     started: float
     """Unix seconds."""
+    after: Waitable | None = None
+    """When the cache may be written."""
     parts: list[LoadPart] = field(default_factory=list)
     peer: SourcePeer | None = None
     """Whom it reads from; set before the first part."""

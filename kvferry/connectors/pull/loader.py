@@ -30,7 +30,7 @@ from kvferry.errors import (
 )
 from kvferry.topology import GroupPair, check_block_ids
 from kvferry.topology.description import EngineDescription
-from kvferry.transports.base import Transport
+from kvferry.transports.base import Transport, Waitable
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class _Confirmed:
     future: "Future[FinishAnswer]"
 
 
-_Command = EngineDescription | LoadSpec | str | _Confirmed | None
+_Command = EngineDescription | RankLoad | str | _Confirmed | None
 
 
 class Loader:
@@ -99,9 +99,9 @@ class Loader:
         """A source engine's handshake succeeded; replaces an older start of it."""
         self._inbox.put(description)
 
-    def load(self, spec: LoadSpec) -> None:
-        """Starts a load from an engine that was met."""
-        self._inbox.put(spec)
+    def load(self, spec: LoadSpec, after: Waitable | None = None) -> None:
+        """Starts a load from an engine that was met; nothing is written before ``after``."""
+        self._inbox.put(RankLoad(spec, time.time(), after))
 
     def cancel(self, lease_id: str) -> None:
         """Gives a load up; it still ends in :meth:`take_ended`. Unknown ids are ignored."""
@@ -174,10 +174,10 @@ class Loader:
         except queue.Empty:
             return True
 
-    def _serve(self, command: EngineDescription | LoadSpec | str | _Confirmed) -> None:
+    def _serve(self, command: EngineDescription | RankLoad | str | _Confirmed) -> None:
         if isinstance(command, EngineDescription):
             self._meet(command)
-        elif isinstance(command, LoadSpec):
+        elif isinstance(command, RankLoad):
             self._start(command)
         elif isinstance(command, _Confirmed):
             self._conclude(command)
@@ -215,11 +215,10 @@ class Loader:
             )
         return peer
 
-    def _start(self, spec: LoadSpec) -> None:
-        load = RankLoad(spec, started=time.time())
-        self._loads[spec.lease_id] = load
+    def _start(self, load: RankLoad) -> None:
+        self._loads[load.spec.lease_id] = load
         try:
-            self._read(load, self._peer(spec))
+            self._read(load, self._peer(load.spec))
         except Exception as error:
             # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
             # this load, not of the rank.
@@ -246,7 +245,7 @@ class Loader:
             check_block_ids(copies, *group.num_blocks)
             for route in group.routes:
                 connections = {rank: peer.connections[rank] for rank in route.source_ranks}
-                read = route.start(copies, connections)
+                read = route.start(copies, connections, load.after)
                 if read is not None:
                     load.parts.append(LoadPart(route, copies, connections, read))
 
@@ -279,7 +278,7 @@ class Loader:
                     for rank, connection in part.connections.items()
                     if connection in part.read.lost  # other loads read over the others
                 }
-                again = part.route.start(part.copies, part.connections)
+                again = part.route.start(part.copies, part.connections, load.after)
                 assert again is not None  # there was something to move
                 part.read = again
         except Exception as error:

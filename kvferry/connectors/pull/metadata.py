@@ -31,7 +31,7 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks just lent out, for the source's digest."""
+    """Blocks just lent out."""
 
     request_id: str
     lease_id: str
@@ -50,4 +50,4 @@ class PullMetadata(KVConnectorMetadata, kw_only=True):
     released: list[str] = msgspec.field(default_factory=list)
     """Requests whose lease ended; each rank echoes them once in ``finished_sending``."""
     lent: list[LentSpec] = msgspec.field(default_factory=list)
-    """Filled only with ``record_digests``."""
+    """Filled only where ranks mirror what they lend, or with ``record_digests``."""

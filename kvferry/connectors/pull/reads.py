@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.pull.staging import StagingPool
-from kvferry.errors import BlockTableError, KVFerryError, PeerLostError, TransferError
+from kvferry.errors import BlockTableError, HostError, KVFerryError, PeerLostError, TransferError
+from kvferry.layouts.arrays import MemorySpan
+from kvferry.layouts.host_staging import Placer
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports.base import ByteArray, Peer, Transport
+from kvferry.transports.base import ByteArray, Peer, Transport, Waitable
 from kvferry.transports.movers import MoverPool
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,8 @@ class TargetMemory:
 
     def __init__(
         self,
-        regions: Sequence[ByteArray],
+        regions: Sequence[MemorySpan],
+        placer: Placer,
         *,
         staging_bytes: int,
         stall_timeout_s: float,
@@ -36,17 +39,39 @@ class TargetMemory:
 
         Args:
             regions: the cache's regions, by region id.
+            placer: unpacks into them; stays the caller's.
             staging_bytes: size of the staging memory.
             stall_timeout_s: seconds without progress after which a read is given up.
             threads: how many unpack.
         """
         self.regions = tuple(regions)
-        self.addresses = [int(region.ctypes.data) for region in regions]
         self.region_bytes = tuple(region.nbytes for region in regions)
+        self.placer = placer
         self.staging = StagingPool(staging_bytes, stall_timeout_s)
         self.stall_timeout_s = stall_timeout_s
+        self._adopted = False
         self._threads = threads
         self._movers: MoverPool | None = None
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the host may touch the cache."""
+        return all(region.is_host for region in self.regions)
+
+    def arrays(self) -> tuple[ByteArray, ...]:
+        """The cache's bytes, by region id. Only where :attr:`is_host`."""
+        return tuple(region.as_array() for region in self.regions)
+
+    def staging_region(self, transport: Transport) -> int:
+        """The id under which a transport knows the staging memory."""
+        region = self.staging.region(transport)
+        if not self._adopted:
+            self._adopted = True
+            try:
+                self.placer.adopt(self.staging.memory)
+            except HostError as error:  # it is slower, and right
+                logger.warning("staging memory: %s", error)
+        return region
 
     def submit(self, what: str, task: Callable[[], object]) -> "Work":
         """Runs a task on a mover thread."""
@@ -128,12 +153,19 @@ class Read(ABC):
 class PlainRead(Read):
     """One transfer, straight into the cache; its transport fences."""
 
-    def __init__(self, transport: Transport, connection: Peer, tiles: Tiles, runs: Runs) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        connection: Peer,
+        tiles: Tiles,
+        runs: Runs,
+        after: Waitable | None,
+    ) -> None:
         """Starts it; raises what :meth:`Transport.read` raises."""
         assert transport.fences  # else it may land in blocks that are somebody else's by then
         self._transport = transport
         self._connection = connection
-        self._transfer = transport.read(connection, tiles, runs)
+        self._transfer = transport.read(connection, tiles, runs, after=after)
         self._settled = False
         super().__init__(self._transfer.nbytes)
 
@@ -176,6 +208,7 @@ class InPlaceRead(Read):
         self,
         transport: Transport,
         landing: Iterable[tuple[Peer, Tiles, Runs]],
+        after: Waitable | None,
         memory: TargetMemory,
         permute: Callable[[], object],
     ) -> None:
@@ -184,6 +217,7 @@ class InPlaceRead(Read):
         Args:
             transport: moves the blocks; it fences.
             landing: what to read over each connection.
+            after: when the cache may be written.
             memory: where to.
             permute: makes the blocks hold the target's geometry once all are there.
         """
@@ -195,7 +229,7 @@ class InPlaceRead(Read):
         self._blocks: list[PlainRead] = []
         try:
             for connection, tiles, runs in landing:
-                self._blocks.append(PlainRead(transport, connection, tiles, runs))
+                self._blocks.append(PlainRead(transport, connection, tiles, runs, after))
         except Exception as error:  # others may be under way by now
             self.give_up(as_load_error(error, "whole blocks could not be read"))
         self.nbytes = sum(read.nbytes for read in self._blocks)

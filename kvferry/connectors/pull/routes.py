@@ -36,7 +36,8 @@ from kvferry.topology.strategies import (
 )
 from kvferry.topology.strategy_work import TYPICAL_TOKENS, strategy_work
 from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
-from kvferry.transports.base import Peer, Transport
+from kvferry.transports.base import Peer, Transport, Waitable
+from kvferry.transports.device import DeviceTransport
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,18 @@ class Route(ABC):
     """The ranks that it reads from."""
 
     @abstractmethod
-    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+    def start(
+        self,
+        copies: BoundCopies,
+        connections: Mapping[int, Peer],
+        after: Waitable | None,
+    ) -> Read | None:
         """Starts to move a load's cells; ``None`` where none of them come this way.
 
         Args:
             copies: what to move, checked.
             connections: source rank → connection.
+            after: when the cache may be written, if that is not now.
 
         Raises:
             KVFerryError: it cannot be started; nothing will land.
@@ -73,13 +80,18 @@ class PlainRoute(Route):
     transport: Transport
     tiles: Tiles
 
-    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+    def start(
+        self,
+        copies: BoundCopies,
+        connections: Mapping[int, Peer],
+        after: Waitable | None,
+    ) -> Read | None:
         """See :class:`Route`."""
         (rank,) = self.source_ranks
         runs = copies.runs_of(rank)
         if not len(runs):
             return None  # all that moves lies behind the window, or on other ranks
-        return PlainRead(self.transport, connections[rank], self.tiles, runs)
+        return PlainRead(self.transport, connections[rank], self.tiles, runs, after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +138,12 @@ class StagedRoute(Route):
             min(WIRE_CHUNK_BYTES, max(memory.staging.nbytes // CHUNKS_AT_ONCE, 1)),
         )
 
-    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+    def start(
+        self,
+        copies: BoundCopies,
+        connections: Mapping[int, Peer],
+        after: Waitable | None,
+    ) -> Read | None:
         """See :class:`Route`."""
         (rank,) = self.source_ranks
         runs = copies.runs_of(rank)
@@ -135,7 +152,7 @@ class StagedRoute(Route):
         chunks = stage(self.tiles, runs, self.chunk_bytes, target_itemsize=self.target_itemsize)
         nbytes = num_bytes(self.tiles, runs)
         return StagedRead(
-            self.transport, connections[rank], self.memory, chunks, nbytes, self.conversion
+            self.transport, connections[rank], self.memory, chunks, nbytes, self.conversion, after
         )
 
 
@@ -154,12 +171,17 @@ class InPlaceRoute(Route):
     otherwise: tuple[Route, ...]
     """What moves a load that it cannot."""
 
-    def start(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+    def start(
+        self,
+        copies: BoundCopies,
+        connections: Mapping[int, Peer],
+        after: Waitable | None,
+    ) -> Read | None:
         """See :class:`Route`."""
         if copies.span[0] == copies.span[1]:
             return None
         if self.whole.obstacle(copies) is not None:
-            return self._start_otherwise(copies, connections)
+            return self._start_otherwise(copies, connections, after)
         blocks = self.whole.bind(copies)
         check_ids(self.repack, blocks.target_blocks, self.num_blocks)  # also beyond the request
         landing = [
@@ -169,17 +191,23 @@ class InPlaceRoute(Route):
         return InPlaceRead(
             self.transport,
             landing,
+            after,
             self.memory,
             lambda: run_repack(
-                self.repack, self.memory.regions, blocks.target_blocks, self.num_blocks
+                self.repack, self.memory.arrays(), blocks.target_blocks, self.num_blocks
             ),
         )
 
-    def _start_otherwise(self, copies: BoundCopies, connections: Mapping[int, Peer]) -> Read | None:
+    def _start_otherwise(
+        self,
+        copies: BoundCopies,
+        connections: Mapping[int, Peer],
+        after: Waitable | None,
+    ) -> Read | None:
         reads: list[Read] = []
         try:
             for route in self.otherwise:
-                reads += filter(None, [route.start(copies, connections)])
+                reads += filter(None, [route.start(copies, connections, after)])
         except Exception as error:
             if not reads:
                 raise
@@ -249,15 +277,21 @@ def make_routes(
         ConfigError: see :meth:`StagedRoute.of`.
     """
     work = planned.work(first_token, TYPICAL_TOKENS)
-    choice = _chosen(work, transport, options, options.strategy)
+    if not memory.is_host:
+        work = replace(work, in_place_obstacle="blocks are permuted in host memory only")
+    places = memory.is_host or isinstance(transport, DeviceTransport)
+    mover = MoverTraits(transport.name, transport.addressing, transport.fences, places)
+    choice = choose_strategy(work, mover, options.costs, wanted=options.strategy)
     if choice.strategy is Strategy.IN_PLACE:
         try:
             whole = whole_block_copies(planned.plan, planned.source_memory, planned.target_memory)
         except ValueError as error:  # of a layer that lies unlike the one that was looked at
             work = replace(work, in_place_obstacle=str(error))
-            choice = _chosen(work, transport, options, options.strategy)
+            choice = choose_strategy(work, mover, options.costs, wanted=options.strategy)
         else:
-            return choice, (_in_place(planned, transport, memory, whole, work, options),)
+            work = replace(work, in_place_obstacle="the request is no whole frames")
+            otherwise = choose_strategy(work, mover, options.costs).strategy
+            return choice, (_in_place(planned, transport, memory, whole, otherwise),)
     if options.strategy not in (None, choice.strategy):
         reason = choice.cost_of(options.strategy).reason
         logger.warning(
@@ -271,10 +305,8 @@ def _in_place(
     transport: Transport,
     memory: TargetMemory,
     whole: WholeBlocks,
-    work: StrategyWork,
-    options: RouteOptions,
+    otherwise: Strategy,
 ) -> InPlaceRoute:
-    others = replace(work, in_place_obstacle="the request is no whole frames")
     return InPlaceRoute(
         Strategy.IN_PLACE,
         planned.plan.source_ranks,
@@ -283,7 +315,7 @@ def _in_place(
         whole,
         plan_repack(planned.plan, planned.target_memory),
         planned.target_memory.num_blocks,
-        _by_source(planned, transport, memory, _chosen(others, transport, options).strategy),
+        _by_source(planned, transport, memory, otherwise),
     )
 
 
@@ -298,13 +330,3 @@ def _by_source(
     return tuple(
         PlainRoute(strategy, (rank,), transport, table) for rank, table in planned.tiles.items()
     )
-
-
-def _chosen(
-    work: StrategyWork,
-    transport: Transport,
-    options: RouteOptions,
-    wanted: Strategy | None = None,
-) -> StrategyChoice:
-    mover = MoverTraits(transport.name, transport.addressing, transport.fences)
-    return choose_strategy(work, mover, options.costs, wanted=wanted)

@@ -14,6 +14,7 @@ from kvferry.connectors.base import (
     RequestView,
     SchedulerConnector,
     SchedulerOutputView,
+    TransferRecord,
 )
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.control import control_options
@@ -62,6 +63,8 @@ class PullScheduler(SchedulerConnector):
         self._ended: list[EndedLease] = []
         self._filled: dict[str, Filled] = {}
         self._progress: dict[str, tuple[int, int, float]] = {}
+        self._mirrored_ranks: frozenset[int] = frozenset()
+        self._mirroring: dict[str, set[int]] = {}
 
     @classmethod
     def open(cls, context: ConnectorContext) -> "PullScheduler":
@@ -121,12 +124,14 @@ class PullScheduler(SchedulerConnector):
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
         """Completes this engine's description: from now on it answers and makes handshakes."""
         config = self._context.config
+        ranks = tuple(_ranks.decode(handshake) for handshake in handshakes)
+        self._mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
         description = EngineDescription(
             engine_id=config.engine_id,
             incarnation=self._context.incarnation,
             model=self._context.model,
             groups=tuple(group.description() for group in self._context.groups),
-            ranks=tuple(_ranks.decode(handshake) for handshake in handshakes),
+            ranks=ranks,
             convert_dtype=self._extra.convert_dtype,
         )
         self._server.set_description(description)
@@ -305,11 +310,14 @@ class PullScheduler(SchedulerConnector):
         num_blocks = sum(block != 0 for ids in tables for block in ids)
         if num_blocks == 0:
             return False, None
-        lease = self._leases.grant(request.request_id, num_blocks)
+        mirrored = self._mirrored_ranks
+        lease = self._leases.grant(request.request_id, num_blocks, ready=not mirrored)
         if isinstance(lease, LeaseRefusal):
             self._server.note_error("lease", lease.reason)
             return False, None
-        if self._extra.record_digests:
+        if mirrored:
+            self._mirroring[lease.lease_id] = set(mirrored)
+        if mirrored or self._extra.record_digests:
             self._step.lent.append(
                 LentSpec(
                     request_id=request.request_id,
@@ -365,7 +373,10 @@ class PullScheduler(SchedulerConnector):
         return step
 
     def _sweep(self) -> None:
-        self._ended += self._leases.sweep()
+        ended = self._leases.sweep()
+        for lease in ended:
+            self._mirroring.pop(lease.lease_id, None)
+        self._ended += ended
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerConnector.update_connector_output`."""
@@ -376,6 +387,8 @@ class PullScheduler(SchedulerConnector):
             progressed = before[2] if before is not None and stood_still else now
             self._progress[request_id] = (done, total, progressed)
         for record in output.transfer_records:
+            if record.lease_id in self._mirroring:
+                self._mirrored(record)
             if record.error:
                 self._server.note_error(
                     "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
@@ -385,12 +398,25 @@ class PullScheduler(SchedulerConnector):
         for request_id in output.finished_recving:
             self._loaded(request_id)
 
+    def _mirrored(self, record: TransferRecord) -> None:
+        """A rank has copied the blocks of a lease to where they are read, or could not."""
+        if not record.ok:
+            self._leases.revoke([record.lease_id])
+            return
+        missing = self._mirroring[record.lease_id]
+        missing.discard(record.rank)
+        if not missing:
+            del self._mirroring[record.lease_id]
+            self._leases.ready(record.lease_id)
+
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()
         loading = any(load.state is LoadState.LOADING for load in self._loads.values())
         step = self._step
-        return loading or bool(self._ended or step.loads or step.cancels or step.lent)
+        return loading or bool(
+            self._ended or self._mirroring or step.loads or step.cancels or step.lent
+        )
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Pause after a failed handshake."""
+PENDING_RETRY_S = 0.01
+"""Pause after a lease was not to be had yet: its source is copying the blocks to host memory."""
 REFUSED_RETRY_S = 10.0
 """Pause after a refused one: only a restart of the other side can change the answer."""
 
@@ -350,6 +352,8 @@ class Sources:
         if answer is LeaseAnswer.HELD:
             if load.state is LoadState.WAITING:
                 load.state = LoadState.READY
+        elif answer is LeaseAnswer.PENDING:
+            load.next_renewal = time.monotonic() + PENDING_RETRY_S
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))
 

@@ -12,9 +12,8 @@ from kvferry.connectors.pull.staging import Claim, Slot
 from kvferry.errors import KVFerryError, PeerLostError, StalledError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert
-from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.staging import StagedChunk
-from kvferry.transports.base import Peer, Transfer, TransferState, Transport
+from kvferry.transports.base import Peer, Transfer, TransferState, Transport, Waitable
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +40,8 @@ class StagedRead(Read):
         memory: TargetMemory,
         chunks: Iterable[StagedChunk],
         nbytes: int,
-        conversion: tuple[str, str] | None = None,
+        conversion: tuple[str, str] | None,
+        after: Waitable | None,
     ) -> None:
         """Starts with the first :meth:`advance`.
 
@@ -52,12 +52,14 @@ class StagedRead(Read):
             chunks: what to move, in this order.
             nbytes: bytes of all chunks together.
             conversion: dtype in the chunks and dtype in the cache, where they differ.
+            after: when the cache may be written; chunks land in staging before.
         """
         super().__init__(nbytes)
         self._transport = transport
         self._connection = connection
         self._memory = memory
         self._conversion = conversion
+        self._after = after
         self._waiting = deque(chunks)
         self._claim: Claim | None = None
         self._staged: list[_Staged] = []
@@ -128,11 +130,17 @@ class StagedRead(Read):
             self._segments += transfer.segments
             staged.unpacking = self._memory.submit(
                 "a chunk could not be unpacked",
-                lambda: unpack(staged.chunk, staged.slot, self._memory, self._conversion),
+                lambda: self._unpack(staged),
             )
         elif work is None and transfer.is_terminal:
             assert transfer.error is not None  # set before the state
             self.give_up(transfer.error)
+
+    def _unpack(self, staged: _Staged) -> None:
+        """Runs on a mover thread."""
+        if self._after is not None:
+            self._after.wait()
+        unpack(staged.chunk, staged.slot, self._memory, self._conversion)
 
     def _check_progress(self, now: float) -> None:
         """The stall clock of transports that cannot end a read themselves, as they do not fence."""
@@ -164,12 +172,11 @@ class StagedRead(Read):
             self._waiting.popleft()
 
     def _start(self, chunk: StagedChunk, slot: Slot) -> None:
-        staging = self._memory.staging
         check_bounds(
             chunk.unpack_tiles, chunk.unpack_runs, (chunk.unpack_nbytes,), self._memory.region_bytes
         )
         tiles = chunk.pack_tiles.copy()
-        tiles["target_region"] = staging.region(self._transport)
+        tiles["target_region"] = self._memory.staging_region(self._transport)
         tiles["target_offset"] += slot.offset
         slot.connection = self._connection
         slot.transfer = self._transport.read(self._connection, tiles, chunk.pack_runs)
@@ -181,11 +188,9 @@ def unpack(
     chunk: StagedChunk, slot: Slot, memory: TargetMemory, conversion: tuple[str, str] | None
 ) -> None:
     """Puts what a slot holds into the cache, converted if it has another dtype."""
-    address = memory.staging.address(slot)
+    landed = memory.staging.memory[slot.offset : slot.offset + chunk.nbytes]
     if conversion is not None:
-        source, target = conversion
-        landed = memory.staging.memory[slot.offset : slot.offset + chunk.nbytes]
         converted = np.empty(chunk.unpack_nbytes, dtype=np.uint8)
-        convert(landed, source, converted, target)
-        address = int(converted.ctypes.data)
-    copy_tiles([address], memory.addresses, chunk.unpack_tiles, chunk.unpack_runs)
+        convert(landed, conversion[0], converted, conversion[1])
+        landed = converted
+    memory.placer.place(landed, chunk.unpack_tiles, chunk.unpack_runs)

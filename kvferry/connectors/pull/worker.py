@@ -22,17 +22,28 @@ from kvferry.connectors.pull.digests import RankDigests
 from kvferry.connectors.pull.load import RankLoad
 from kvferry.connectors.pull.loader import Loader
 from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
+from kvferry.connectors.pull.mirror import RankMirror
 from kvferry.connectors.pull.peer import RankIdentity
 from kvferry.connectors.pull.reads import TargetMemory
+from kvferry.connectors.pull.regions import (
+    RankRegions,
+    check_buffer_device,
+    check_device,
+    device_of,
+)
 from kvferry.connectors.pull.routes import RouteOptions
 from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.control.client import ControlClient
+from kvferry.layouts.arrays import HOST
+from kvferry.layouts.device import CopyStream
 from kvferry.layouts.digest import warm as warm_digest
+from kvferry.layouts.host_staging import DevicePlacer, HostPlacer, Placer
 from kvferry.layouts.postprocess import warm as warm_repack
-from kvferry.topology import EngineGeometry, memory_of
+from kvferry.topology import EngineGeometry
 from kvferry.topology.description import RankDescription, RankMemory
-from kvferry.topology.memory import Regions
+from kvferry.topology.memory import locate_memory
 from kvferry.transports.base import Transport, TransportOptions
+from kvferry.transports.device import DeviceTransport
 from kvferry.transports.registry import open_transport
 
 
@@ -57,7 +68,10 @@ class PullWorker(WorkerConnector):
         self._client = client
         self._options = options
         self._memory: tuple[RankMemory, ...] = ()
-        self._regions: list[npt.NDArray[np.uint8]] = []
+        self._regions = RankRegions(transports)
+        self._stream: CopyStream | None = None
+        self._mirror: RankMirror | None = None
+        self._placer: Placer | None = None
         self._digests: RankDigests | None = None
         self._target: TargetMemory | None = None
         self._loader: Loader | None = None
@@ -70,12 +84,14 @@ class PullWorker(WorkerConnector):
         """Opens the transports.
 
         Raises:
-            ConfigError: ``curve_keys``, ``control_config`` or ``calibration`` cannot be used.
+            ConfigError: ``kv_buffer_device``, ``curve_keys``, ``control_config`` or
+                ``calibration`` cannot be used.
             PortInUseError: a configured data port is taken.
         """
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
         # Before anything is open that a wrong key would leave.
+        check_buffer_device(context.config.kv_buffer_device)
         options = control_options(extra)
         routes = RouteOptions(extra.forced_strategy, extra.convert_dtype, extra.costs())
         if extra.record_digests:
@@ -104,36 +120,70 @@ class PullWorker(WorkerConnector):
             TransferError: a transport that is not the first one cannot serve foreign memory; name
                 it first.
         """
-        first, *others = self._transports.values()
-        region, memory = first.allocate(nbytes)
-        for transport in others:
-            assert transport.register(memory) == region  # ids count alike on every transport
-        self._regions.append(memory)
-        return memory
+        return self._regions.allocate(nbytes)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Describes the tensors and starts the loader."""
-        described = []
-        for group in self._context.groups:
-            tensors = _tensors_of(group, self._rank, kv_caches)
-            described.append(memory_of(group, self._rank, tensors))
-        regions = [self._placed(found) for _, found in described]
-        sizes = tuple(region.nbytes for region in self._regions)
+        """Describes the tensors and starts the loader.
+
+        Raises:
+            ValueError: the tensors do not fit the geometry.
+            ConfigError: the transports, or ``kv_buffer_device``, do not serve the device on which
+                the tensors are.
+            TransferError: a transport cannot serve the memory in which they are.
+            HostError: host memory for what is lent cannot be pinned.
+        """
+        groups = self._context.groups
+        described = [
+            locate_memory(group, self._rank, _tensors_of(group, self._rank, kv_caches))
+            for group in groups
+        ]
+        places = [[self._regions.place(span) for span in spans] for _, spans in described]
+        self._register(device_of(self._regions.spans, self._rank))
+        sizes = tuple(span.nbytes for span in self._regions.spans)
         self._memory = tuple(
-            _moved(memory, places, sizes)
-            for (memory, _), places in zip(described, regions, strict=True)
+            _moved(memory, where, sizes)
+            for (memory, _), where in zip(described, places, strict=True)
         )
+        if self._mirror is not None:
+            self._mirror.describe(self._memory)
+        self._start_loader()
+
+    def _register(self, device: str) -> None:
+        """Makes the cache known to the transports, and opens what a device needs beside them."""
+        check_device(
+            device,
+            self._context.config.kv_buffer_device,
+            self._transports,
+            record_digests=self._extra.record_digests,
+        )
+        spans = self._regions.spans
+        addresses = [span.address for span in spans]
+        if device == HOST:
+            self._regions.register_host()
+            self._placer = HostPlacer(addresses)
+            return
+        self._stream = open_stream(device)
+        self._placer = DevicePlacer(self._stream, addresses)
+        needs_mirror = any(not isinstance(t, DeviceTransport) for t in self._transports.values())
+        if self._context.config.is_producer and needs_mirror:
+            self._mirror = RankMirror(self._stream, spans, self._rank, self._context.groups)
+        self._regions.register_device(() if self._mirror is None else self._mirror.arrays)
+
+    def _start_loader(self) -> None:
+        assert self._placer is not None  # _register() made it
+        spans = self._regions.spans
         identity = RankIdentity(
             engine_id=self._context.config.engine_id,
             rank=self._rank,
             groups=self._context.groups,
             memory=self._memory,
         )
-        addresses = [region.ctypes.data for region in self._regions]
-        self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
-        digest = self._digests.loaded if self._extra.record_digests else None
+        if self._extra.record_digests:
+            addresses = [span.address for span in spans]
+            self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
         self._target = TargetMemory(
-            self._regions,
+            spans,
+            self._placer,
             staging_bytes=self._extra.staging_bytes,
             stall_timeout_s=self._extra.stall_timeout_s,
             threads=self._extra.mover_threads,
@@ -143,65 +193,57 @@ class PullWorker(WorkerConnector):
             self._target,
             self._transports,
             self._client,
-            digest,
+            None if self._digests is None else self._digests.loaded,
             self._options,
         )
-
-    def _placed(self, regions: Regions) -> list[tuple[int, int]]:
-        """For each region of the tensors, the transports' region and the offset in it."""
-        return [self._place(region) for region in regions]
-
-    def _place(self, region: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        address = region.ctypes.data
-        for index, known in enumerate(self._regions):
-            offset = address - known.ctypes.data
-            if offset >= 0 and offset + region.nbytes <= known.nbytes:
-                return index, offset
-        for transport in self._transports.values():
-            transport.register(region)
-        self._regions.append(region)
-        return len(self._regions) - 1, 0
 
     def handshake_metadata(self) -> bytes:
         """The rank's description, for the handshake."""
         endpoints = {name: transport.endpoint() for name, transport in self._transports.items()}
-        description = RankDescription(rank=self._rank, endpoints=endpoints, memory=self._memory)
+        description = RankDescription(
+            rank=self._rank,
+            endpoints=endpoints,
+            memory=self._memory,
+            mirrored=self._mirror is not None,
+        )
         return msgspec.msgpack.encode(description)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Hands this step's news to the loader; computes digests of what was just lent."""
+        """Hands this step's news to the loader; begins to copy, or digests, what was just lent."""
         assert isinstance(metadata, PullMetadata)  # the engine decoded it as our Metadata
         assert self._loader is not None  # the engine registered its caches first
         for lent in metadata.lent:
-            self._record_lent(lent)
+            if self._mirror is not None:
+                self._mirror.lend(lent)
+            if self._digests is not None:
+                self._records.append(self._record_lent(lent, self._digests))
         for description in metadata.peers:
             self._loader.meet(description)
+        # Steps under way may still use the blocks that are loaded into.
+        writable = self._stream.engine_event() if self._stream and metadata.loads else None
         for spec in metadata.loads:
-            self._loader.load(spec)
+            self._loader.load(spec, writable)
         for lease_id in metadata.cancels:
             self._loader.cancel(lease_id)
         self._released.update(metadata.released)
 
-    def _record_lent(self, lent: LentSpec) -> None:
-        """Notes the digest of blocks that were just lent; they cannot change before it is done."""
-        assert self._digests is not None  # the engine registered its caches first
+    def _record_lent(self, lent: LentSpec, digests: RankDigests) -> TransferRecord:
+        """The digest of blocks that were just lent; they cannot change before it is done."""
         now = time.time()
-        self._records.append(
-            TransferRecord(
-                request_id=lent.request_id,
-                lease_id=lent.lease_id,
-                rank=self._rank,
-                peer="",
-                direction="send",
-                first_token=0,
-                tokens=lent.num_tokens,
-                nbytes=0,
-                copies=0,
-                started=now,
-                finished=now,
-                ok=True,
-                token_digests=self._digests.lent(lent),
-            )
+        return TransferRecord(
+            request_id=lent.request_id,
+            lease_id=lent.lease_id,
+            rank=self._rank,
+            peer="",
+            direction="send",
+            first_token=0,
+            tokens=lent.num_tokens,
+            nbytes=0,
+            copies=0,
+            started=now,
+            finished=now,
+            ok=True,
+            token_digests=digests.lent(lent),
         )
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
@@ -212,6 +254,8 @@ class PullWorker(WorkerConnector):
                 self._report(load, output)
             output.transfer_progress = self._loader.progress()
             self._report_staging(self._loader.staging, output)
+        if self._mirror is not None:
+            output.transfer_records += self._mirror.take_records()
         output.transfer_records += self._records
         output.finished_sending = self._released
         self._records, self._released = [], set()
@@ -250,6 +294,11 @@ class PullWorker(WorkerConnector):
         self._client.close()
         for transport in self._transports.values():
             transport.close()
+        if self._stream is not None:
+            self._stream.close()
+        for pinned in (self._placer, self._mirror):  # by now no copy is under way
+            if pinned is not None:
+                pinned.close()
         if self._target is not None:
             self._target.staging.close()
 
@@ -262,6 +311,17 @@ def _tensors_of(group: EngineGeometry, rank: int, kv_caches: Mapping[str, Any]) 
     own = set(group.tensor_names(rank)) & kv_caches.keys()
     layers = {group.layer_name(layer) for layer in group.layers(rank)} & kv_caches.keys()
     return {name: kv_caches[name] for name in own or layers}
+
+
+def open_stream(device: str) -> CopyStream:
+    """A stream of the device on which a cache lies.
+
+    Raises:
+        HostError: there is no such device.
+    """
+    from kvferry.layouts.cuda_stream import CudaCopyStream  # imports torch
+
+    return CudaCopyStream.open(int(device.removeprefix("cuda:")))
 
 
 def _open_transport(name: str, extra: PullConfig) -> Transport:

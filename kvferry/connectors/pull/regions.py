@@ -1,0 +1,139 @@
+"""The regions of one rank's cache, as its transports know them: on the host or on a device.
+
+Every transport has them under the same ids, so that one description of the rank's memory holds for
+all. Of a cache on a device, transports for devices serve the regions themselves; the others
+serve a mirror of them in host memory, where anything is to be lent::
+
+                    cache on the host    cache on a device
+    shm, tcp, ...   the cache            a mirror of what is lent
+    cuda_ipc        (refused)            the cache
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.errors import ConfigError
+from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.transports.base import Transport
+from kvferry.transports.device import DeviceTransport
+
+BUFFER_DEVICES = ("cpu", "cuda")
+"""What ``kv_buffer_device`` may be."""
+
+
+class RankRegions:
+    """Collects the regions, then registers them."""
+
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
+        """Args: transports by name, best first; they stay the caller's."""
+        self.spans: list[MemorySpan] = []
+        """By region id."""
+        self._transports = tuple(transports.values())
+        self._registered = 0
+        self._allocated: list[npt.NDArray[np.uint8]] = []
+
+    def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Host memory of the first transport, which the others serve as well.
+
+        Raises:
+            SharedMemoryError: no room for ``nbytes``.
+            TransferError: a transport that is not the first one cannot serve foreign memory.
+        """
+        first, *others = self._transports
+        region, memory = first.allocate(nbytes)
+        for transport in others:
+            assert transport.register(memory) == region  # ids count alike on every transport
+        self._allocated.append(memory)
+        self.spans.append(MemorySpan(memory.ctypes.data, memory.nbytes, HOST))
+        self._registered += 1
+        return memory
+
+    def place(self, span: MemorySpan) -> tuple[int, int]:
+        """The region in which a span lies, a new one if need be, and the offset in it."""
+        for index, known in enumerate(self.spans):
+            offset = span.address - known.address
+            if offset >= 0 and offset + span.nbytes <= known.nbytes and span.device == known.device:
+                return index, offset
+        self.spans.append(span)
+        return len(self.spans) - 1, 0
+
+    def register_host(self) -> None:
+        """Registers what lies in host memory and is not known to the transports yet."""
+        for span in self.spans[self._registered :]:
+            for transport in self._transports:
+                transport.register(span.as_array())
+        self._registered = len(self.spans)
+
+    def register_device(self, mirror: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Registers a cache on a device.
+
+        Args:
+            mirror: what transports for host memory serve, by region id; empty where nothing is
+                lent.
+
+        Raises:
+            TransferError: a transport cannot serve this memory, or is for another device.
+        """
+        for transport in self._transports:
+            if isinstance(transport, DeviceTransport):
+                for span in self.spans:
+                    transport.register_device(span)
+            else:
+                for array in mirror:
+                    transport.register(array)
+
+
+def check_buffer_device(buffer_device: str) -> None:
+    """Checks ``kv_buffer_device`` before anything is known of the cache.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if buffer_device not in BUFFER_DEVICES:
+        raise ConfigError(
+            f"kv_buffer_device: {buffer_device!r} is not one of {', '.join(BUFFER_DEVICES)}; write "
+            "cpu: it serves every cache that the PullConnector does"
+        )
+
+
+def device_of(spans: Iterable[MemorySpan], rank: int) -> str:
+    """The one device on which a rank's cache lies; the host for a rank without any.
+
+    Raises:
+        ConfigError: it lies on several.
+    """
+    devices = sorted({span.device for span in spans}) or [HOST]
+    if len(devices) > 1:
+        raise ConfigError(
+            f"rank {rank}: the KV cache lies on {', '.join(devices)}; put it on one of them"
+        )
+    return devices[0]
+
+
+def check_device(
+    device: str, buffer_device: str, transports: Mapping[str, Transport], *, record_digests: bool
+) -> None:
+    """Checks that the transports serve a cache on ``device``, as ``kv_buffer_device`` asks.
+
+    Raises:
+        ConfigError: they do not; says what would.
+    """
+    for_devices = [name for name, kind in transports.items() if isinstance(kind, DeviceTransport)]
+    if device == HOST and buffer_device != HOST:
+        raise ConfigError(
+            f"kv_buffer_device: {buffer_device!r}, but the KV cache is in host memory; write 'cpu'"
+        )
+    if buffer_device == HOST and for_devices:
+        where = "in host memory" if device == HOST else f"on {device}"
+        remedy = "" if device == HOST else "write kv_buffer_device: 'cuda', or "
+        raise ConfigError(
+            f"kv_buffer_device: 'cpu' asks for transports of host memory, the KV cache is {where}, "
+            f"and transport names {' and '.join(for_devices)}; {remedy}delete it there"
+        )
+    if device != HOST and record_digests:
+        raise ConfigError(
+            f"record_digests: true, but digests are computed in host memory and the KV cache is on "
+            f"{device}; delete the key"
+        )
