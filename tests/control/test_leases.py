@@ -103,6 +103,27 @@ def test_an_expired_lease_answers_revoked_for_ever_even_before_it_is_swept(table
         table.sweep()
 
 
+def test_a_lease_of_blocks_that_cannot_be_read_yet_is_had_by_nobody(table, clock):
+    lease_id = table.grant("request", 10, ready=False).lease_id
+    assert renew(table, D1, lease_id) == LeaseAnswer.PENDING
+    assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
+    assert table.snapshot()[0].target == ""
+    table.ready(lease_id)
+    table.ready("unknown")
+    assert renew(table, D2, lease_id) == LeaseAnswer.HELD
+    assert finish(table, D2, lease_id) == FinishAnswer.HELD
+
+
+def test_asking_for_a_lease_that_is_not_ready_does_not_extend_it(table, clock):
+    lease_id = table.grant("request", 10, ready=False).lease_id
+    clock.now += 29.0
+    assert renew(table, D1, lease_id) == LeaseAnswer.PENDING
+    clock.now += 1.0
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+    table.ready(lease_id)
+    assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+
+
 def test_one_target_at_a_time_holds_a_lease(table):
     lease_id = grant(table)
     assert renew(table, D1, lease_id) == LeaseAnswer.HELD

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import ConfigError
+from kvferry.errors import ConfigError, TransferError
 from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.transports.base import Transport
 from kvferry.transports.device import DeviceTransport
@@ -74,15 +74,22 @@ class RankRegions:
                 lent.
 
         Raises:
-            TransferError: a transport cannot serve this memory, or is for another device.
+            TransferError: a transport for devices cannot serve this memory, or is for another one.
+            ConfigError: a transport for host memory cannot serve a mirror.
         """
         for transport in self._transports:
             if isinstance(transport, DeviceTransport):
                 for span in self.spans:
                     transport.register_device(span)
-            else:
+                continue
+            try:
                 for array in mirror:
                     transport.register(array)
+            except TransferError as error:
+                raise ConfigError(
+                    f"transport: {transport.name!r} cannot serve copies of a KV cache on "
+                    f"{self.spans[0].device}: {error}; name tcp or vm in its place"
+                ) from error
 
 
 def check_buffer_device(buffer_device: str) -> None:
