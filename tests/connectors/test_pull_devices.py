@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -27,7 +28,9 @@ from kvferry.testing.fake_engine import Groups
 from kvferry.testing.fake_request import Stage
 from kvferry.testing.host_ipc import HostIpcMemory, HostIpcStream
 from kvferry.testing.host_stream import HostCopyEvent, HostCopyStream
+from kvferry.testing.hybrid_conformance import HYBRID_GEOMETRIES, HybridConnectorConformance
 from kvferry.testing.known_cache import KnownCache
+from kvferry.topology import mamba2_states, recurrent_group
 from kvferry.topology import memory as rank_memory
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
@@ -212,6 +215,77 @@ def test_cuda_ipc_moves_them_in_one_pass(
     assert all(not stream.pinned for stream in streams)  # there is neither mirror nor staging
 
 
+RECURRENT = recurrent_group(
+    num_layers=2,
+    layer_indices=(0, 2),
+    states=mamba2_states(
+        num_heads=6, head_size=2, state_size=3, num_groups=1, conv_kernel=4, dtype="bfloat16"
+    ),
+    block_size=64,
+    layout="BHD",
+    parallel=ParallelShape(),
+)
+ATTENTION = EngineGeometry(
+    num_layers=1,
+    layer_indices=(1,),
+    num_kv_heads=3,
+    head_size=2,
+    dtype="float32",
+    block_size=4,
+    layout="NHD",
+    parallel=ParallelShape(),
+)
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "tcp"), ("cuda", "cuda_ipc")])
+@pytest.mark.parametrize(
+    "geometries",
+    [HYBRID_GEOMETRIES["tp2-pp2"], ((ATTENTION, RECURRENT), (RECURRENT, ATTENTION))],
+    ids=["windows", "states"],
+)
+def test_several_groups_are_mirrored_as_far_as_their_tables_reach(
+    streams: list[DeviceStream],
+    open_one: OpenPair,
+    geometries: tuple[Groups, Groups],
+    device: str,
+    transport: str,
+) -> None:
+    pair = open_one(geometries, device, transport)
+    for id, num_tokens in (("r", 30), ("s", 5)):
+        request = pair.decode(pair.prefill(id, num_tokens))
+        pair.finish(request)
+        assert (request.failed, request.error) == (False, None)
+        assert request.external_tokens == num_tokens
+    pair.settle()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("streams")
+class TestGroupsOnDevicesOverTcp(HybridConnectorConformance):
+    @pytest.fixture
+    def configs(
+        self, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
+    ) -> tuple[KVTransferConfig, KVTransferConfig]:
+        one, two = producer_and_consumer
+        return on_devices(one, "cpu", "tcp"), on_devices(two, "cpu", "tcp")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("streams")
+class TestGroupsOnDevicesOverCudaIpc(HybridConnectorConformance):
+    @pytest.fixture
+    def configs(
+        self, producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig]
+    ) -> tuple[KVTransferConfig, KVTransferConfig]:
+        one, two = producer_and_consumer
+        return on_devices(one, "cuda", "cuda_ipc"), on_devices(two, "cuda", "cuda_ipc")
+
+
+def on_devices(config: KVTransferConfig, device: str, transport: str) -> KVTransferConfig:
+    extra = {**config.kv_connector_extra_config, "record_digests": False, "transport": transport}
+    return msgspec.structs.replace(config, kv_buffer_device=device, kv_connector_extra_config=extra)
+
+
 def test_with_both_the_first_that_reaches_is_taken_and_both_are_served(
     streams: list[DeviceStream], open_one: OpenPair
 ) -> None:
@@ -307,15 +381,17 @@ def test_nothing_is_written_while_the_engine_may_use_the_blocks(
     for worker, event in zip(pair.consumer.workers, busy, strict=True):
         worker._stream.engine = event  # type: ignore[attr-defined]
     request = pair.decode(source)
-    pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-    blocks = [block for table in request.tables for block in table if block]
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        pair.producer.step()
-        pair.consumer.step()
-        assert all(not c.touched(blocks) for r in pair.consumer.ranks for c in r.caches)
-    for event in busy:
-        event.reached.set()
+    try:
+        pair.run(lambda: request.stage is Stage.LOADING, "its admission")
+        blocks = [block for table in request.tables for block in table if block]
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pair.producer.step()
+            pair.consumer.step()
+            assert all(not c.touched(blocks) for r in pair.consumer.ranks for c in r.caches)
+    finally:
+        for event in busy:
+            event.reached.set()
     pair.finish(request)
     assert request.external_tokens == 21
     pair.settle()
