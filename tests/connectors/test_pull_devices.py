@@ -344,13 +344,15 @@ def test_a_lease_is_had_only_when_every_rank_has_copied_its_blocks(
     pair.run(lambda: request.stage is Stage.FINISHED, "the first, so that engines have met")
     pair.settle()
     slow.pause()
-    request = pair.decode(pair.prefill("s", 21))
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        pair.producer.step()
-        pair.consumer.step()
-        assert request.stage is Stage.WAITING
-    slow.resume()
+    try:
+        request = pair.decode(pair.prefill("s", 21))
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            pair.producer.step()
+            pair.consumer.step()
+            assert request.stage is Stage.WAITING
+    finally:
+        slow.resume()
     pair.finish(request)
     assert request.external_tokens == 21
     pair.settle()
@@ -359,10 +361,10 @@ def test_a_lease_is_had_only_when_every_rank_has_copied_its_blocks(
 def test_blocks_that_cannot_be_copied_are_lent_to_nobody(
     streams: list[DeviceStream], open_one: OpenPair
 ) -> None:
-    pair = open_one()
+    pair = open_one(lease_duration_s=60.0)
     source = pair.prefill("r", 21)
     streams[1].fail()
-    pair.settle()  # the lease was taken back long before it expired
+    pair.settle()  # the lease was taken back before it expired
     request = pair.decode(source)
     pair.finish(request)
     assert request.external_tokens == 0
