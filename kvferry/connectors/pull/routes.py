@@ -281,13 +281,15 @@ def make_routes(
         work = replace(work, in_place_obstacle="blocks are permuted in host memory only")
     places = memory.is_host or isinstance(transport, DeviceTransport)
     mover = MoverTraits(transport.name, transport.addressing, transport.fences, places)
-    choice = choose_strategy(work, mover, options.costs, wanted=options.strategy)
+    # Beside one pass on the device there is only the way through the host, whatever the costs say.
+    wanted = options.strategy or (None if memory.is_host else Strategy.STRIDED)
+    choice = choose_strategy(work, mover, options.costs, wanted=wanted)
     if choice.strategy is Strategy.IN_PLACE:
         try:
             whole = whole_block_copies(planned.plan, planned.source_memory, planned.target_memory)
         except ValueError as error:  # of a layer that lies unlike the one that was looked at
             work = replace(work, in_place_obstacle=str(error))
-            choice = choose_strategy(work, mover, options.costs, wanted=options.strategy)
+            choice = choose_strategy(work, mover, options.costs, wanted=wanted)
         else:
             work = replace(work, in_place_obstacle="the request is no whole frames")
             otherwise = choose_strategy(work, mover, options.costs).strategy
