@@ -16,6 +16,8 @@ from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.loader import POLL_S
 from kvferry.connectors.pull.reads import TargetMemory
 from kvferry.connectors.pull.staged_reads import StagedRead
+from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.layouts.host_staging import HostPlacer
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import TransferPlan
@@ -51,9 +53,11 @@ class StagedReader:
         self._transport = open_transport("nixl")
         self._peer = self._transport.connect(endpoint)
         defaults = PullConfig()
+        address = self._target.ctypes.data
         self._memories = {
             count: TargetMemory(
-                [self._target],
+                [MemorySpan(address, self._target.nbytes, HOST)],
+                HostPlacer([address]),
                 staging_bytes=defaults.staging_bytes,
                 stall_timeout_s=defaults.stall_timeout_s,
                 threads=count,

@@ -40,8 +40,8 @@ class StagedRead(Read):
         memory: TargetMemory,
         chunks: Iterable[StagedChunk],
         nbytes: int,
-        conversion: tuple[str, str] | None,
-        after: Waitable | None,
+        conversion: tuple[str, str] | None = None,
+        after: Waitable | None = None,
     ) -> None:
         """Starts with the first :meth:`advance`.
 
