@@ -29,7 +29,7 @@ class WireCosts:
 
 DEFAULT_WIRES: Mapping[str, WireCosts] = {
     "shm": WireCosts(transfer_s=1.5e-4, byte_s=8e-11, operation_s=1.5e-8),
-    "vm": WireCosts(transfer_s=1.5e-4, byte_s=1.2e-10, operation_s=2e-7),
+    "vm": WireCosts(transfer_s=1.5e-4, byte_s=1.2e-10, operation_s=4e-8),
     "tcp": WireCosts(transfer_s=4e-4, byte_s=4e-10, operation_s=1e-5),
     "ucx": WireCosts(transfer_s=5e-4, byte_s=9e-10, operation_s=5e-5),
     "nixl": WireCosts(transfer_s=3e-4, byte_s=2.2e-10, operation_s=5e-6),
