@@ -4,6 +4,7 @@ They run where vLLM is installed; elsewhere the tests are skipped. Engines are c
 imported: a sixth of a second each.
 """
 
+import gc
 import importlib.util
 import itertools
 import json
@@ -41,6 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
+
+
+def pytest_sessionfinish() -> None:
+    """The collector leaves alone what is there: vLLM collects twice per engine when Python ends,
+    and dozens of engines on a heap of this size would keep the run from ending for minutes."""
+    gc.freeze()
 
 
 def write_tiny_llama(folder: Path, *, seed: int = 1234, **config: Any) -> Path:
