@@ -110,11 +110,18 @@ class CacheShape:
         made = []
         for group in groups:
             spec = group.kv_cache_spec
-            unknown = [name for name in group.layer_names if name not in numbers]
-            if unknown or not isinstance(spec, AttentionSpec | MambaSpec):
+            recurrent = isinstance(spec, MambaSpec)
+            wrong = [
+                name
+                for name in group.layer_names
+                if name not in numbers or (numbers[name] in self.layer_states) != recurrent
+            ]
+            if wrong or not isinstance(spec, AttentionSpec | MambaSpec):
+                states = ", ".join(layer_name(layer) for layer in sorted(self.layer_states))
                 raise ValueError(
-                    f"groups: {type(spec).__name__} for {', '.join(unknown or group.layer_names)}; "
-                    f"this model has layer.0 to layer.{self.num_layers - 1}"
+                    f"groups: {type(spec).__name__} for {', '.join(wrong or group.layer_names)}; "
+                    f"this model has layer.0 to layer.{self.num_layers - 1}, recurrent of them: "
+                    f"{states or 'none'}"
                 )
             layers = sorted(numbers[name] for name in group.layer_names)
             is_whole = len(layers) == self.num_layers

@@ -180,7 +180,7 @@ def test_geometries_follow_the_groups_and_the_models_stages():
         KVCacheGroupSpec(["layer.5"], groups[1].kv_cache_spec),
         KVCacheGroupSpec(["layer.1"], MambaSpec(8, ((4, 4),), ("float32",))),
     ):
-        with pytest.raises(ValueError, match=r"this model has attention in layer\.0 to layer\.4"):
+        with pytest.raises(ValueError, match=r"layer\.0 to layer\.4, recurrent of them: none"):
             config.geometries([group], layout="HND", parallel=ParallelShape())
 
 
