@@ -106,24 +106,10 @@ class CacheShape:
                 fit, see :class:`EngineGeometry`.
         """
         stages = default_split(self.num_layers, parallel.pp)
-        numbers = {layer_name(layer): layer for layer in range(self.num_layers)}
         made = []
         for group in groups:
             spec = group.kv_cache_spec
-            recurrent = isinstance(spec, MambaSpec)
-            wrong = [
-                name
-                for name in group.layer_names
-                if name not in numbers or (numbers[name] in self.layer_states) != recurrent
-            ]
-            if wrong or not isinstance(spec, AttentionSpec | MambaSpec):
-                states = ", ".join(layer_name(layer) for layer in sorted(self.layer_states))
-                raise ValueError(
-                    f"groups: {type(spec).__name__} for {', '.join(wrong or group.layer_names)}; "
-                    f"this model has layer.0 to layer.{self.num_layers - 1}, recurrent of them: "
-                    f"{states or 'none'}"
-                )
-            layers = sorted(numbers[name] for name in group.layer_names)
+            layers = self._layers_of(group)
             is_whole = len(layers) == self.num_layers
             if isinstance(spec, MambaSpec):
                 made.append(
@@ -137,6 +123,7 @@ class CacheShape:
                     )
                 )
                 continue
+            assert isinstance(spec, AttentionSpec)  # _layers_of
             made.append(
                 EngineGeometry(
                     num_layers=len(layers),
@@ -156,6 +143,29 @@ class CacheShape:
                 )
             )
         return tuple(made)
+
+    def _layers_of(self, group: KVCacheGroupSpec) -> list[int]:
+        """The layers of a group, ascending.
+
+        Raises:
+            ValueError: they are not this model's, or not of the group's kind.
+        """
+        spec = group.kv_cache_spec
+        numbers = {layer_name(layer): layer for layer in range(self.num_layers)}
+        recurrent = isinstance(spec, MambaSpec)
+        wrong = [
+            name
+            for name in group.layer_names
+            if name not in numbers or (numbers[name] in self.layer_states) != recurrent
+        ]
+        if wrong or not isinstance(spec, AttentionSpec | MambaSpec):
+            states = ", ".join(layer_name(layer) for layer in sorted(self.layer_states))
+            raise ValueError(
+                f"groups: {type(spec).__name__} for {', '.join(wrong or group.layer_names)}; "
+                f"this model has layer.0 to layer.{self.num_layers - 1}, recurrent of them: "
+                f"{states or 'none'}"
+            )
+        return sorted(numbers[name] for name in group.layer_names)
 
 
 def layer_name(layer: int) -> str:
