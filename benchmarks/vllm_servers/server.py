@@ -96,10 +96,9 @@ class ServerOptions:
             # Two servers share the cores: neither may bind them, nor spin on them.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
+            # An engine runs its only rank itself, without queues that spin.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if several else "0",
         }
-        if not several:
-            # The engine runs its only rank itself, without queues that spin.
-            chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return {**os.environ, **chosen, **self.environment}
 
 

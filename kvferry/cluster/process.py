@@ -201,7 +201,8 @@ class ChildProcess:
         news.put(News(self, None))
         self._end_group()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with suppress(BrokenPipeError):  # it died before it read its settings
+                self._process.stdin.close()
         self._group_ended.set()
 
     def _end_group(self) -> None:

@@ -97,4 +97,4 @@ def test_a_server_of_several_ranks_shares_the_cores_politely():
     one, two = pair_options(model, Shape(), Shape(tp=2), KVFerry())
     assert "vllm_servers/site" not in one.variables(Path())["PYTHONPATH"]
     assert "vllm_servers/site" in two.variables(Path())["PYTHONPATH"]
-    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in two.variables(Path())
+    assert two.variables(Path())["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"

@@ -432,6 +432,27 @@ def test_a_kill_from_outside_points_at_the_oom_killer(tmp_path):
     assert "signal SIGKILL; killed from outside, perhaps by the OOM killer" in str(process.error())
 
 
+def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkeypatch):
+    import queue
+    import subprocess
+
+    from kvferry.cluster import process as module
+    from kvferry.cluster.settings import ConvertSettings
+    from kvferry.config import ModelConfig
+
+    class DeadAtOnce(subprocess.Popen):
+        def __init__(self, command, **options):
+            super().__init__(["false"], **options)
+            self.wait()
+
+    monkeypatch.setattr(module.subprocess, "Popen", DeadAtOnce)
+    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    process = module.ChildProcess.start("x", "convert", settings, tmp_path / "x.log", queue.Queue())
+    process.reap(20)
+
+    assert "ended with exit code 1" in str(process.error())
+
+
 def test_a_misspelt_extra_key_is_found_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"'p0'.*did you mean 'transport'"):
         Cluster.open(cluster_config(extra={"transprot": "shm"}), logs=tmp_path)

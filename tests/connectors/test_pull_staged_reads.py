@@ -9,6 +9,8 @@ import pytest
 from kvferry.connectors.pull.reads import TargetMemory
 from kvferry.connectors.pull.staged_reads import StagedRead
 from kvferry.errors import TransferError
+from kvferry.layouts.arrays import HOST, MemorySpan
+from kvferry.layouts.host_staging import HostPlacer
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 from kvferry.topology.strategies import Addressing
@@ -79,7 +81,14 @@ class _Wire(Transport):
 @pytest.fixture
 def memory() -> Iterator[TargetMemory]:
     cache = np.zeros(CHUNKS * NBYTES, dtype=np.uint8)
-    memory = TargetMemory([cache], staging_bytes=4096, stall_timeout_s=10.0, threads=1)
+    address = cache.ctypes.data
+    memory = TargetMemory(
+        [MemorySpan(address, cache.nbytes, HOST)],
+        HostPlacer([address]),
+        staging_bytes=4096,
+        stall_timeout_s=10.0,
+        threads=1,
+    )
     yield memory
     memory.stop()
 
@@ -124,7 +133,7 @@ def test_chunks_that_land_are_unpacked_and_their_slots_come_back(
     finish(read)
     assert read.error is None
     assert read.bytes_done == read.nbytes
-    assert (memory.regions[0] == 7).all()
+    assert (memory.arrays()[0] == 7).all()
     assert memory.staging.numbers.used_bytes == 0
 
 
@@ -139,7 +148,7 @@ def test_once_a_chunk_failed_those_that_land_beside_it_never_reach_the_cache(
     read.advance(time.monotonic())
     memory.stop()  # waits for whatever is being unpacked
     assert isinstance(read.error, TransferError)
-    assert not memory.regions[0].any()
+    assert not memory.arrays()[0].any()
     assert wire.cancelled == [wire.reads[2]]
     numbers = memory.staging.numbers
     assert (numbers.used_bytes, numbers.quarantined_bytes) == (0, NBYTES)
@@ -159,5 +168,5 @@ def test_a_chunk_that_is_being_unpacked_keeps_a_failed_read_from_settling(
     assert not read.is_settled
     finish(read)
     assert [work.done for work in unpacking] == [True]
-    assert (memory.regions[0][:NBYTES] == 7).all()
-    assert not memory.regions[0][NBYTES:].any()
+    assert (memory.arrays()[0][:NBYTES] == 7).all()
+    assert not memory.arrays()[0][NBYTES:].any()
