@@ -312,6 +312,8 @@ class LeaseTable:
 
     def sweep(self) -> list[EndedLease]:
         """The leases that ended since the last call, each exactly once: free their blocks."""
+        if not self._open and not self._unswept:
+            return []  # engines ask in every step
         with self._lock:
             self._expire(self._clock())
             swept, self._unswept = self._unswept, []

@@ -44,6 +44,9 @@ QUARANTINE_S = 0.02
 IDLE_S = 1.0
 """Pause of an idle loader; transports let go of dead peers when they are polled."""
 
+PROGRESS_S = 0.05
+"""How often the progress of all loads is looked at: it is for people, and steps ask for it."""
+
 Digest = Callable[[LoadSpec, Iterable[GroupPair]], tuple[int, ...]]
 """A load and all pairs of the source's groups and ours → digest of this rank's cells per token."""
 
@@ -90,6 +93,8 @@ class Loader:
         self._peers: dict[str, SourcePeer] = {}
         self._loads: dict[str, RankLoad] = {}
         self._ended: list[RankLoad] = []
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._next_progress = 0.0
         self._lock = threading.Lock()
         self._defect: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvferry-loader", daemon=True)
@@ -120,9 +125,10 @@ class Loader:
             return ended
 
     def progress(self) -> dict[str, tuple[int, int]]:
-        """Request id → (bytes in place, bytes in all) of the loads under way."""
-        loads = list(self._loads.values())
-        return {load.spec.request_id: (load.bytes_done, load.nbytes) for load in loads}
+        """Request id → (bytes in place, bytes in all) of the loads under way, :data:`PROGRESS_S`
+        ago at most; not to be changed.
+        """
+        return self._progress
 
     @property
     def staging(self) -> StagingNumbers:
@@ -152,11 +158,20 @@ class Loader:
             for load in list(self._loads.values()):
                 if not load.confirming:
                     self._advance(load, now)
+            if now >= self._next_progress:
+                self._note_progress(now)
         for load in self._loads.values():
             self._give_up(load, CancelledError("the connector was closed"))
         for peer in self._peers.values():
             peer.close()
         self._memory.stop()
+
+    def _note_progress(self, now: float) -> None:
+        """Replaces what :meth:`progress` says: the step's thread may be reading the older one."""
+        self._next_progress = now + PROGRESS_S
+        self._progress = {
+            load.spec.request_id: (load.bytes_done, load.nbytes) for load in self._loads.values()
+        }
 
     def _serve_inbox(self) -> bool:
         """Handles every waiting command; sleeps first if there is nothing to watch."""
@@ -333,5 +348,6 @@ class Loader:
                     "the load was confirmed; what was read is not used"
                 )
         del self._loads[load.spec.lease_id]
+        self._next_progress = 0.0  # it is no longer under way
         with self._lock:
             self._ended.append(load)

@@ -62,6 +62,7 @@ class PullScheduler(SchedulerConnector):
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
         self._filled: dict[str, Filled] = {}
+        self._reported: dict[str, tuple[int, int]] = {}
         self._progress: dict[str, tuple[int, int, float]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
         self._mirroring: dict[str, set[int]] = {}
@@ -372,6 +373,13 @@ class PullScheduler(SchedulerConnector):
         step.peers = self._sources.take_news()
         return step
 
+    def has_news(self) -> bool:
+        """Whether :meth:`build_connector_meta` has anything to say; else it need not be called."""
+        self._sweep()
+        step = self._step
+        orders = self._ended or step.loads or step.cancels or step.lent
+        return bool(orders) or self._sources.has_news
+
     def _sweep(self) -> None:
         ended = self._leases.sweep()
         for lease in ended:
@@ -380,12 +388,8 @@ class PullScheduler(SchedulerConnector):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerConnector.update_connector_output`."""
-        now = time.monotonic()
-        for request_id, (done, total) in output.transfer_progress.items():
-            before = self._progress.get(request_id)
-            stood_still = before is not None and before[0] == done
-            progressed = before[2] if before is not None and stood_still else now
-            self._progress[request_id] = (done, total, progressed)
+        if output.transfer_progress != self._reported:
+            self._note_progress(output.transfer_progress)
         for record in output.transfer_records:
             if record.lease_id in self._mirroring:
                 self._mirrored(record)
@@ -408,6 +412,15 @@ class PullScheduler(SchedulerConnector):
         if not missing:
             del self._mirroring[record.lease_id]
             self._leases.ready(record.lease_id)
+
+    def _note_progress(self, reported: dict[str, tuple[int, int]]) -> None:
+        """Notes since when each load has stood where it stands."""
+        now = time.monotonic()
+        self._reported = reported
+        for request_id, (done, total) in reported.items():
+            before = self._progress.get(request_id)
+            if (before is None or before[:2] != (done, total)) and request_id in self._loads:
+                self._progress[request_id] = (done, total, now)
 
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""

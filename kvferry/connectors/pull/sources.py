@@ -202,6 +202,11 @@ class Sources:
     def _tell_released(self, ticket: Ticket) -> None:
         self._client.release(ticket.address, ticket.incarnation, [ticket.lease_id])
 
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`take_news` has something to say."""
+        return bool(self._news) or self._defect is not None
+
     def take_news(self) -> list[EngineDescription]:
         """Sources whose handshake succeeded since the last call.
 

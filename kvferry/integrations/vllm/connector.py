@@ -35,6 +35,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
 
+    # vLLM calls each role's methods on that role only, so one of them is never there.
+    _scheduler: "SchedulerHalf"
+    _worker: "WorkerHalf"
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """See vLLM.
 
@@ -42,26 +46,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError: an extra key is unknown or wrong, or the engine cannot be served.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        self._scheduler_half: SchedulerHalf | None = None
-        self._worker_half: WorkerHalf | None = None
-        if role == KVConnectorRole.SCHEDULER:
+        self._is_worker = role == KVConnectorRole.WORKER
+        if not self._is_worker:
             from kvferry.integrations.vllm import scheduler
 
-            self._scheduler_half = scheduler.SchedulerHalf(vllm_config)
+            self._scheduler = scheduler.SchedulerHalf(vllm_config)
         else:
             from kvferry.integrations.vllm import worker
 
-            self._worker_half = worker.WorkerHalf(vllm_config, kv_cache_config)
-
-    @property
-    def _scheduler(self) -> "SchedulerHalf":
-        assert self._scheduler_half is not None  # vLLM calls each role's methods on that role only
-        return self._scheduler_half
-
-    @property
-    def _worker(self) -> "WorkerHalf":
-        assert self._worker_half is not None  # vLLM calls each role's methods on that role only
-        return self._worker_half
+            self._worker = worker.WorkerHalf(vllm_config, kv_cache_config)
 
     # ---- scheduler ----------------------------------------------------------------------------
 
@@ -136,9 +129,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Hands this step's loads to the loader's thread."""
-        metadata = self._get_connector_metadata()
+        metadata = self._connector_metadata
         assert isinstance(metadata, StepMetadata)  # our scheduler half made it
-        self._worker.start_load_kv(metadata)
+        if metadata.news is not None or metadata.refused:
+            self._worker.start_load_kv(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request whose load runs is not in the batch."""
@@ -172,8 +166,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Figures since the last step."""
-        if self._worker_half is not None:
-            return self._worker_half.take_stats()
+        if self._is_worker:
+            return self._worker.take_stats()
         return self._scheduler.take_stats()
 
     @classmethod
@@ -196,7 +190,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Ends threads, connections and sockets. Idempotent."""
-        if self._worker_half is not None:
-            self._worker_half.close()
-        if self._scheduler_half is not None:
-            self._scheduler_half.close()
+        if self._is_worker:
+            self._worker.close()
+        else:
+            self._scheduler.close()

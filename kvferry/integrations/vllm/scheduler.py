@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
-from kvferry.connectors.pull.metadata import PullMetadata
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.integrations.vllm import compat
@@ -20,6 +19,9 @@ from kvferry.integrations.vllm.views import BlocksView, RequestView
 from kvferry.topology import EngineGeometry
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = StepMetadata()
+"""For the many steps without news; nobody changes it."""
 
 _reports = msgspec.msgpack.Decoder(RankReport)
 
@@ -47,7 +49,7 @@ class SchedulerHalf:
         self._has_windows = False
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
-        self._stats = LoadStats()
+        self._stats: LoadStats | None = None
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; from now on other engines may connect.
@@ -146,6 +148,8 @@ class SchedulerHalf:
             error,
         )
         self._refused[request_id] = error
+        if self._stats is None:
+            self._stats = LoadStats()
         self._stats.note_refusal(type(error).__name__)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -171,9 +175,14 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the ranks are told in this step."""
-        news = self.pull.build_connector_meta(scheduler_output)
+        pull = self._pull
+        assert pull is not None  # vLLM hands over the ranks' reports before any request
+        has_news = pull.has_news()
+        if not has_news and not self._refused_now:
+            return _NOTHING
+        news = pull.build_connector_meta(scheduler_output) if has_news else None
         refused, self._refused_now = self._refused_now, []
-        return StepMetadata(None if _is_empty(news) else news, refused)
+        return StepMetadata(news, refused)
 
     def update_connector_output(self, output: Any) -> None:
         """What the ranks reported, joined by vLLM."""
@@ -192,9 +201,7 @@ class SchedulerHalf:
 
     def take_stats(self) -> LoadStats | None:
         """What was refused since the last call."""
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, LoadStats()
+        stats, self._stats = self._stats, None
         return stats
 
     def has_pending_work(self) -> bool:
@@ -221,7 +228,3 @@ def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
 def keeps_a_part(geometry: EngineGeometry) -> bool:
     """Whether a group keeps less than all tokens."""
     return geometry.sliding_window is not None or geometry.attention_chunk_size is not None
-
-
-def _is_empty(news: PullMetadata) -> bool:
-    return not any(getattr(news, field) for field in news.__struct_fields__)

@@ -20,12 +20,14 @@ class RequestView:
     @property
     def request_id(self) -> str:
         """Unique among the live requests of the engine."""
-        return str(self._request.request_id)
+        request_id: str = self._request.request_id
+        return request_id
 
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens so far."""
-        return int(self._request.num_tokens)
+        num_tokens: int = self._request.num_tokens
+        return num_tokens
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:

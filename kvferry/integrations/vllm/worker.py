@@ -50,6 +50,12 @@ class WorkerHalf:
         self._incarnation = compat.from_first_rank(secrets.token_hex(8))
         self._pull: PullWorker | None = None
         self._handshake: RankHandshake | None = None
+        self._num_loading = 0
+        """Loads that were started and have not been reported."""
+        self._mirrors = False
+        """Whether this rank copies what it lends, and so has records at any time."""
+        self._has_news = False
+        """Whether the scheduler half said something in this step."""
         self._refused: set[str] = set()
         self._records: list[TransferRecord] = []
         self._progress: dict[str, tuple[int, int]] = {}
@@ -103,11 +109,18 @@ class WorkerHalf:
         """Hands this step's news on; never blocks."""
         if metadata.news is not None:
             self.pull.start_load_kv(metadata.news)
+            self._num_loading += len(metadata.news.loads)
+            self._mirrors = self._mirrors or bool(metadata.news.lent)
         self._refused.update(metadata.refused)
+        self._has_news = True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
         """What ended on this rank since the last step, each once."""
+        if not (self._has_news or self._mirrors or self._num_loading):
+            return compat.KVConnectorTransferResults()
+        self._has_news = False
         output = self.pull.get_transfer_results(finished_req_ids)
+        self._num_loading -= len(output.finished_recving)
         self._records, self._progress = output.transfer_records, output.transfer_progress
         self._invalid_block_ids |= output.invalid_block_ids
         refused, self._refused = self._refused, set()
@@ -119,6 +132,8 @@ class WorkerHalf:
 
     def take_invalid_block_ids(self) -> set[int]:
         """Blocks of vLLM's whose load failed since the last call; for one KV cache group only."""
+        if not self._invalid_block_ids:
+            return set()
         if len(self._kv_cache_config.kv_cache_groups) > 1:
             self._invalid_block_ids.clear()
             return set()
@@ -127,6 +142,8 @@ class WorkerHalf:
 
     def take_stats(self) -> LoadStats | None:
         """Figures of the loads that ended in this step."""
+        if not self._records:
+            return None
         loads = [record for record in self._records if record.direction == "recv"]
         if not loads:
             return None
