@@ -57,14 +57,13 @@ def percentile_us(case: Case, clock: Clock) -> float:
 
 
 def missed(results: AdapterResults) -> list[str]:
-    """A sentence for each goal that was missed; the main thread's CPU time is judged."""
+    """A sentence for each goal that was missed; the median wall time is judged."""
     if results.quick:
         return []
     return [
-        f"{case.name}: {median_us(case, 'cpu'):.0f} µs of CPU time per step, the goal is "
-        f"{goal_us(case):g} µs"
+        f"{case.name}: {median_us(case, 'wall'):.0f} µs per step, the goal is {goal_us(case):g} µs"
         for case in results.measured.cases
-        if median_us(case, "cpu") > goal_us(case)
+        if median_us(case, "wall") > goal_us(case)
     ]
 
 
@@ -114,7 +113,8 @@ def _tables(results: AdapterResults) -> Iterator[str]:
         "scheduler's and the worker's together: median (95th percentile) over "
         f"{order.steps} steps by each clock. The engines are vLLM's own, with {order.layers} "
         "layers; in each step one request without a transfer generates a token. Wall time includes "
-        "what other threads and processes took; the goals are for the median CPU time. Subtracted "
+        "what other threads and processes took; the goals are for its median, as the CPU clock is a "
+        "system call that itself takes more than most of the methods. Subtracted "
         "per call what the clock says in the same steps of the connector's `wait_for_save`, which "
         f"does nothing; included are {measured.layer_calls:.1f} µs of calls for every layer, timed "
         "in a row."
@@ -128,7 +128,7 @@ def _tables(results: AdapterResults) -> Iterator[str]:
             f"| {case.name} | {case.in_flight} | {_shown(case, 'cpu')} | {_shown(case, 'wall')} | "
             f"{statistics.median(step.calls for step in steps):.0f} | "
             f"{empty_us(case, 'cpu'):.1f}, {empty_us(case, 'wall'):.1f} | {goal_us(case):g} | "
-            f"{'met' if median_us(case, 'cpu') <= goal_us(case) else '**missed**'} |"
+            f"{'met' if median_us(case, 'wall') <= goal_us(case) else '**missed**'} |"
         )
     yield ""
     yield (
