@@ -60,5 +60,6 @@ def hybrid_model() -> Model:
 
 @functools.cache
 def demo_model() -> Model:
-    """SmolLM2-135M-Instruct, the model of `kvferry demo`."""
-    return Model("smollm2", prepare_model("smollm2"), 49_152)
+    """SmolLM2-135M-Instruct, the model of `kvferry demo`; with a cache for eight requests."""
+    cache = ("--kv-cache-memory-bytes", str(512 << 20))
+    return Model("smollm2", prepare_model("smollm2"), 49_152, cache)

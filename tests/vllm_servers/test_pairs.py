@@ -114,7 +114,9 @@ def test_two_dozen_requests_eight_at_a_time(pair, model, reference, prompt_of):
 
 
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
-def test_behind_our_router(pair, model, reference, prompt_of, start_router, first_token):
+def test_behind_our_router(case, pair, model, reference, prompt_of, start_router, first_token):
+    if first_token == "prefill" and isinstance(case.connector, Nixl):
+        pytest.skip("NixlConnector's decode server takes no token more than prefill had")
     tokenizer = ("--tokenizer", str(model.folder)) if first_token == "prefill" else ()
     prompts = [prompt_of(length) for length in LENGTHS]
     expected = [reference.tokens(model, prompt) for prompt in prompts]

@@ -127,6 +127,36 @@ def cache_dtype(vllm_config: Any, spec: Any) -> str:
     return _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype, name) if name == "uint8" else name
 
 
+# ---- prefix cache ------------------------------------------------------------------------------
+
+
+def may_leave_blocks_out(kv_cache_manager: Any) -> bool:
+    """Whether :func:`leave_blocks_out` keeps every cell of those blocks from being a prefix hit.
+
+    Not where hits may end inside a block: vLLM then makes a hit of a part of a block as well.
+    """
+    managers = kv_cache_manager.coordinator.single_type_managers
+    unit = kv_cache_manager.block_pool.hash_block_size
+    return all(manager.block_size == unit for manager in managers)
+
+
+def leave_blocks_out(kv_cache_manager: Any, table: int, request_id: str, num_tokens: int) -> None:
+    """Keeps the blocks that begin before a token from becoming prefix hits.
+
+    To be called while a load's blocks are allocated and before vLLM hashes them: it hashes those
+    that it has not counted yet, which are counted here.
+
+    Args:
+        kv_cache_manager: the scheduler's.
+        table: index of the KV cache group.
+        request_id: whose blocks they are.
+        num_tokens: of the request, from its first one.
+    """
+    manager = kv_cache_manager.coordinator.single_type_managers[table]
+    counted = manager.num_cached_block
+    counted[request_id] = max(counted.get(request_id, 0), -(-num_tokens // manager.block_size))
+
+
 # ---- CPU ---------------------------------------------------------------------------------------
 
 

@@ -70,6 +70,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         assert all(isinstance(handshake, RankHandshake) for handshake in handshakes)  # our own
         self._scheduler.open(handshakes)
 
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """The scheduler's cache manager, which is told what no load has filled."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its ticket is judged, and its lease asked for."""
         self._scheduler.on_new_request(request)

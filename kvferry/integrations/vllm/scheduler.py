@@ -47,9 +47,17 @@ class SchedulerHalf:
         self._groups: tuple[CacheGroup, ...] = ()
         self._pull: PullScheduler | None = None
         self._has_windows = False
+        self._kv_cache_manager: Any = None
+        self._leaves_out = False
+        """Whether blocks that a load fills in part can be kept from vLLM's prefix cache."""
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
         self._stats: LoadStats | None = None
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """See vLLM; it comes before :meth:`open`."""
+        self._kv_cache_manager = kv_cache_manager
+        self._leaves_out = compat.may_leave_blocks_out(kv_cache_manager)
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; from now on other engines may connect.
@@ -85,8 +93,9 @@ class SchedulerHalf:
             num_blocks=first.num_blocks * min(group.split for group in first.groups),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
-            # vLLM makes every block of a load a prefix hit.
-            asks_what_was_filled=not self._vllm_config.cache_config.enable_prefix_caching,
+            asks_what_was_filled=(
+                self._leaves_out or not self._vllm_config.cache_config.enable_prefix_caching
+            ),
         )
         self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
         self._pull = PullScheduler.open(context)
@@ -157,11 +166,29 @@ class SchedulerHalf:
         refused = self._refused.pop(request.request_id, None)
         if refused is not None and num_external_tokens:
             self._refused_now.append(request.request_id)
+        view = RequestView(request)
         self.pull.update_state_after_alloc(
-            RequestView(request),
+            view,
             BlocksView(blocks, self._groups),
             0 if refused is not None else num_external_tokens,
         )
+        if self._leaves_out and num_external_tokens and refused is None:
+            self._leave_blocks_out(view)
+
+    def _leave_blocks_out(self, request: RequestView) -> None:
+        """Keeps what a load does not fill from vLLM's prefix cache.
+
+        Where a window begins inside a block of ours, the source may have freed the tokens before
+        it; and where the source has a window and we keep all tokens, most were never there.
+        """
+        starts = self.pull.first_filled_tokens(request)
+        if starts is None:
+            return
+        for group, start in zip(self._groups, starts, strict=True):
+            if start:
+                compat.leave_blocks_out(
+                    self._kv_cache_manager, group.table, request.request_id, start
+                )
 
     def request_finished(
         self, request: Any, block_ids: tuple[list[int], ...]

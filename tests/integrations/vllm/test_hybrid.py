@@ -57,13 +57,25 @@ def test_loaded_windows_serve_as_prefix_hits(start, start_pair, tiny_hybrid, ran
     assert found == expected
 
 
-def test_a_window_that_cannot_fill_whole_blocks_is_refused(
-    start_pair, tiny_hybrid, random_prompt, caplog
+@pytest.mark.parametrize(
+    "settings",
+    [
+        # Prefill keeps the window in one block of the two that a block of decode holds.
+        {"d_block_size": 128},
+        # Decode keeps all tokens of all layers, and prefill has those before the window no more.
+        {"d_disable_hybrid_kv_cache_manager": True},
+    ],
+    ids=["larger blocks", "no windows"],
+)
+def test_blocks_that_a_load_fills_in_part_are_no_prefix_hits(
+    start, start_pair, tiny_hybrid, random_prompt, settings
 ):
-    # Prefill keeps the window in one block of 64 of the two that a block of 128 of decode holds.
-    prefill, decode = pair_of(start_pair, tiny_hybrid, d_block_size=128)
     prompt = random_prompt(64 * 5 + 101)
-    with caplog.at_level("ERROR", logger="kvferry"):
-        (output,) = decode.generate([prompt], prefill.prefill([prompt]))
-    assert output.outputs[0].finish_reason == "error"
-    assert "would fill a part of what this engine keeps" in caplog.text
+    follower = prompt[: 128 * 3 + 6] + random_prompt(30)
+    expected = generated(start(None, tiny_hybrid).generate([prompt, follower]))
+    prefill, decode = pair_of(start_pair, tiny_hybrid, **settings)
+    found = generated(decode.generate([prompt], prefill.prefill([prompt])))
+    assert decode.prompt_tokens_from("external_kv_transfer") == len(prompt) - 1
+    found += generated(decode.generate([follower]))
+    assert decode.prompt_tokens_from("local_cache_hit") == 0
+    assert found == expected
