@@ -14,14 +14,13 @@ import httpx
 import msgspec
 
 from kvferry.cluster import sse
+from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.settings import Role
 from kvferry.engine.messages import SamplingParams
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
-CONNECT_TIMEOUT_S = 5.0
-"""Seconds for an engine to accept a connection, and to answer a health check."""
 
 
 class EngineDownError(ApiError):
@@ -135,7 +134,7 @@ class Engine:
     name: str
     url: str
     role: Role
-    client: httpx.AsyncClient
+    client: EngineClient
     outstanding: int = 0
     """Requests that it works on for this router."""
     healthy: bool = False
@@ -154,13 +153,13 @@ class Engine:
             ApiError: it refused or failed the request.
         """
         with self._working():
-            response = await self.client.post(
-                f"{self.url}/v1/completions",
-                content=msgspec.json.encode({**body, "stream": False}),
-                headers=_headers(request_id),
-            )
-            self._raise_for_status(response.status_code, response.content)
-            return self._checked(response.content)
+            response = await self._post("/v1/completions", {**body, "stream": False}, request_id)
+            try:
+                content = await response.aread()
+            finally:
+                await response.aclose()
+            self._raise_for_status(response.status_code, content)
+            return self._checked(content)
 
     async def stream(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Reply, None]:
         """Runs a completion and yields its chunks as they come.
@@ -169,14 +168,8 @@ class Engine:
             EngineDownError: it cannot be reached, went away or says 503.
             ApiError: it refused or failed the request.
         """
-        request = self.client.build_request(
-            "POST",
-            f"{self.url}/v1/completions",
-            content=msgspec.json.encode({**body, "stream": True}),
-            headers=_headers(request_id),
-        )
         with self._working():
-            response = await self.client.send(request, stream=True)
+            response = await self._post("/v1/completions", {**body, "stream": True}, request_id)
             try:
                 if response.status_code != 200:
                     self._raise_for_status(response.status_code, await response.aread())
@@ -197,14 +190,8 @@ class Engine:
         Raises:
             EngineDownError: it cannot be reached, or says 503.
         """
-        request = self.client.build_request(
-            "POST",
-            f"{self.url}{path}",
-            content=msgspec.json.encode(body),
-            headers=_headers(request_id),
-        )
         with self._working():
-            response = await self.client.send(request, stream=True)
+            response = await self._post(path, body, request_id)
             if response.status_code == 503:
                 content = await response.aread()
                 self._raise_for_status(503, content)
@@ -213,12 +200,12 @@ class Engine:
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""
         try:
-            response = await self.client.get(f"{self.url}/health", timeout=CONNECT_TIMEOUT_S)
+            response = await self.client.get(f"{self.url}/health")
             if response.status_code != 200:
                 self.down(_unhealthy(response), reached=True)
                 return
             if self.max_model_len is None:
-                models = await self.client.get(f"{self.url}/v1/models", timeout=CONNECT_TIMEOUT_S)
+                models = await self.client.get(f"{self.url}/v1/models")
                 model = models.json()["data"][0]
                 self.model, self.max_model_len = str(model["id"]), int(model["max_model_len"])
         except httpx.HTTPError as error:
@@ -229,13 +216,19 @@ class Engine:
             self.healthy = True
             self.last_error = ""
 
+    async def _post(self, path: str, body: Mapping[str, Any], request_id: str) -> httpx.Response:
+        # What a decode engine is told to load serves one request: brought twice, it is refused.
+        once = self.role == "decode" and "kv_transfer_params" in body
+        return await self.client.post(f"{self.url}{path}", body, request_id, once=once)
+
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
         self.outstanding += 1
         try:
             yield
         except httpx.HTTPError as error:
-            # Only these two prove that the request was never sent.
+            # Only these two prove that the request was never sent; of one that may be sent twice
+            # they prove nothing, but it holds no lease either.
             unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
             raise self.down(_reason(error), reached=not unsent) from error
         finally:
@@ -287,10 +280,6 @@ def _code(error: _Error) -> str | None:
 
 def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
-
-
-def _headers(request_id: str) -> dict[str, str]:
-    return {"content-type": "application/json", "x-request-id": request_id}
 
 
 @dataclass(frozen=True, slots=True)

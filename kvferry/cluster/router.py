@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import httpx
 import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,7 +25,8 @@ from starlette.routing import Route
 
 from kvferry.cluster import sse, web
 from kvferry.cluster.answer import Answer, ChoiceDelta
-from kvferry.cluster.engines import CONNECT_TIMEOUT_S, Engine, EnginePool, Wording
+from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.engines import Engine, EnginePool, Wording
 from kvferry.cluster.life import Lives
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
@@ -45,18 +45,7 @@ class Router:
             raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._codec = codec
-        self._client = httpx.AsyncClient(
-            headers=_bearer(settings.api_key),
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=64,
-                # vLLM's servers close what was idle for 5 s, which is httpx's own limit too: a
-                # request sent at that moment would be lost, and its engine taken for dead.
-                keepalive_expiry=2.0,
-            ),
-            trust_env=False,  # a proxy of the environment must not get between us and the engines
-        )
+        self._client = EngineClient(_bearer(settings.api_key))
         self.prefill = self._pool("prefill")
         self.decode = self._pool("decode")
         self._engines = self.prefill.engines + self.decode.engines
