@@ -80,7 +80,9 @@ class StagedReader:
         began = time.perf_counter()
         copies = plan.bind(source_blocks, target_blocks, self._shape.tokens)
         chunks = stage(tiles, copies.runs_of(0))
-        read = StagedRead(self._transport, self._peer, memory, chunks, self._shape.transfer_bytes)
+        read = StagedRead(
+            self._transport, self._peer, "source", memory, chunks, self._shape.transfer_bytes
+        )
         while not read.is_settled:
             self._transport.poll()
             memory.staging.sweep()

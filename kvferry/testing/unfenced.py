@@ -54,6 +54,11 @@ class Tide:
         for gate in gates:
             gate.set()
 
+    def let_new_pass(self) -> None:
+        """Reads that start from now on land; what is held waits, as if its source had stopped."""
+        with self._lock:
+            self._open = True
+
     def release_one(self) -> None:
         """The read that was held longest lands; the others go on waiting."""
         with self._lock:

@@ -107,7 +107,7 @@ def read(memory: TargetMemory, wire: _Wire) -> StagedRead:
     runs["tokens"] = NBYTES
     chunks = stage(np.array([row], dtype=TILE_DTYPE), runs, NBYTES)
     assert len(chunks) == CHUNKS
-    read = StagedRead(wire, wire.connect(b""), memory, chunks, CHUNKS * NBYTES)
+    read = StagedRead(wire, wire.connect(b""), "source", memory, chunks, CHUNKS * NBYTES)
     read.advance(time.monotonic())
     assert len(wire.reads) == CHUNKS
     return read

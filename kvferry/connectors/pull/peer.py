@@ -185,7 +185,8 @@ def _plan(
         return None
     ours = identity.memory[pair.target_group]
     theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
-    return index, Planned(plan, plan.lower(theirs, ours), theirs, ours)
+    tiles = plan.lower(theirs, ours)
+    return index, Planned(description.engine_id, plan, tiles, theirs, ours)
 
 
 def _reach(

@@ -41,8 +41,9 @@ from kvferry.transports.device import DeviceTransport
 
 logger = logging.getLogger(__name__)
 
-CHUNKS_AT_ONCE = 4
-"""A chunk is at most this part of the staging memory, so that wire and unpacking overlap."""
+CHUNKS_AT_ONCE = 8
+"""A chunk is at most this part of the staging memory, so that wire and unpacking overlap in the
+half of it that one source may fill."""
 
 
 class Route(ABC):
@@ -102,6 +103,8 @@ class StagedRoute(Route):
     source_ranks: tuple[int, ...]
     transport: Transport
     tiles: Tiles
+    source: str
+    """Id of the source engine."""
     memory: TargetMemory
     conversion: tuple[str, str] | None
     target_itemsize: int | None
@@ -111,9 +114,8 @@ class StagedRoute(Route):
     @classmethod
     def of(
         cls,
-        plan: TransferPlan,
+        planned: "Planned",
         source_rank: int,
-        tiles: Tiles,
         transport: Transport,
         memory: TargetMemory,
     ) -> "StagedRoute":
@@ -122,6 +124,7 @@ class StagedRoute(Route):
         Raises:
             ConfigError: the staging memory is smaller than a single block of one tensor.
         """
+        plan, tiles = planned.plan, planned.tiles[source_rank]
         row_bytes = tiles["heads"] * tiles["elements"] * tiles["itemsize"]
         # The cells of a state lie once per block.
         sizes = [1 if side.states else side.block_size for side in (plan.source, plan.target)]
@@ -132,6 +135,7 @@ class StagedRoute(Route):
             (source_rank,),
             transport,
             tiles,
+            planned.source,
             memory,
             plan.conversion,
             plan.target.itemsize if plan.conversion else None,
@@ -152,7 +156,14 @@ class StagedRoute(Route):
         chunks = stage(self.tiles, runs, self.chunk_bytes, target_itemsize=self.target_itemsize)
         nbytes = num_bytes(self.tiles, runs)
         return StagedRead(
-            self.transport, connections[rank], self.memory, chunks, nbytes, self.conversion, after
+            self.transport,
+            connections[rank],
+            self.source,
+            self.memory,
+            chunks,
+            nbytes,
+            self.conversion,
+            after,
         )
 
 
@@ -222,6 +233,8 @@ class InPlaceRoute(Route):
 class Planned:
     """A pair of groups before its routes are chosen."""
 
+    source: str
+    """Id of the source engine."""
     plan: TransferPlan
     tiles: Mapping[int, Tiles]
     """Source rank → its tiles, lowered onto both memories."""
@@ -325,10 +338,7 @@ def _by_source(
     planned: Planned, transport: Transport, memory: TargetMemory, strategy: Strategy
 ) -> tuple[Route, ...]:
     if strategy is Strategy.STAGED:
-        return tuple(
-            StagedRoute.of(planned.plan, rank, table, transport, memory)
-            for rank, table in planned.tiles.items()
-        )
+        return tuple(StagedRoute.of(planned, rank, transport, memory) for rank in planned.tiles)
     return tuple(
         PlainRoute(strategy, (rank,), transport, table) for rank, table in planned.tiles.items()
     )

@@ -30,13 +30,14 @@ class StagedRead(Read):
     """Chunks through staging: landed, then unpacked (and converted) into the cache.
 
     Slots are leased one by one and in turn with other reads, so a read that is larger than the
-    staging memory passes through it.
+    staging memory passes through it. Reads from one engine leave some of it to those from others.
     """
 
     def __init__(
         self,
         transport: Transport,
         connection: Peer,
+        source: str,
         memory: TargetMemory,
         chunks: Iterable[StagedChunk],
         nbytes: int,
@@ -48,6 +49,7 @@ class StagedRead(Read):
         Args:
             transport: moves the chunks; it need not fence.
             connection: to the source rank.
+            source: id of its engine, whose reads share a bound on staging memory.
             memory: where to.
             chunks: what to move, in this order.
             nbytes: bytes of all chunks together.
@@ -57,6 +59,7 @@ class StagedRead(Read):
         super().__init__(nbytes)
         self._transport = transport
         self._connection = connection
+        self._source = source
         self._memory = memory
         self._conversion = conversion
         self._after = after
@@ -160,7 +163,8 @@ class StagedRead(Read):
         """Leases slots for the next chunks as long as it is this read's turn."""
         while self._waiting:
             if self._claim is None:
-                self._claim = self._memory.staging.claim(self._waiting[0].nbytes)
+                nbytes = self._waiting[0].nbytes
+                self._claim = self._memory.staging.claim(nbytes, self._source)
             if self._claim.error is not None:
                 error, self._claim = self._claim.error, None
                 self.give_up(error)

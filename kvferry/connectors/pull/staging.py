@@ -1,5 +1,13 @@
 """Staging memory of one rank: bounded, shared by its loads in turn, quarantined until proved quiet.
 
+Chunks are served first come, first served, as long as their source leaves room for others. A
+source engine that has no slot gets one in its turn, and another only if at least as much is free
+after that as it holds. So what stands still leaves something to what moves: the first source that
+stops keeps at most half of the memory, the next one a quarter, and so on; and ``n`` sources that
+all move come to hold ``1 / (n + 1)`` of it each. A source at its bound is passed over, and its
+chunk keeps its place. It is served next at the latest when all slots of its source are back, so
+nobody waits for ever.
+
 A slot is leased for one chunk. It comes back once nothing can land in it any more (its transfer is
 terminal) and what it held was unpacked. If the load is over before, the slot is in quarantine: it
 stays out of use, and the memory outlives the pool itself if its transfers never end.
@@ -7,10 +15,11 @@ stays out of use, and the memory outlives the pool itself if its transfers never
 Only the loader's thread calls a pool; :attr:`StagingPool.numbers` may be read by anyone.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,6 +40,8 @@ class Slot:
     offset: int
     """Bytes from the start of the staging memory."""
     nbytes: int
+    source: str
+    """The engine that it is read from."""
     transfer: Transfer | None = None
     """What lands in it."""
     connection: Peer | None = None
@@ -44,10 +55,29 @@ class Claim:
     """A chunk's place in the queue for staging memory."""
 
     nbytes: int
+    source: str
+    """The engine that it is read from."""
+    number: int
+    """Of those before it."""
     slot: Slot | None = None
     """Set when its turn has come."""
     error: StagingFullError | None = None
     """Set when its turn will not come."""
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What one source engine has of the memory."""
+
+    leased: int = 0
+    """Bytes of its slots in use."""
+    quarantined: int = 0
+    """Bytes of its slots in quarantine."""
+    waiting: deque[Claim] = field(default_factory=deque)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.leased or self.quarantined or self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +97,7 @@ class StagingNumbers:
 
 
 class StagingPool:
-    """Leases slots of one piece of memory, first come, first served."""
+    """Leases slots of one piece of memory, in turn."""
 
     def __init__(
         self,
@@ -91,7 +121,9 @@ class StagingPool:
         self._free = [(0, nbytes)]
         self._used: set[Slot] = set()
         self._quarantine: set[Slot] = set()
-        self._waiting: deque[Claim] = deque()
+        self._shares: dict[str, _Share] = {}
+        """By engine id; none is empty."""
+        self._numbers = itertools.count()
         self._blocked_since: float | None = None
         self._quarantined = self._refused = 0
         self.numbers = StagingNumbers()
@@ -128,15 +160,19 @@ class StagingPool:
                 f"{self.nbytes}; write at least {4 * _aligned(nbytes)}"
             )
 
-    def claim(self, nbytes: int) -> Claim:
-        """Queues for a slot of ``nbytes``; granted at once if it is free and nobody waits.
+    def claim(self, nbytes: int, source: str) -> Claim:
+        """Queues for a slot of ``nbytes``; granted at once if it is free and nobody comes before.
+
+        Args:
+            nbytes: bytes of the chunk.
+            source: id of the engine that it is read from.
 
         Raises:
             ConfigError: see :meth:`check`.
         """
         self.check(nbytes)
-        claim = Claim(_aligned(nbytes))
-        self._waiting.append(claim)
+        claim = Claim(_aligned(nbytes), source, next(self._numbers))
+        self._shares.setdefault(source, _Share()).waiting.append(claim)
         self._grant()
         return claim
 
@@ -144,14 +180,15 @@ class StagingPool:
         """A claim is no longer wanted. One that was granted gives its slot back: nothing landed."""
         if claim.slot is not None:
             self.release(claim.slot)
-        elif claim in self._waiting:
-            self._waiting.remove(claim)
+        elif claim.error is None:
+            self._shares[claim.source].waiting.remove(claim)
             self._grant()
 
     def release(self, slot: Slot) -> None:
         """A slot comes back: its transfer is terminal and what it held was unpacked."""
         assert slot.transfer is None or slot.transfer.is_terminal  # else it is quarantine's
         self._used.remove(slot)
+        self._shares[slot.source].leased -= slot.nbytes
         self._give_back(slot)
         self._grant()
 
@@ -159,6 +196,9 @@ class StagingPool:
         """Nobody waits for a slot's transfer any more; the slot comes back when that has ended."""
         self._used.remove(slot)
         self._quarantine.add(slot)
+        share = self._shares[slot.source]
+        share.leased -= slot.nbytes
+        share.quarantined += slot.nbytes
         slot.quarantined = self._clock()
         self._quarantined += 1
         self._grant()
@@ -174,6 +214,7 @@ class StagingPool:
         for slot in list(self._quarantine):
             if _is_quiet(slot):
                 self._quarantine.remove(slot)
+                self._shares[slot.source].quarantined -= slot.nbytes
                 self._give_back(slot)
                 self._blocked_since = None
             elif slot.connection is not None:
@@ -186,7 +227,7 @@ class StagingPool:
     @property
     def is_watched(self) -> bool:
         """Whether :meth:`sweep` has anything to do."""
-        return bool(self._quarantine or self._waiting)
+        return bool(self._quarantine) or self._oldest() is not None
 
     def close(self) -> None:
         """Lets the memory go, unless something may still land in it: then it is kept for good."""
@@ -196,35 +237,59 @@ class StagingPool:
         self._memory = None
 
     def _grant(self) -> None:
-        """Serves the queue from its head, in order: a small chunk never overtakes a large one."""
+        """Serves the queue in order: a small chunk never overtakes a large one that may be next."""
         self._serve()
-        while self._waiting and self._is_blocked():
-            self._refuse(self._waiting.popleft())
+        while (oldest := self._oldest()) is not None and self._is_blocked():
+            self._refuse(oldest)
             self._serve()  # what stood behind it may be smaller
         if self._used:
             self._blocked_since = None
+        self._shares = {name: share for name, share in self._shares.items() if not share.is_empty}
+        shares = self._shares.values()
         self.numbers = StagingNumbers(
-            used_bytes=sum(slot.nbytes for slot in self._used),
-            quarantined_bytes=sum(slot.nbytes for slot in self._quarantine),
-            waiting=len(self._waiting),
+            used_bytes=sum(share.leased for share in shares),
+            quarantined_bytes=sum(share.quarantined for share in shares),
+            waiting=sum(len(share.waiting) for share in shares),
             quarantined=self._quarantined,
             refused=self._refused,
         )
 
+    def _oldest(self, *, ready: bool = False) -> Claim | None:
+        """The head of the queue, or the first one in it whose source is not at its bound."""
+        heads = (
+            share.waiting[0]
+            for share in self._shares.values()
+            if share.waiting and (not ready or self._may_take(share))
+        )
+        return min(heads, key=lambda claim: claim.number, default=None)
+
+    def _may_take(self, share: _Share) -> bool:
+        """Whether a source leaves enough to others if it gets what it waits for."""
+        if not share.leased:
+            return True
+        nbytes = share.waiting[0].nbytes
+        free = sum(length for _, length in self._free)
+        return share.leased + share.quarantined + nbytes <= free - nbytes
+
     def _serve(self) -> None:
-        while self._waiting and (slot := self._take(self._waiting[0].nbytes)) is not None:
-            self._waiting.popleft().slot = slot
+        while (claim := self._oldest(ready=True)) is not None:
+            claim.slot = self._take(claim)
+            if claim.slot is None:
+                return
+            self._shares[claim.source].waiting.popleft()
 
     def _is_blocked(self) -> bool:
         """Whether quarantine has stood in the way of the queue's head for too long."""
         if self._used:
             return False  # some of it will come back
+        # From here on nobody is at a bound: only memory is missing.
         now = self._clock()
         if self._blocked_since is None:
             self._blocked_since = now
         return now - self._blocked_since >= self._stall_timeout_s
 
     def _refuse(self, claim: Claim) -> None:
+        self._shares[claim.source].waiting.popleft()
         held = sum(slot.nbytes for slot in self._quarantine)
         self._refused += 1
         claim.error = StagingFullError(
@@ -233,13 +298,14 @@ class StagingPool:
             "may still land there; look at their peers, or give it more"
         )
 
-    def _take(self, nbytes: int) -> Slot | None:
+    def _take(self, claim: Claim) -> Slot | None:
         for index, (offset, length) in enumerate(self._free):
-            if length >= nbytes:
-                rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
-                self._free[index : index + 1] = rest
-                slot = Slot(offset, nbytes)
+            if length >= claim.nbytes:
+                rest = [(offset + claim.nbytes, length - claim.nbytes)]
+                self._free[index : index + 1] = rest if length > claim.nbytes else []
+                slot = Slot(offset, claim.nbytes, claim.source)
                 self._used.add(slot)
+                self._shares[claim.source].leased += slot.nbytes
                 return slot
         return None
 
