@@ -29,6 +29,7 @@ from kvferry.topology import (
     MoverTraits,
     ParallelShape,
     Strategy,
+    StrategyChoice,
     choose_strategy,
     plan_transfer,
     strategy_work,
@@ -238,6 +239,43 @@ def test_whole_blocks_are_permuted_in_place(
     pair = open_one(geometries, transport=transport, strategy="in place")
     serve_several(pair)
     assert strategies_of(pair) == {"in place"}
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_loads_that_cannot_come_in_place_are_told_of_once_with_both_block_sizes(
+    open_one: OpenPair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    asked: bool,
+) -> None:
+    def choose(*args: Any, wanted: Strategy | None = None) -> StrategyChoice:
+        """As if in place were the cheapest."""
+        return choose_strategy(*args, wanted=wanted or Strategy.IN_PLACE)
+
+    monkeypatch.setattr(routes, "choose_strategy", choose)
+    caplog.set_level("INFO", "kvferry.connectors.pull.routes")
+    keys = {"strategy": "in place"} if asked else {}
+    pair = open_one((small_geometry("HND", 4), small_geometry("NHD", 6)), **keys)
+    serve_several(pair)
+    assert strategies_of(pair) == {"in place"}
+    (told,) = [r for r in caplog.records if "not in place" in r.getMessage()]
+    assert told.levelname == ("WARNING" if asked else "INFO")
+    (source,) = pair.consumer.workers[0]._loader._peers  # type: ignore[attr-defined]
+    assert told.getMessage().startswith(f"layers 0-2 of engine {source}: a load comes strided")
+    assert (
+        "blocks are 4 tokens there and 6 here, so only whole frames of 12 come in place: "
+        "give this engine a block_size that is a multiple of 4"
+    ) in told.getMessage()
+
+
+def test_blocks_that_are_whole_frames_come_in_place_and_nothing_is_told(
+    open_one: OpenPair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvferry.connectors.pull.routes")
+    pair = open_one((small_geometry("HND", 4), small_geometry("NHD", 8)), strategy="in place")
+    serve_several(pair)
+    assert strategies_of(pair) == {"in place"}
+    assert "not in place" not in caplog.text
 
 
 def test_a_load_aborted_while_its_blocks_are_permuted_is_reported_when_that_has_ended(

@@ -26,6 +26,7 @@ from kvferry.layouts.tiles import Tiles, num_bytes
 from kvferry.topology import BoundCopies, TransferPlan
 from kvferry.topology.description import RankMemory
 from kvferry.topology.in_place import plan_repack
+from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.machine_costs import MachineCosts
 from kvferry.topology.strategies import (
     MoverTraits,
@@ -167,7 +168,7 @@ class StagedRoute(Route):
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class InPlaceRoute(Route):
     """Whole blocks into their final slots, permuted there; for requests that are whole frames."""
 
@@ -181,6 +182,11 @@ class InPlaceRoute(Route):
     """Blocks of the cache."""
     otherwise: tuple[Route, ...]
     """What moves a load that it cannot."""
+    source: str
+    """Id of the source engine."""
+    log_level: int
+    """At which the first such load is told of."""
+    _told: bool = field(default=False, init=False)
 
     def start(
         self,
@@ -191,7 +197,9 @@ class InPlaceRoute(Route):
         """See :class:`Route`."""
         if copies.span[0] == copies.span[1]:
             return None
-        if self.whole.obstacle(copies) is not None:
+        obstacle = self.whole.obstacle(copies)
+        if obstacle is not None:
+            self._tell(obstacle)
             return self._start_otherwise(copies, connections, after)
         blocks = self.whole.bind(copies)
         check_ids(self.repack, blocks.target_blocks, self.num_blocks)  # also beyond the request
@@ -207,6 +215,27 @@ class InPlaceRoute(Route):
             lambda: run_repack(
                 self.repack, self.memory.arrays(), blocks.target_blocks, self.num_blocks
             ),
+        )
+
+    def _tell(self, obstacle: str) -> None:
+        """Says, once, that not all loads come in place, and what to change."""
+        if self._told:
+            return
+        self._told = True
+        plan, frame = self.whole.plan, self.whole.frame_tokens
+        theirs, ours = plan.source.block_size, plan.target.block_size
+        remedy = (
+            f"; blocks are {theirs} tokens there and {ours} here, so only whole frames of {frame} "
+            f"come in place: give this engine a block_size that is a multiple of {theirs}"
+        )
+        logger.log(
+            self.log_level,
+            "layers %s of engine %s: a load comes %s, not in place: %s%s (later ones are not told)",
+            ranges_text(sorted({piece.layer for piece in plan.pieces})),
+            self.source,
+            self.otherwise[0].strategy,
+            obstacle,
+            remedy if frame != ours else "",
         )
 
     def _start_otherwise(
@@ -306,7 +335,9 @@ def make_routes(
         else:
             work = replace(work, in_place_obstacle="the request is no whole frames")
             otherwise = choose_strategy(work, mover, options.costs).strategy
-            return choice, (_in_place(planned, transport, memory, whole, otherwise),)
+            # Who asked for it should know; who did not has right loads, some of them slower.
+            level = logging.INFO if options.strategy is None else logging.WARNING
+            return choice, (_in_place(planned, transport, memory, whole, otherwise, level),)
     if options.strategy not in (None, choice.strategy):
         reason = choice.cost_of(options.strategy).reason
         logger.warning(
@@ -321,6 +352,7 @@ def _in_place(
     memory: TargetMemory,
     whole: WholeBlocks,
     otherwise: Strategy,
+    log_level: int,
 ) -> InPlaceRoute:
     return InPlaceRoute(
         Strategy.IN_PLACE,
@@ -331,6 +363,8 @@ def _in_place(
         plan_repack(planned.plan, planned.target_memory),
         planned.target_memory.num_blocks,
         _by_source(planned, transport, memory, otherwise),
+        planned.source,
+        log_level,
     )
 
 
