@@ -7,31 +7,20 @@ state is a fence: a peer that stalls, resumes or lies cannot write anything any 
 """
 
 import ipaddress
-import secrets
-import threading
 
 import msgspec
 import zmq
 
 from kvferry.config import parse_struct
 from kvferry.errors import ConfigError, KVFerryError
-from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
-from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.strategies import Addressing
-from kvferry.transports.base import (
-    ByteArray,
-    Peer,
-    Transfer,
-    Transport,
-    TransportOptions,
-    Waitable,
-)
-from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
-from kvferry.transports.regions import Regions, private_memory
-from kvferry.transports.tcp_reader import TcpPeer, TcpRead, TcpReader
+from kvferry.transports.base import TransportOptions
+from kvferry.transports.movers import MoverPool
+from kvferry.transports.tcp_reader import TcpReader
 from kvferry.transports.tcp_server import TcpServer
-from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES, Endpoint, decode_endpoint, encode
+from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES
+from kvferry.transports.wire import WireTransport
+from kvferry.transports.wire_reader import WireLimits
 
 
 class TcpExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,20 +49,14 @@ class TcpExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
 
 
-class TcpTransport(Transport):
+class TcpTransport(WireTransport):
     """TCP between hosts, or between processes that share no memory."""
 
     name = "tcp"
-    addressing = Addressing.PACKED
-    fences = True
     ExtraConfig = TcpExtraConfig
 
     def __init__(self, options: TransportOptions, extra: TcpExtraConfig) -> None:
-        self._host = extra.advertise_host or options.host
-        self._token = secrets.token_bytes(16)
-        self._regions = Regions()
-        self._lock = threading.Lock()
-        self._ledger = Ledger()
+        super().__init__(extra.advertise_host or options.host)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(extra.io_threads)
         try:
             self._server = TcpServer(
@@ -89,14 +72,11 @@ class TcpTransport(Transport):
         except KVFerryError:
             self._context.term()
             raise
+        self._port = self._server.port
         self._pool = MoverPool("tcp", options.threads)
-        self._reader = TcpReader(
-            self._context,
-            self._regions,
-            self._pool,
-            chunk_bytes=extra.chunk_bytes,
-            window_bytes=extra.window_bytes,
-            stall_timeout_s=options.stall_timeout_s,
+        limits = WireLimits(extra.chunk_bytes, extra.window_bytes, options.stall_timeout_s)
+        self._reader: TcpReader = TcpReader(
+            self._context, self._regions, self._ledger, self._pool, limits
         )
 
     @classmethod
@@ -122,65 +102,6 @@ class TcpTransport(Transport):
     def refused_messages(self) -> int:
         """Messages to our data port that were refused since it was opened."""
         return self._server.refused
-
-    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """See :meth:`Transport.allocate`."""
-        memory = private_memory(nbytes)
-        with self._lock:
-            return self._regions.add(memory, serve=True), memory
-
-    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """See :meth:`Transport.register`."""
-        with self._lock:
-            return self._regions.add(memory, serve=serve)
-
-    def endpoint(self) -> bytes:
-        """See :meth:`Transport.endpoint`."""
-        return encode(
-            Endpoint(
-                host=self._host,
-                port=self._server.port,
-                token=self._token,
-                regions=self._regions.served_nbytes,
-            )
-        )
-
-    def connect(self, endpoint: bytes) -> TcpPeer:
-        """Begins a connection and returns at once; where nobody is, reads fail.
-
-        Raises:
-            DecodeError: the endpoint does not decode.
-        """
-        return self._reader.connect(decode_endpoint(endpoint))
-
-    def read(
-        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
-    ) -> Transfer:
-        """See :meth:`Transport.read`."""
-        if not isinstance(peer, TcpPeer):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(
-            transfer, self._ledger, on_end=lambda state: self._reader.end(peer, read, state)
-        )
-        read = TcpRead(tiles, runs, landing)
-        if not self._ledger.enter(landing):
-            return transfer
-        if not transfer.nbytes:
-            landing.enter()
-            landing.leave(0, 0)
-        else:
-            start_after(after, landing, lambda: self._reader.start(peer, read))
-        return transfer
-
-    def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`."""
-        return self._ledger.poll()
-
-    def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
-        self._ledger.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""

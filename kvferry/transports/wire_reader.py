@@ -1,0 +1,267 @@
+"""What the reading sides of tcp and ucx share: reads that a source sends in chunks.
+
+Only the movers write the target memory, each chunk inside its transfer's fence
+(:class:`~kvferry.transports.movers.Landing`): a terminal state proves that nothing lands any more,
+whatever a peer sends late.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from kvferry.errors import KVFerryError, PeerLostError, StalledError, TransferError
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import copy_tiles
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.transports.base import ByteArray, Peer, Transfer, TransferState, Waitable
+from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.regions import Regions
+from kvferry.transports.tasks import Tasks
+from kvferry.transports.tcp_chunks import ChunkPlan, plan_chunks
+from kvferry.transports.tcp_server import MAX_READS
+from kvferry.transports.tcp_wire import (
+    CHUNK_DTYPE,
+    SOURCE_RUN_DTYPE,
+    SOURCE_TILE_DTYPE,
+    VERSION_MAX,
+    VERSION_MIN,
+    Endpoint,
+    Hello,
+    Read,
+    Refused,
+    encode_steps,
+    encode_table,
+    refused_error,
+)
+
+logger = logging.getLogger(__name__)
+
+ReadT = TypeVar("ReadT", bound="WireRead")
+PeerT = TypeVar("PeerT", bound="WirePeer[Any]")
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """How a side reads."""
+
+    chunk_bytes: int
+    """Bytes per message of a read."""
+    window_bytes: int
+    """Bytes on their way to us at most, per connection."""
+    stall_timeout_s: float
+    """Seconds without progress after which a read fails as stalled."""
+
+    @property
+    def tick_s(self) -> float:
+        """Seconds between two looks for reads that have stalled."""
+        return min(1.0, max(0.02, self.stall_timeout_s / 8))
+
+
+@dataclass(slots=True, eq=False)
+class WireRead:
+    """One read: its fence and its tables."""
+
+    tiles: Tiles
+    runs: Runs
+    landing: Landing
+    number: int = -1
+    """The id under which the server knows it; -1 until it was sent."""
+    plan: ChunkPlan | None = None
+
+
+class WirePeer(Peer, Generic[ReadT]):
+    """A connection to one serving rank. All but ``close`` and ``take`` belongs to one thread."""
+
+    def __init__(self, endpoint: Endpoint, reader: "WireReader[Any, ReadT]") -> None:
+        self.endpoint = endpoint
+        self.region_bytes = endpoint.regions
+        """By region id; 0 where nothing is served."""
+        self.reads: dict[int, ReadT] = {}
+        """Reads that the server knows."""
+        self.waiting: deque[ReadT] = deque()
+        """Reads kept back: the server takes :data:`MAX_READS` at a time."""
+        self.next_number = 0
+        self.progressed = time.monotonic()
+        """When anything last came from it."""
+        self.lost: KVFerryError | None = None
+        """Why it is gone, once it is."""
+        self._reader = reader
+
+    @property
+    def address(self) -> str:
+        """For messages."""
+        return f"{self.endpoint.host}:{self.endpoint.port}"
+
+    def close(self) -> None:
+        """See :meth:`Peer.close`. Returns at once; the reads end in ``poll``."""
+        error = PeerLostError(f"the connection to {self.address} was closed on this side")
+        self._reader.tasks.post(lambda: self._reader.lose(self, error))
+
+    def take(self, nbytes: int) -> None:
+        """A chunk was unpacked or dropped; any thread."""
+
+
+class WireReader(ABC, Generic[PeerT, ReadT]):
+    """Owns the connections to serving ranks. All but ``read`` belongs to one thread."""
+
+    peer_class: type[PeerT]
+    read_class: type[ReadT]
+
+    def __init__(
+        self, regions: Regions, ledger: Ledger, pool: MoverPool, limits: WireLimits
+    ) -> None:
+        self.tasks = Tasks()
+        """For its thread."""
+        self._regions = regions
+        self._ledger = ledger
+        self._pool = pool
+        self._limits = limits
+        self._peers: list[PeerT] = []
+
+    @abstractmethod
+    def connect(self, endpoint: Endpoint) -> PeerT:
+        """A connection to a serving rank; returns at once, and may be called by any thread.
+
+        Raises:
+            PeerLostError, HostError: it cannot be begun.
+        """
+
+    @abstractmethod
+    def _send_read(self, peer: PeerT, read: ReadT, message: Read) -> None:
+        """Asks for a read that has its plan and its number; loses the peer if that fails."""
+
+    @abstractmethod
+    def _forget(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
+        """Drops a read that has ended and tells the server; loses the peer if that fails."""
+
+    @abstractmethod
+    def _disconnect(self, peer: PeerT) -> None:
+        """Lets go of the connection of a peer that is lost; its reads fail afterwards."""
+
+    def read(self, peer: Peer, tiles: Tiles, runs: Runs, after: Waitable | None) -> Transfer:
+        """See :meth:`Transport.read`; any thread."""
+        if not isinstance(peer, self.peer_class):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        landing = Landing(
+            transfer,
+            self._ledger,
+            on_end=lambda state: self.tasks.post(lambda: self._end(peer, read, state)),
+        )
+        read = self.read_class(tiles, runs, landing)
+        if not self._ledger.enter(landing):
+            return transfer
+        if not transfer.nbytes:
+            landing.enter()
+            landing.leave(0, 0)
+        else:
+            start_after(after, landing, lambda: self.tasks.post(lambda: self._start(peer, read)))
+        return transfer
+
+    def lose(self, peer: PeerT, error: KVFerryError) -> None:
+        """Fails everything that runs on the connection, and ends it."""
+        if peer.lost is not None:
+            return
+        peer.lost = error
+        self._disconnect(peer)
+        reads = [*peer.reads.values(), *peer.waiting]
+        peer.reads.clear()
+        peer.waiting.clear()
+        for read in reads:
+            read.landing.fail(error)
+
+    def lose_all(self) -> None:
+        """Ends the connections."""
+        for peer in list(self._peers):
+            self.lose(peer, PeerLostError("the transport was closed"))
+
+    def fail_stalled(self, now: float) -> None:
+        """Fails the reads of peers that have sent nothing for too long."""
+        for peer in list(self._peers):
+            for read in [*peer.reads.values(), *peer.waiting]:
+                # A read that waits for its turn behind others of this peer is not stalled.
+                since = now - max(peer.progressed, read.landing.transfer.progressed)
+                if since > self._limits.stall_timeout_s:
+                    read.landing.fail(
+                        StalledError(
+                            f"{peer.address} has sent nothing for {since:.1f} s "
+                            f"(stall_timeout_s: {self._limits.stall_timeout_s})"
+                        )
+                    )
+
+    def _start(self, peer: PeerT, read: ReadT) -> None:
+        if peer.lost is not None:
+            read.landing.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
+        elif len(peer.reads) >= MAX_READS:
+            peer.waiting.append(read)
+        elif not read.landing.stopped:
+            self._request(peer, read)
+
+    def _request(self, peer: PeerT, read: ReadT) -> None:
+        try:
+            plan = plan_chunks(read.tiles, read.runs, self._limits.chunk_bytes)
+            message = self._message(peer, plan)
+        except Exception as error:  # of ours or a bug of ours: this read ends, the others go on
+            if not isinstance(error, KVFerryError):
+                logger.exception("a read cannot be planned")
+                error = TransferError(f"the read cannot be planned: {error!r}")
+            read.landing.fail(error)
+            return
+        read.plan, read.number = plan, peer.next_number
+        read.landing.transfer.progressed = time.monotonic()
+        peer.reads[read.number] = read
+        peer.next_number += 1
+        self._send_read(peer, read, message)
+
+    def _message(self, peer: PeerT, plan: ChunkPlan) -> Read:
+        """What asks for the peer's next read."""
+        return Read(
+            peer.next_number,
+            encode_table(plan.tiles, SOURCE_TILE_DTYPE),
+            encode_table(plan.runs, SOURCE_RUN_DTYPE),
+            encode_table(plan.chunks, CHUNK_DTYPE),
+            encode_steps(plan.runs),
+        )
+
+    def _end(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
+        """A read has ended; its place at the server is free."""
+        if peer.lost is not None:
+            return
+        self._forget(peer, read, state)
+        while peer.waiting and len(peer.reads) < MAX_READS and peer.lost is None:
+            self._start(peer, peer.waiting.popleft())
+
+    def _hello(self, peer: PeerT) -> Hello:
+        return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX, self._limits.window_bytes)
+
+    def _refused(self, peer: PeerT, message: Refused) -> None:
+        if message.transfer is None:
+            self.lose(peer, PeerLostError(f"{peer.address} ended the connection: {message.reason}"))
+        elif message.transfer in peer.reads:
+            peer.reads.pop(message.transfer).landing.fail(refused_error(message, peer.address))
+
+    def _unpack(self, peer: PeerT, read: ReadT, chunk: int, buffer: memoryview | ByteArray) -> None:
+        """Puts one chunk in place, on a mover."""
+        data = np.frombuffer(buffer, dtype=np.uint8)
+        assert read.plan is not None
+        if not read.landing.enter():
+            peer.take(data.nbytes)
+            return
+        nbytes, segments = 0, 0
+        try:
+            segments = copy_tiles(
+                [data.ctypes.data], self._regions.addresses, *read.plan.unpack(chunk)
+            )
+            nbytes = data.nbytes
+        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+            logger.exception("unpacking failed")
+            read.landing.fail(TransferError(f"unpacking failed: {error!r}"))
+        finally:
+            peer.take(data.nbytes)  # first, so that the end of the read reports all of it
+            read.landing.leave(nbytes, segments)
