@@ -22,7 +22,7 @@ from kvferry.connectors.pull.staged_reads import StagedRead
 from kvferry.layouts.postprocess import run_repack
 from kvferry.layouts.repack import Repack, check_ids
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, stage
-from kvferry.layouts.tiles import Tiles, num_bytes
+from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.topology import BoundCopies, TransferPlan
 from kvferry.topology.description import RankMemory
 from kvferry.topology.in_place import plan_repack
@@ -74,8 +74,8 @@ class Route(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PlainRoute(Route):
-    """The transport puts the cells where they belong."""
+class SourceRoute(Route):
+    """What one source rank holds."""
 
     strategy: Strategy
     source_ranks: tuple[int, ...]
@@ -93,17 +93,27 @@ class PlainRoute(Route):
         runs = copies.runs_of(rank)
         if not len(runs):
             return None  # all that moves lies behind the window, or on other ranks
-        return PlainRead(self.transport, connections[rank], self.tiles, runs, after)
+        return self.read(connections[rank], runs, after)
+
+    @abstractmethod
+    def read(self, peer: Peer, runs: Runs, after: Waitable | None) -> Read:
+        """Starts to move tiles × runs; see :meth:`Route.start`."""
+
+
+class PlainRoute(SourceRoute):
+    """The transport puts the cells where they belong."""
+
+    __slots__ = ()
+
+    def read(self, peer: Peer, runs: Runs, after: Waitable | None) -> Read:
+        """See :class:`SourceRoute`."""
+        return PlainRead(self.transport, peer, self.tiles, runs, after)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagedRoute(Route):
+class StagedRoute(SourceRoute):
     """Dense chunks through staging memory; for every transport and every pair."""
 
-    strategy: Strategy
-    source_ranks: tuple[int, ...]
-    transport: Transport
-    tiles: Tiles
     source: str
     """Id of the source engine."""
     memory: TargetMemory
@@ -143,22 +153,13 @@ class StagedRoute(Route):
             min(WIRE_CHUNK_BYTES, max(memory.staging.nbytes // CHUNKS_AT_ONCE, 1)),
         )
 
-    def start(
-        self,
-        copies: BoundCopies,
-        connections: Mapping[int, Peer],
-        after: Waitable | None,
-    ) -> Read | None:
-        """See :class:`Route`."""
-        (rank,) = self.source_ranks
-        runs = copies.runs_of(rank)
-        if not len(runs):
-            return None
+    def read(self, peer: Peer, runs: Runs, after: Waitable | None) -> Read:
+        """See :class:`SourceRoute`."""
         chunks = stage(self.tiles, runs, self.chunk_bytes, target_itemsize=self.target_itemsize)
         nbytes = num_bytes(self.tiles, runs)
         return StagedRead(
             self.transport,
-            connections[rank],
+            peer,
             self.source,
             self.memory,
             chunks,
