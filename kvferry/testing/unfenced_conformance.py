@@ -17,18 +17,18 @@ import threading
 import time
 from typing import ClassVar
 
-import pytest
-
 from kvferry.errors import CancelledError, KVFerryError, PeerLostError, TransferError
 from kvferry.testing.transport_cases import large_case
-from kvferry.testing.transport_conformance import LARGE, SMALL, Scene, TransportConformance
+from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess
+from kvferry.testing.transport_scene import LARGE, SMALL, Scene
 from kvferry.transports.base import Transfer, TransferState, Transport
 
 
 class UnfencedTransportConformance(TransportConformance):
     """What a transport with ``fences = False`` must do."""
 
+    stopped_errors = (TransferError,)
     doubt_s: ClassVar[float] = 3.0
     """How long a read may be looked at that need not end."""
 
@@ -42,22 +42,17 @@ class UnfencedTransportConformance(TransportConformance):
         assert not transfer.is_terminal, "terminal, and not reported"
         return False
 
-    def judge(self, scene: Scene, transfer: Transfer, over: bool, *errors: type) -> None:
-        """Whatever became of a disturbed read, its state tells no lie.
+    def wait_for_bytes(self, transfer: Transfer) -> None:
+        """Not at all: they may be counted only when all are there."""
 
-        Args:
-            scene: where it reads to.
-            transfer: the read.
-            over: whether it was reported as terminal.
-            errors: what it may have failed with, beside one of ``TransferError``'s own kind.
-        """
-        if not over:
-            self.assert_guards_untouched(scene)
-        elif transfer.state is TransferState.DONE:
-            scene.assert_exact()
+    def judge(
+        self, scene: Scene, transfer: Transfer, over: bool, *errors: type[KVFerryError]
+    ) -> None:
+        """One that is not over may land in the target still, and nowhere else."""
+        if over:
+            super().judge(scene, transfer, over, *errors)
         else:
-            assert isinstance(transfer.error, errors), repr(transfer.error)
-            self.assert_nothing_lands(scene)
+            self.assert_guards_untouched(scene)
 
     def assert_guards_untouched(self, scene: Scene) -> None:
         """What may still land lands in the target and nowhere else."""
@@ -97,68 +92,6 @@ class UnfencedTransportConformance(TransportConformance):
             scene.peer = local.connect(endpoint)
             transfer = scene.read()
             self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
-
-    def test_a_peer_killed_during_a_read_fails_it_as_lost(
-        self, local: Transport, fresh_peer: PeerProcess
-    ) -> None:
-        """Or the read is never over, or it was quicker than the kill."""
-        scene = self.scene(local, fresh_peer, large_case(LARGE))
-        transfer = scene.read()
-        fresh_peer.kill()
-        self.judge(scene, transfer, self.watch(local, transfer), PeerLostError)
-
-    @pytest.mark.parametrize("when", ["before", "during"])
-    def test_a_peer_that_stops_and_resumes_lands_nothing_late(
-        self, local: Transport, fresh_peer: PeerProcess, when: str
-    ) -> None:
-        """Nothing but the target changes, and that not once the read is terminal.
-
-        The read is given up while the peer is stopped; what it does when the peer goes on is its
-        own matter until it is terminal. The peer serves new reads then.
-        """
-        scene = self.scene(local, fresh_peer, large_case(LARGE))
-        self.wait(local, scene.read())
-        scene.refill()
-        if when == "before":
-            fresh_peer.suspend()
-        transfer = scene.read()
-        if when == "during":
-            fresh_peer.suspend()
-        over = self.watch(local, transfer)
-        if not over:
-            local.cancel(transfer)
-            over = self.watch(local, transfer)
-        if over:
-            self.judge(scene, transfer, over, TransferError)
-            scene.refill()
-        fresh_peer.resume()
-        if over:
-            time.sleep(self.settle_s)
-            scene.assert_untouched()
-        else:
-            self.judge(scene, transfer, self.watch(local, transfer), TransferError)
-        again = self.scene(local, fresh_peer, large_case(SMALL))
-        transfer = again.read()
-        self.wait(local, transfer)
-        assert transfer.state is TransferState.DONE, transfer.error
-        again.assert_exact()
-
-    def test_a_stopped_peer_holds_up_no_other(
-        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
-    ) -> None:
-        """Reads from a healthy peer go on meanwhile."""
-        stopped = self.scene(local, fresh_peer, large_case(SMALL))
-        healthy = self.scene(local, healthy_peer, large_case(SMALL))
-        fresh_peer.suspend()
-        stuck = [stopped.read() for _ in range(4)]
-        for _ in range(5):
-            transfer = healthy.read()
-            self.wait(local, transfer)
-            assert transfer.state is TransferState.DONE, transfer.error
-            healthy.assert_exact()
-        for transfer in stuck:
-            local.cancel(transfer)
-        fresh_peer.resume()
 
     def test_closing_a_connection_fails_its_reads_as_lost(
         self, local: Transport, healthy_peer: PeerProcess

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.errors import ConfigError, DecodeError, KVFerryError, PeerLostError, TransferError
 from kvferry.testing.transport_cases import large_case
-from kvferry.testing.transport_conformance import LARGE, SMALL
 from kvferry.testing.transport_peer import PeerProcess, pattern
+from kvferry.testing.transport_scene import LARGE, SMALL
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 from kvferry.transports import nixl, nixl_agents
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions

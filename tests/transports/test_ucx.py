@@ -17,7 +17,8 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.testing.transport_cases import large_case
-from kvferry.testing.transport_conformance import SMALL, TransportConformance
+from kvferry.testing.transport_conformance import TransportConformance
+from kvferry.testing.transport_scene import SMALL
 from kvferry.transports.base import Transfer, TransferState, TransportOptions
 from kvferry.transports.tcp_wire import Hello, decode_endpoint, encode
 from kvferry.transports.ucx import UcxTransport
