@@ -15,5 +15,6 @@ module              what is in it
 ``gpu``             tests and benchmarks that need a GPU, in one go
 ``figures``         medians, ratios, goals
 ``report``, ``plot``  table, JSON, Markdown and picture
+``tables``          how the smaller benchmarks show and write theirs
 ==================  ============================================================
 """

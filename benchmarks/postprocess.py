@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import tables
 from benchmarks.machine import Machine
 from kvferry.layouts import (
     kv_postprocess_blksize_and_layout_on_receive,
@@ -257,27 +257,18 @@ def _time(work: Callable[[], object], device: str) -> float:
 
 def show(results: PostprocessResults, console: Console) -> None:
     """Prints a table, and what was missed."""
-    table = Table(title=f"Postprocessor, {results.device_name}, GB/s")
-    header, *rows = cells(results)
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index == 0 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-    for line in missed(results):
-        console.print(line, highlight=False, markup=False)
+    title = f"Postprocessor, {results.device_name}, GB/s"
+    tables.show(console, title, cells(results), missed(results))
 
 
 def write(results: PostprocessResults, folder: Path, name: str = "postprocess") -> None:
     """Writes ``<name>.json`` and ``<NAME>.md`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / f"{name}.json").write_bytes(encoded + b"\n")
-    (folder / f"{name.upper()}.md").write_text(markdown(results))
+    tables.write(folder, name, results, markdown(results))
 
 
 def cells(results: PostprocessResults) -> Iterator[tuple[str, ...]]:
     """The table, its header first."""
+    passes, copy = GOALS[results.device]
     workers = "threads" if results.device == "cpu" else "requests"
     yield ("case", workers, "MB", *CONTENDERS, "times three passes", "of the copy")
     for row in results.rows:
@@ -287,14 +278,8 @@ def cells(results: PostprocessResults) -> Iterator[tuple[str, ...]]:
             str(count),
             f"{row.case.nbytes / 1e6:,.0f}",
             *(f"{row.gbps(name):.3g}" for name in CONTENDERS),
-            *(
-                f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f}) ≥ {goal:g}"
-                for each, goal in zip(
-                    (row.ratios("three passes"), row.ratios("copy")),
-                    GOALS[results.device],
-                    strict=True,
-                )
-            ),
+            tables.ratio_cell(row.ratios("three passes"), passes),
+            tables.ratio_cell(row.ratios("copy"), copy),
         )
 
 
@@ -323,29 +308,17 @@ def missed(results: PostprocessResults) -> list[str]:
 def markdown(results: PostprocessResults) -> str:
     """The page for people."""
     machine = results.machine
-    header, *rows = cells(results)
-    made = (
+    return tables.page(
+        f"The postprocessor on {results.device_name}",
         f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores, "
         f"Linux {machine.kernel}, Python {machine.python}, torch {machine.versions['torch']}. "
-        f"{results.rounds} rounds. Load average {machine.load_before} before."
+        f"{results.rounds} rounds. Load average {machine.load_before} before.",
+        _caveats(results),
+        cells(results),
+        tables.bullets(_method(results)),
+        missed(results),
+        quick=results.quick,
     )
-    lines = [
-        f"# The postprocessor on {results.device_name}",
-        "",
-        made,
-        "",
-        *(f"**{caveat}**\n" for caveat in _caveats(results)),
-        "| " + " | ".join(header) + " |",
-        "| --- |" + " ---: |" * (len(header) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
-        "",
-        *(f"- {line}" for line in _method(results)),
-        "",
-        "## Goals",
-        "",
-        *(f"- {line}" for line in missed(results) or [_met(results)]),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def _caveats(results: PostprocessResults) -> Iterator[str]:
@@ -374,7 +347,3 @@ def _method(results: PostprocessResults) -> Iterator[str]:
         "Before the rounds the results of both ways are compared bit by bit. All take turns, and "
         "who begins goes round."
     )
-
-
-def _met(results: PostprocessResults) -> str:
-    return "Not judged: this was a quick run." if results.quick else "All are met."

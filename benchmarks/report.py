@@ -7,6 +7,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import tables
 from benchmarks.binding import BindResult
 from benchmarks.cases import CacheShape, Case
 from benchmarks.confirm import ConfirmResult
@@ -77,10 +78,7 @@ def show(results: Results, console: Console) -> None:
 
 def write(results: Results, folder: Path) -> None:
     """Writes ``transport.json`` and ``RESULTS.md`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "transport.json").write_bytes(encoded + b"\n")
-    (folder / "RESULTS.md").write_text(markdown(results))
+    tables.write(folder, "transport", results, markdown(results), "RESULTS")
 
 
 def missed(results: Results) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from benchmarks import tables
 from benchmarks.machine import Machine
 from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS
 from benchmarks.vllm_pair.rounds import MEASURES, Row
@@ -61,10 +62,7 @@ def show(results: PairResults, console: Console) -> None:
 
 def write(results: PairResults, folder: Path) -> None:
     """Writes ``vllm.json``, ``VLLM.md`` and ``vllm.png`` into ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "vllm.json").write_bytes(encoded + b"\n")
-    (folder / "VLLM.md").write_text(markdown(results))
+    tables.write(folder, "vllm", results, markdown(results))
     if results.rows:
         _plot(results, folder / "vllm.png")
 
