@@ -109,6 +109,15 @@ class RequestView(Protocol):
     def prompt_token_ids(self) -> Sequence[int]:
         """The prompt."""
 
+    def content_keys(self, num_tokens: int) -> Mapping[str, str]:
+        """What else than the token ids decides the KV of the first ``num_tokens`` tokens.
+
+        A part (``lora``, ``multimodal``, ``prompt_embeds``, ...) → a short text, never empty, that
+        another engine has for a request exactly if its KV is the same: names and digests, no ids
+        of this process. Empty where the token ids say all. What keeps the caches of equal requests
+        apart (a salt) is no part of it.
+        """
+
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in this engine's cache."""

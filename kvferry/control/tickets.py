@@ -23,7 +23,7 @@ import msgspec
 from kvferry.control.messages import decode_with
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
 
-TICKET_VERSION = 1
+TICKET_VERSION = 2
 """The version that this release writes and reads."""
 MAX_TICKET_CHARS = 1 << 20
 """Characters of the longest ticket that is looked at."""
@@ -31,6 +31,9 @@ MIN_KEY_BYTES = 16
 """Bytes of the shortest key."""
 
 _DOMAIN = b"kvferry ticket\n"  # so that a MAC made for something else under the key is no ticket
+
+MAX_CONTENT_PARTS = 16
+"""Parts that a ticket's ``content`` has at most."""
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -68,6 +71,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: tuple[Count, ...] = ()
     """For each KV cache group, a token before which its blocks hold nothing, though the one in
     which it lies is not null: so after a load of a window. Empty if there is none."""
+    content: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_CONTENT_PARTS)] = {}
+    """What else than its tokens decides this KV: part (``lora``, ``multimodal``, ...) → a text
+    that tells it from others of its kind. Empty where the tokens alone do."""
 
     @property
     def address(self) -> str:

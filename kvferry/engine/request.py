@@ -2,7 +2,7 @@
 
 import enum
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +119,10 @@ class EngineRequest(Request):
     def finished_cleanly(self) -> bool:
         """Whether it ended by stop or by length, not by abort or error."""
         return self._status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH)
+
+    def content_keys(self, num_tokens: int) -> Mapping[str, str]:
+        """Nothing: this engine has neither adapters nor inputs that are not tokens."""
+        return {}
 
     @property
     def num_remaining_tokens(self) -> int:

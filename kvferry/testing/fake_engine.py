@@ -126,14 +126,17 @@ class FakeEngine:
         params: dict[str, Any] | None = None,
         *,
         local_blocks: int = 0,
+        content: Mapping[str, str] | None = None,
     ) -> FakeRequest:
-        """Takes a request in; ``local_blocks`` times :attr:`block_size` tokens are a local hit.
+        """Takes a request in; ``local_blocks`` times :attr:`block_size` tokens are a local hit,
+        ``content`` is what else decides its KV.
 
         Raises:
             KVFerryError: the connector refuses its params.
         """
         local_tokens = local_blocks * self.block_size
         request = FakeRequest(request_id, tuple(prompt), params, local_tokens)
+        request.content = content or {}
         assert local_tokens < request.num_tokens, "a hit leaves one token to compute"
         self.scheduler.on_new_request(request)
         self._aggregator.forget(request_id)

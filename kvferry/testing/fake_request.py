@@ -1,7 +1,7 @@
 """What a connector sees of the fake engine: its requests and its steps."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class FakeRequest:
     """What ``request_finished`` returned."""
     started: bool = False
     """Whether a step with its tokens has been scheduled."""
+    content: Mapping[str, str] = field(default_factory=dict)
+    """What :meth:`content_keys` answers, whatever the tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -54,6 +56,10 @@ class FakeRequest:
     def finished_cleanly(self) -> bool:
         """Whether it ended by length."""
         return self.finish_reason == "length"
+
+    def content_keys(self, num_tokens: int) -> Mapping[str, str]:
+        """What else than its tokens decides its KV."""
+        return self.content
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         """The block tables, as the connector sees them."""

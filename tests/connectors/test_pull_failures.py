@@ -1,5 +1,6 @@
 """What goes wrong around the PullConnector ends in right cells or in one clear error."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -189,6 +190,74 @@ def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
     with pytest.raises(TicketError, match="begins with other tokens"):
         pair.decode(sources[0])
     served(pair, "next")
+
+
+LORA = {"lora": "sql 1f"}
+BOTH = {"lora": "sql 1f", "multimodal": "1 inputs aa"}
+
+
+def prefill_with(pair: Pair, content: dict[str, str]) -> FakeRequest:
+    """A prompt of 21 tokens that more than its tokens decides the KV of."""
+    params = {"do_remote_decode": True}
+    source = pair.producer.add("r", range(1, 22), params, content=content)
+    pair.run(lambda: source.stage is Stage.FINISHED, "the prompt to be computed")
+    return source
+
+
+@pytest.mark.parametrize("content", [{}, LORA, BOTH], ids=repr)
+def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str, str]) -> None:
+    source = prefill_with(pair, content)
+    prompt = (*source.prompt_token_ids, *source.output_token_ids)
+    request = pair.consumer.add("r", prompt, source.response_params, content=content)
+    pair.finish(request)
+    assert not request.failed
+    assert request.external_tokens == 21
+    pair.settle()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "differing"),
+    [
+        (LORA, {}, "(lora: prefill had sql 1f, here it is none)"),
+        ({}, LORA, "(lora: prefill had none, here it is sql 1f)"),
+        (LORA, {"lora": "sql 2e"}, "(lora: prefill had sql 1f, here it is sql 2e)"),
+        (BOTH, LORA, "(multimodal: prefill had 1 inputs aa, here it is none)"),
+        (
+            BOTH,
+            {"lora": "chat 77", "multimodal": "1 inputs bb"},
+            "(lora: prefill had sql 1f, here it is chat 77; "
+            "multimodal: prefill had 1 inputs aa, here it is 1 inputs bb)",
+        ),
+    ],
+)
+def test_equal_tokens_of_other_content_are_refused_with_every_part(
+    pair: Pair, theirs: dict[str, str], ours: dict[str, str], differing: str
+) -> None:
+    source = prefill_with(pair, theirs)
+    prompt = (*source.prompt_token_ids, *source.output_token_ids)
+    with pytest.raises(TicketError, match=re.escape(differing)) as refused:
+        pair.consumer.add("r", prompt, source.response_params, content=ours)
+    assert "send both engines the same request" in str(refused.value)
+    # The ticket is not spent: the right request may still come.
+    request = pair.consumer.add("r", prompt, source.response_params, content=theirs)
+    pair.finish(request)
+    assert request.external_tokens == 21
+    pair.settle()
+
+
+def test_content_is_asked_for_the_tokens_of_the_ticket_on_both_sides(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def content_keys(request: FakeRequest, num_tokens: int) -> dict[str, str]:
+        asked.append(num_tokens)
+        return {}
+
+    monkeypatch.setattr(FakeRequest, "content_keys", content_keys)
+    request = pair.decode(pair.prefill("r", 21))
+    pair.finish(request)
+    assert asked == [21, 21]
 
 
 def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.control.tickets import (
+    MAX_CONTENT_PARTS,
     MAX_TICKET_CHARS,
     SeenTickets,
     Ticket,
@@ -50,6 +51,7 @@ tickets = st.builds(
     lease_duration_s=st.floats(0.001, 1e6),
     tp=st.integers(1, 64),
     pp=st.integers(1, 64),
+    content=st.dictionaries(names, names, max_size=3),
 )
 
 
@@ -152,10 +154,19 @@ def test_a_well_signed_ticket_with_a_wild_field_is_read_or_refused(field, value)
 
 
 def test_a_ticket_of_another_version_is_named_so_even_if_its_schema_changed():
-    for version in (0, 2, -1, 1 << 60):
+    for version in (0, 1, 3, -1, 1 << 60):
         text = text_of({"version": version, "who": "knows"}, KEY)
         with pytest.raises(TicketError, match=f"version: the ticket has {version}"):
             verify(text, KEY)
+
+
+def test_a_ticket_of_endless_content_is_refused():
+    parts = {f"part {number}": "x" for number in range(MAX_CONTENT_PARTS + 1)}
+    values = msgspec.structs.asdict(TICKET)
+    with pytest.raises(TicketError, match="content"):
+        verify(text_of(values | {"content": parts}, KEY), KEY)
+    with pytest.raises(TicketError, match="content"):
+        verify(text_of(values | {"content": {"lora": "x" * 1025}}, KEY), KEY)
 
 
 def test_fields_that_a_newer_release_adds_are_ignored():

@@ -23,11 +23,12 @@ class TicketGate:
         """The ticket of a request, verified, fitting, and from now on the request's own.
 
         Raises:
-            TicketError: forged, malformed, used before, for another prompt, or it names no
-                address, or one that is none of our ``peers``.
+            TicketError: forged, malformed, used before, for another prompt, for another adapter
+                or other inputs, or it names no address, or one that is none of our ``peers``.
         """
         ticket = self._verified(text)
         _check_prompt(ticket, request)
+        _check_content(ticket, request)
         self._seen.claim(ticket.lease_id, request.request_id)
         return ticket
 
@@ -76,4 +77,25 @@ def _check_prompt(ticket: Ticket, request: RequestView) -> None:
             f"ticket: it is for the prompt of request {ticket.request_id!r}, and request "
             f"{request.request_id!r} begins with other tokens; forward each response's "
             "kv_transfer_params with its own prompt"
+        )
+
+
+def _check_content(ticket: Ticket, request: RequestView) -> None:
+    """Refuses KV of equal tokens that another adapter, image or embedding went into.
+
+    Raises:
+        TicketError: a part differs, or only one of the two has it.
+    """
+    theirs, own = ticket.content, request.content_keys(ticket.num_tokens)
+    differing = [
+        f"{part}: prefill had {theirs.get(part, 'none')}, here it is {own.get(part, 'none')}"
+        for part in sorted(theirs.keys() | own.keys())
+        if theirs.get(part) != own.get(part)
+    ]
+    if differing:
+        raise TicketError(
+            f"ticket: it is for request {ticket.request_id!r}, and the KV of request "
+            f"{request.request_id!r} is another though its tokens are equal ("
+            f"{'; '.join(differing)}); send both engines the same request, and serve the same "
+            "adapters and the same input processing on both"
         )

@@ -343,6 +343,7 @@ class PullScheduler(SchedulerConnector):
                 tp=parallel.tp,
                 pp=parallel.pp,
                 first_tokens=first_tokens if any(first_tokens) else (),
+                content=dict(request.content_keys(num_tokens)),
             )
         )
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -88,16 +90,55 @@ def of_all_stages(value: T) -> list[T]:
 def drop_last_prompt_token(request: Any) -> None:
     """Makes a new request one of all tokens but its last, and of one token to generate.
 
-    Not where it has a single token, came as embeddings, or asks for the prompt's log-probabilities.
+    Not where it has a single token, or asks for the prompt's log-probabilities.
     """
-    if request.num_prompt_tokens < 2 or request.prompt_token_ids is None:
+    if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
         return
-    if request.get_skip_reading_prefix_cache():
-        return
-    del request.prompt_token_ids[-1]
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1]
+    if request.prompt_embeds is not None:
+        request.prompt_embeds = request.prompt_embeds[:-1]
+    if request.prompt_is_token_ids is not None:
+        del request.prompt_is_token_ids[-1]
     del request._all_token_ids[-1]  # noqa: SLF001 (there is no other way to its copy of them)
     request.num_prompt_tokens -= 1
     request.max_tokens = 1
+
+
+def adapter_of(request: Any) -> tuple[str, str] | None:
+    """Name and path of the LoRA adapter that a request runs with."""
+    lora = request.lora_request
+    return None if lora is None else (str(lora.lora_name), str(lora.lora_path))
+
+
+def inputs_of(request: Any) -> list[tuple[str, int, int]]:
+    """Identifier, first placeholder and number of placeholders of each multimodal input."""
+    return [
+        (str(feature.identifier), feature.mm_position.offset, feature.mm_position.length)
+        for feature in request.mm_features
+    ]
+
+
+def embeddings_of(request: Any, num_tokens: int) -> tuple[torch.Tensor, list[bool]] | None:
+    """The embeddings of the first tokens, and which of these are tokens all the same.
+
+    The list is empty where none is. ``None`` for a prompt of tokens.
+    """
+    if request.prompt_embeds is None:
+        return None
+    return request.prompt_embeds[:num_tokens], (request.prompt_is_token_ids or [])[:num_tokens]
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The elements of a tensor on the host, copied only where they do not lie in a row."""
+    found: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
+    return found
+
+
+def adapter_folder(path: str) -> Path | None:
+    """The folder with a LoRA adapter's files; ``None`` where they are nowhere on this machine."""
+    folder = Path(path).expanduser()
+    return folder if folder.exists() else _downloaded(path, None)
 
 
 # ---- KV cache ----------------------------------------------------------------------------------
@@ -213,16 +254,14 @@ def write_cpu_block(
 def weights_folder(model_config: Any) -> Path | None:
     """The folder with the model's files; ``None`` where they are nowhere on this machine."""
     path = Path(model_config.model)
-    if path.exists():
-        return path
+    return path if path.exists() else _downloaded(model_config.model, model_config.revision)
+
+
+def _downloaded(name: str, revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                model_config.model, revision=model_config.revision, local_files_only=True
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except Exception:  # whatever it raises, it means that the files are not here
         return None
 

@@ -16,7 +16,8 @@ class VllmConnectorConfig(PullConfig, frozen=True, kw_only=True):
     """Transports that move memory which vLLM owns, best first."""
     weights_check: WeightsCheck = "sample"
     """How two checkpoints are told apart: by three slices of every tensor, by every byte (reads
-    all weights once more at start), or by the model's config alone."""
+    all weights once more at start), or by the model's config alone. So are two LoRA adapters of
+    one name."""
 
 
 def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorConfig]:

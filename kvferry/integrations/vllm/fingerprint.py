@@ -113,12 +113,12 @@ def weights_digest(model_config: Any, load_format: object, check: WeightsCheck) 
             )
         return _digest_of({"model": str(model_config.model), "revision": model_config.revision})
     try:
-        return digest_of_files(_weight_files(folder), full=check == "full")
+        return digest_of_files(weight_files(folder), full=check == "full")
     except OSError as error:
         raise ConfigError(f"weights_check: {folder} cannot be read: {error}") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """The files of the first format that there is: a folder may hold the same weights in two."""
     if folder.is_file():
         return [folder]

@@ -12,6 +12,7 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import transfer_config
+from kvferry.integrations.vllm.content import Adapters
 from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
@@ -53,6 +54,7 @@ class SchedulerHalf:
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
         self._stats: LoadStats | None = None
+        self._adapters = Adapters(self._extra.weights_check)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See vLLM; it comes before :meth:`open`."""
@@ -120,7 +122,7 @@ class SchedulerHalf:
         to abort it, so that the prefill engine's blocks are freed.
         """
         if request.abort_immediately:
-            self.pull.on_rejected_request(RequestView(request))
+            self.pull.on_rejected_request(self._view(request))
             return
         params = request.kv_transfer_params or {}
         is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
@@ -130,7 +132,7 @@ class SchedulerHalf:
             # is kept, decode's prompt is longer by one.)
             compat.drop_last_prompt_token(request)
         try:
-            self.pull.on_new_request(RequestView(request))
+            self.pull.on_new_request(self._view(request))
         except KVFerryError as error:
             self._refuse(request.request_id, error)
 
@@ -141,12 +143,15 @@ class SchedulerHalf:
         if request.request_id not in self._refused:
             try:
                 return self.pull.get_num_new_matched_tokens(
-                    RequestView(request), num_computed_tokens
+                    self._view(request), num_computed_tokens
                 )
             except KVFerryError as error:
                 self._refuse(request.request_id, error)
         tokens = request.num_tokens - 1 - num_computed_tokens
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
+
+    def _view(self, request: Any) -> RequestView:
+        return RequestView(request, self._adapters)
 
     def _refuse(self, request_id: str, error: KVFerryError) -> None:
         logger.error(
@@ -166,7 +171,7 @@ class SchedulerHalf:
         refused = self._refused.pop(request.request_id, None)
         if refused is not None and num_external_tokens:
             self._refused_now.append(request.request_id)
-        view = RequestView(request)
+        view = self._view(request)
         self.pull.update_state_after_alloc(
             view,
             BlocksView(blocks, self._groups),
@@ -196,7 +201,7 @@ class SchedulerHalf:
         """See :meth:`PullScheduler.request_finished`."""
         self._refused.pop(request.request_id, None)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
-        return self.pull.request_finished(RequestView(request), tables)
+        return self.pull.request_finished(self._view(request), tables)
 
     # ---- every step ---------------------------------------------------------------------------
 

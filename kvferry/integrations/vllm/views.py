@@ -1,10 +1,11 @@
 """vLLM's requests and blocks in the shape in which our scheduler half looks at them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat import RequestStatus
+from kvferry.integrations.vllm.content import Adapters, content_keys
 
 _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -12,10 +13,11 @@ _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 class RequestView:
     """A request of vLLM's as a :class:`kvferry.connectors.base.RequestView`."""
 
-    __slots__ = ("_request",)
+    __slots__ = ("_adapters", "_request")
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, adapters: Adapters) -> None:
         self._request = request
+        self._adapters = adapters
 
     @property
     def request_id(self) -> str:
@@ -31,9 +33,13 @@ class RequestView:
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt; empty where it came as embeddings, which have no tokens."""
+        """The prompt; zeros where it came as embeddings, which :meth:`content_keys` tells apart."""
         found: Sequence[int] | None = self._request.prompt_token_ids
-        return () if found is None else found
+        return [0] * int(self._request.num_prompt_tokens) if found is None else found
+
+    def content_keys(self, num_tokens: int) -> Mapping[str, str]:
+        """Adapter, multimodal inputs and embeddings that the first tokens' KV depends on."""
+        return content_keys(self._request, num_tokens, self._adapters)
 
     @property
     def num_computed_tokens(self) -> int:

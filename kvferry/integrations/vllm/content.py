@@ -1,0 +1,128 @@
+"""What else than its token ids decides the KV of a request.
+
+These are the things that vLLM puts beside the tokens into the hashes of its prefix cache, but for
+the salt, which keeps equal blocks apart on purpose. There they are compared within one process;
+here they must be the same on two servers, so an adapter is not known by its number or its path.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.config import WeightsCheck
+from kvferry.integrations.vllm.fingerprint import digest_of_files, weight_files
+
+logger = logging.getLogger(__name__)
+
+_NAME_CHARS = 64
+"""Characters of an adapter's name that a ticket shows; its digest covers all."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_OUTSIDE_DIGEST = ("base_model_name_or_path", "revision")
+"""Keys of an adapter's config that say where its model lies, not what it is."""
+
+Files = tuple[tuple[str, int, int], ...]
+"""Name, bytes and time of change of a folder's files."""
+
+
+class Adapters:
+    """Tells LoRA adapters apart: by name, and by what their files hold.
+
+    Two servers may have different adapters under one name. The files are read when a request
+    first brings the adapter, and again once they have changed.
+    """
+
+    def __init__(self, check: WeightsCheck) -> None:
+        """Args:
+        check: how much is read of the files; with ``config`` nothing, and the name alone counts.
+        """
+        self._check = check
+        self._known: dict[tuple[str, str], tuple[Path, Files, str]] = {}
+        self._warned: set[str] = set()
+
+    def key(self, name: str, path: str) -> str:
+        """The adapter's name and a digest, the same on every server that has the adapter."""
+        if self._check == "config":
+            return _named(name, "")
+        try:
+            return self._key_of_files(name, path)
+        except (OSError, ValueError) as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "LoRA adapter %s: its files cannot be read on this machine (%s); its KV fits "
+                    "only that of servers that cannot read them either; set weights_check to "
+                    '"config" on all servers to compare names alone',
+                    name,
+                    error,
+                )
+            return _named(name, "")
+
+    def _key_of_files(self, name: str, path: str) -> str:
+        known = self._known.get((name, path))
+        folder = compat.adapter_folder(path) if known is None else known[0]
+        if folder is None:
+            raise FileNotFoundError(f"{path} is not here")
+        files = _files_of(folder)
+        if known is None or known[1] != files:
+            known = folder, files, _named(name, self._digest(folder))
+            self._known[name, path] = known
+        return known[2]
+
+    def _digest(self, folder: Path) -> str:
+        weights = weight_files(folder)
+        if not weights:
+            raise FileNotFoundError(f"{folder} holds no weights")
+        config = json.loads((folder / _ADAPTER_CONFIG).read_bytes())
+        kept = {key: value for key, value in config.items() if key not in _OUTSIDE_DIGEST}
+        return json.dumps(kept, sort_keys=True) + digest_of_files(
+            weights, full=self._check == "full"
+        )
+
+
+def content_keys(request: Any, num_tokens: int, adapters: Adapters) -> dict[str, str]:
+    """See :meth:`kvferry.connectors.base.RequestView.content_keys`.
+
+    Args:
+        request: vLLM's.
+        num_tokens: inputs whose placeholders begin after these tokens do not count.
+        adapters: of this engine.
+    """
+    keys = {}
+    adapter = compat.adapter_of(request)
+    if adapter is not None:
+        keys["lora"] = adapters.key(*adapter)
+    inputs = [each for each in compat.inputs_of(request) if each[1] < num_tokens]
+    if inputs:
+        keys["multimodal"] = f"{len(inputs)} inputs {_short(json.dumps(inputs).encode())}"
+    embeddings = compat.embeddings_of(request, num_tokens)
+    if embeddings is not None:
+        keys["prompt_embeds"] = _embeddings_key(*embeddings)
+    return keys
+
+
+def _embeddings_key(embeddings_TD: Any, are_tokens: list[bool]) -> str:
+    """Equal for equal bytes: a server that computes in another dtype has other embeddings."""
+    dtype = str(embeddings_TD.dtype).removeprefix("torch.")
+    digest = hashlib.sha256(f"{dtype} {tuple(embeddings_TD.shape)}\n".encode())
+    digest.update(bytes(are_tokens))
+    digest.update(compat.bytes_of(embeddings_TD))
+    return f"{dtype} {digest.hexdigest()[:32]}"
+
+
+def _named(name: str, files: str) -> str:
+    return f"{name[:_NAME_CHARS]} {_short(json.dumps([name, files]).encode())}"
+
+
+def _short(data: bytes) -> str:
+    """The first 128 bits of a SHA-256, in hex."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def _files_of(folder: Path) -> Files:
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found))
