@@ -225,8 +225,7 @@ def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str
         (
             BOTH,
             {"lora": "chat 77", "multimodal": "1 inputs bb"},
-            "(lora: prefill had sql 1f, here it is chat 77; "
-            "multimodal: prefill had 1 inputs aa, here it is 1 inputs bb)",
+            "; multimodal: prefill had 1 inputs aa, here it is 1 inputs bb)",
         ),
     ],
 )

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -119,6 +117,20 @@ def inputs_of(request: Any) -> list[tuple[str, int, int]]:
     ]
 
 
+def hashes_inputs(vllm_config: Any) -> bool:
+    """Whether the identifiers of multimodal inputs are of their content.
+
+    Where neither of its caches would use them, vLLM counts inputs instead of hashing them, and two
+    servers count to the same numbers.
+    """
+    multimodal = vllm_config.model_config.multimodal_config
+    return bool(
+        multimodal is None
+        or multimodal.mm_processor_cache_gb
+        or vllm_config.cache_config.enable_prefix_caching
+    )
+
+
 def embeddings_of(request: Any, num_tokens: int) -> tuple[torch.Tensor, list[bool]] | None:
     """The embeddings of the first tokens, and which of these are tokens all the same.
 
@@ -129,10 +141,9 @@ def embeddings_of(request: Any, num_tokens: int) -> tuple[torch.Tensor, list[boo
     return request.prompt_embeds[:num_tokens], (request.prompt_is_token_ids or [])[:num_tokens]
 
 
-def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor on the host, copied only where they do not lie in a row."""
-    found: npt.NDArray[np.uint8] = tensor.contiguous().view(torch.uint8).numpy()
-    return found
+    return tensor.contiguous().view(torch.uint8).reshape(-1).numpy().data
 
 
 def adapter_folder(path: str) -> Path | None:

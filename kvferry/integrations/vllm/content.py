@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +84,37 @@ class Adapters:
         )
 
 
-def content_keys(request: Any, num_tokens: int, adapters: Adapters) -> dict[str, str]:
-    """See :meth:`kvferry.connectors.base.RequestView.content_keys`.
+class ContentKeys:
+    """Answers :meth:`kvferry.connectors.base.RequestView.content_keys` for vLLM's requests."""
 
-    Args:
-        request: vLLM's.
-        num_tokens: inputs whose placeholders begin after these tokens do not count.
-        adapters: of this engine.
-    """
-    keys = {}
-    adapter = compat.adapter_of(request)
-    if adapter is not None:
-        keys["lora"] = adapters.key(*adapter)
-    inputs = [each for each in compat.inputs_of(request) if each[1] < num_tokens]
-    if inputs:
-        keys["multimodal"] = f"{len(inputs)} inputs {_short(json.dumps(inputs).encode())}"
-    embeddings = compat.embeddings_of(request, num_tokens)
-    if embeddings is not None:
-        keys["prompt_embeds"] = _embeddings_key(*embeddings)
-    return keys
+    def __init__(self, check: WeightsCheck, *, inputs_are_hashed: bool = True) -> None:
+        """Args:
+        check: how adapters of one name are told apart.
+        inputs_are_hashed: see :func:`compat.hashes_inputs`. If not, a request with multimodal
+            inputs is like none of another server.
+        """
+        self._adapters = Adapters(check)
+        self._unhashed = "" if inputs_are_hashed else f"not hashed {secrets.token_hex(8)}"
+
+    def of(self, request: Any, num_tokens: int) -> dict[str, str]:
+        """Part → text.
+
+        Args:
+            request: vLLM's.
+            num_tokens: inputs whose placeholders begin after these tokens do not count.
+        """
+        keys = {}
+        adapter = compat.adapter_of(request)
+        if adapter is not None:
+            keys["lora"] = self._adapters.key(*adapter)
+        inputs = [each for each in compat.inputs_of(request) if each[1] < num_tokens]
+        if inputs:
+            known = self._unhashed or _short(json.dumps(inputs).encode())
+            keys["multimodal"] = f"{len(inputs)} inputs {known}"
+        embeddings = compat.embeddings_of(request, num_tokens)
+        if embeddings is not None:
+            keys["prompt_embeds"] = _embeddings_key(*embeddings)
+        return keys
 
 
 def _embeddings_key(embeddings_TD: Any, are_tokens: list[bool]) -> str:

@@ -12,7 +12,7 @@ from kvferry.errors import ConfigError, KVFerryError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import transfer_config
-from kvferry.integrations.vllm.content import Adapters
+from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
@@ -54,7 +54,13 @@ class SchedulerHalf:
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
         self._stats: LoadStats | None = None
-        self._adapters = Adapters(self._extra.weights_check)
+        hashed = compat.hashes_inputs(vllm_config)
+        if not hashed:
+            logger.warning(
+                "neither the prefix cache nor the cache of the multimodal processor is on, so vLLM "
+                "does not hash images and the like; the KV of requests with them is not loaded"
+            )
+        self._content = ContentKeys(self._extra.weights_check, inputs_are_hashed=hashed)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See vLLM; it comes before :meth:`open`."""
@@ -151,7 +157,7 @@ class SchedulerHalf:
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
 
     def _view(self, request: Any) -> RequestView:
-        return RequestView(request, self._adapters)
+        return RequestView(request, self._content)
 
     def _refuse(self, request_id: str, error: KVFerryError) -> None:
         logger.error(

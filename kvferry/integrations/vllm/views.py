@@ -5,7 +5,7 @@ from typing import Any
 
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.compat import RequestStatus
-from kvferry.integrations.vllm.content import Adapters, content_keys
+from kvferry.integrations.vllm.content import ContentKeys
 
 _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -13,11 +13,11 @@ _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 class RequestView:
     """A request of vLLM's as a :class:`kvferry.connectors.base.RequestView`."""
 
-    __slots__ = ("_adapters", "_request")
+    __slots__ = ("_content", "_request")
 
-    def __init__(self, request: Any, adapters: Adapters) -> None:
+    def __init__(self, request: Any, content: ContentKeys) -> None:
         self._request = request
-        self._adapters = adapters
+        self._content = content
 
     @property
     def request_id(self) -> str:
@@ -39,7 +39,7 @@ class RequestView:
 
     def content_keys(self, num_tokens: int) -> Mapping[str, str]:
         """Adapter, multimodal inputs and embeddings that the first tokens' KV depends on."""
-        return content_keys(self._request, num_tokens, self._adapters)
+        return self._content.of(self._request, num_tokens)
 
     @property
     def num_computed_tokens(self) -> int:

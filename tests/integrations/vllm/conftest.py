@@ -201,19 +201,28 @@ class Engine:
 
     def add(
         self,
-        prompt: Sequence[int],
+        prompt: Any,
         params: dict[str, Any] | None = None,
         *,
         max_tokens: int = 12,
+        lora: Any = None,
         **sampling: Any,
     ) -> str:
-        """Adds a request; returns its id."""
+        """Adds a request: of token ids, or whatever prompt vLLM takes as a mapping; returns its id.
+
+        Args:
+            prompt: the prompt.
+            params: ``kv_transfer_params``.
+            max_tokens: tokens of the answer.
+            lora: vLLM's request of an adapter.
+            **sampling: vLLM's sampling parameters.
+        """
         from vllm import SamplingParams
 
         request_id = f"r{next(_numbers)}"
         self.llm.llm_engine.add_request(
             request_id,
-            {"prompt_token_ids": list(prompt)},
+            prompt if isinstance(prompt, dict) else {"prompt_token_ids": list(prompt)},
             SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0,
@@ -222,6 +231,7 @@ class Engine:
                 extra_args=None if params is None else {"kv_transfer_params": params},
                 **sampling,
             ),
+            lora_request=lora,
         )
         return request_id
 
@@ -248,7 +258,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Any],
         params: Sequence[dict[str, Any] | None] | None = None,
         **sampling: Any,
     ) -> list[Any]:
@@ -258,9 +268,10 @@ class Engine:
         ended = self.finish(*ids)
         return [ended[request_id] for request_id in ids]
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    def prefill(self, prompts: Sequence[Any], lora: Any = None) -> list[dict[str, Any]]:
         """What a proxy would forward of each."""
-        outputs = self.generate(prompts, [dict(REMOTE_DECODE) for _ in prompts], max_tokens=1)
+        asked = [dict(REMOTE_DECODE) for _ in prompts]
+        outputs = self.generate(prompts, asked, max_tokens=1, lora=lora)
         # As it comes through HTTP.
         return [json.loads(json.dumps(output.kv_transfer_params)) for output in outputs]
 
