@@ -7,6 +7,7 @@ block of a table as several smaller ones; our groups are made of those, and :cla
 translates.
 """
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,6 +48,8 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     packing: str = ""
     """Of opaque blocks; see :class:`EngineGeometry`."""
+    dcp_sharded: bool = True
+    """Whether DCP ranks share the tokens; otherwise each holds all."""
     use_mla: bool = False
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
@@ -141,6 +144,7 @@ def _layer_cache(
         block_size=block_size,
         layout=packing.layout,
         packing=packing.name,
+        dcp_sharded=spec.dcp_sharded,
         use_mla=use_mla,
         sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
         attention_chunk_size=getattr(spec, "attention_chunk_size", None) if windowed else None,
@@ -228,6 +232,8 @@ def _cache_group(
     order: Mapping[str, int],
     shape: ParallelShape,
 ) -> CacheGroup:
+    if not kind.dcp_sharded:
+        shape = dataclasses.replace(shape, dcp=1, interleave_size=1)
     names = [name for stage in stages for name in sorted(stage, key=order.__getitem__)]
     geometry = EngineGeometry(
         num_layers=len(names),

@@ -1,0 +1,280 @@
+"""Caches as vLLM's GPU backends hand them over, described without a GPU.
+
+Which rank writes which token where is asked of vLLM's own kernels, read as Python.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
+
+import numpy as np
+import torch
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
+from vllm.v1.worker.gpu.block_table import _compute_slot_mappings_kernel
+
+from kvferry.errors import ConfigError
+from kvferry.integrations.vllm.caches import cache_groups, layer_caches
+from kvferry.topology import plan_transfer, run_copies
+
+ATTENTION = "model.layers.0.self_attn.attn"
+INDEXER = "model.layers.0.self_attn.indexer.k_cache"
+NUM_BLOCKS = 24
+NUM_TOKENS = 45
+PAD = -1
+
+
+def latent(block_size=64, **changes):
+    values = {"num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16, "max_tp_shards": 1}
+    return MLAAttentionSpec(block_size=block_size, **values | changes)
+
+
+def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1):
+    """The parts of vLLM's config that are looked at."""
+    layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASHMLA"))
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=1,
+            decode_context_parallel_size=dcp,
+            cp_kv_cache_interleave_size=turn,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads),
+        compilation_config=SimpleNamespace(
+            static_forward_context={ATTENTION: layer, INDEXER: layer}
+        ),
+    )
+
+
+def describe(config, specs, *, kernel_block=None):
+    """Our groups of an engine with one KV cache group of these layers."""
+    first = next(iter(specs.values()))
+    spec = first if len(specs) == 1 else UniformTypeKVCacheSpecs(first.block_size, specs)
+    caches = {name: cache_of(each, kernel_block) for name, each in specs.items()}
+    theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(specs), spec)])
+    return cache_groups([layer_caches(config, theirs, caches)], config)
+
+
+def cache_of(spec, kernel_block=None, dtype=torch.float32):
+    """[B, H, N, C], in which a kernel may see a block as several."""
+    tokens = kernel_block or spec.block_size
+    blocks = NUM_BLOCKS * spec.block_size // tokens
+    return torch.zeros(
+        blocks, spec.num_kv_heads, tokens, spec.head_size + spec.head_size_v, dtype=dtype
+    )
+
+
+# ---- latent attention -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_the_latent_is_one_part_that_every_tp_rank_holds(tp):
+    (group,) = describe(engine(tp=tp), {ATTENTION: latent()})
+    geometry = group.geometry
+    assert (geometry.use_mla, geometry.head_size, geometry.dtype) == (True, 576, "bfloat16")
+    assert (str(geometry.layout), geometry.packing, group.split) == ("BHNC", "", 1)
+    assert [list(geometry.heads(rank)) for rank in range(tp)] == [[0]] * tp
+    assert geometry.cache_shape(0, NUM_BLOCKS) == (NUM_BLOCKS, 1, 64, 576)
+
+
+def test_a_kernel_may_see_a_block_as_several():
+    (group,) = describe(engine(), {ATTENTION: latent(128)}, kernel_block=64)
+    assert (group.split, group.geometry.block_size) == (2, 64)
+    assert group.block_ids([[3, 0, 5]]) == [6, 7, 0, 0, 10, 11]
+
+
+def test_latents_that_are_packed_with_their_scales_are_refused():
+    with pytest.raises(ConfigError, match="state_content_bytes=656"):
+        describe(engine(), {ATTENTION: latent(dtype=torch.uint8, state_content_bytes=656)})
+
+
+def test_an_indexers_cache_beside_them_is_refused():
+    # Of a block it keeps all values, then all scales: rows of 132 bytes would be pieces of both.
+    index = latent(head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
+    with pytest.raises(ConfigError, match="several precisions"):
+        describe(engine(), {ATTENTION: latent(), INDEXER: index})
+
+
+# ---- decode context parallelism ---------------------------------------------------------------
+
+
+class Pointer:
+    """A place in memory, or several."""
+
+    def __init__(self, memory, at=0):
+        self.memory = memory
+        self.at = torch.as_tensor(at)
+
+    def __add__(self, distance):
+        return Pointer(self.memory, self.at + distance)
+
+
+class Language:
+    """What vLLM's kernels of slots need of Triton's language."""
+
+    int32, int64, constexpr = torch.int32, torch.int64, None
+    arange, where, range = staticmethod(torch.arange), staticmethod(torch.where), range
+
+    def program_id(self, axis):
+        return 0
+
+    def num_programs(self, axis):
+        return 2  # one request, and one that pads
+
+    def load(self, pointer, mask=None, other=0):
+        found = pointer.memory[pointer.at.clamp(0, len(pointer.memory) - 1)]
+        return found if mask is None else torch.where(mask, found, other)
+
+    def store(self, pointer, value, mask):
+        pointer.memory[pointer.at[mask]] = value[mask]
+
+
+def slots_of_first_runner(monkeypatch, spec, ids, dcp, dcp_rank, turn):
+    monkeypatch.setattr("vllm.v1.worker.block_table.tl", Language())
+    slots = torch.full((64,), PAD)
+    ComputeSlotMappingKernel.kernel(
+        NUM_TOKENS,
+        64,
+        Pointer(torch.tensor([0, NUM_TOKENS])),
+        Pointer(torch.arange(NUM_TOKENS)),
+        Pointer(torch.tensor(ids)),
+        len(ids),
+        Pointer(slots),
+        spec.block_size,
+        dcp,
+        dcp_rank,
+        turn,
+        PAD,
+        64,
+    )
+    return slots[:NUM_TOKENS].tolist()
+
+
+def slots_of_second_runner(monkeypatch, spec, ids, dcp, dcp_rank, turn):
+    monkeypatch.setattr("vllm.v1.worker.gpu.block_table.tl", Language())
+    tables = Pointer(torch.tensor(ids))
+    monkeypatch.setattr("vllm.v1.worker.gpu.block_table._load_ptr", lambda at, dtype: tables)
+    slots = torch.full((64,), PAD)
+    _compute_slot_mappings_kernel(
+        64,
+        Pointer(torch.tensor([0])),
+        Pointer(torch.tensor([0, NUM_TOKENS])),
+        Pointer(torch.arange(NUM_TOKENS)),
+        Pointer(torch.tensor([0])),
+        Pointer(torch.tensor([len(ids)])),
+        Pointer(torch.tensor([spec.block_size])),
+        Pointer(torch.tensor([True])),
+        Pointer(torch.tensor([spec.dcp_sharded])),
+        Pointer(slots),
+        64,
+        dcp_rank,
+        dcp,
+        turn,
+        PAD,
+        64,
+    )
+    return slots[:NUM_TOKENS].tolist()
+
+
+RUNNERS = {"first": slots_of_first_runner, "second": slots_of_second_runner}
+MODELS = {
+    # KV heads of the model, spec of a rank
+    "latents": (1, MLAAttentionSpec),
+    "heads": (2, FullAttentionSpec),
+}
+
+
+def filled(spec, kernel_block, slots, head):
+    """A rank's cache in which a token's cells hold its number and head."""
+    cache = cache_of(spec, kernel_block)
+    rows = cache.view(-1, cache.shape[-1])  # one head
+    for token, slot in enumerate(slots):
+        if slot != PAD:
+            rows[slot] = 1 + token + 1000 * head
+    return cache
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("tp", "dcp", "turn", "block_size", "kernel_block", "sharded"),
+    [
+        (4, 2, 1, 8, 8, True),
+        (4, 2, 4, 8, 4, True),
+        (8, 4, 2, 8, 4, True),
+        (8, 4, 8, 8, 8, True),
+        (4, 2, 1, 8, 4, False),
+    ],
+)
+def test_tokens_are_spread_as_vllm_spreads_them(
+    monkeypatch, runner, model, tp, dcp, turn, block_size, kernel_block, sharded
+):
+    if not sharded and runner == "first":
+        pytest.skip("only the second runner keeps caches that DCP ranks do not share")
+    num_kv_heads, kind = MODELS[model]
+    spec = kind(
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=4,
+        dtype=torch.float32,
+        dcp_sharded=sharded,
+    )
+    spread = engine(tp=tp, dcp=dcp, turn=turn, num_kv_heads=num_kv_heads)
+    (group,) = describe(spread, {ATTENTION: spec}, kernel_block=kernel_block)
+    ids = [5, 2, 7, 3, 11, 9][: -(-NUM_TOKENS // (block_size * (dcp if sharded else 1)))]
+    caches = {}
+    for rank in range(tp):
+        # Ranks that follow each other are one group of vLLM's, and hold one head.
+        slots = RUNNERS[runner](monkeypatch, spec, ids, dcp, rank % dcp, turn)
+        caches[rank] = filled(spec, kernel_block, slots, rank * num_kv_heads // tp)
+
+    one = engine(num_kv_heads=num_kv_heads)
+    whole = kind(block_size=16, num_kv_heads=num_kv_heads, head_size=4, dtype=torch.float32)
+    (single,) = describe(one, {ATTENTION: whole})
+    expected = cache_of(whole)
+    for token in range(NUM_TOKENS):
+        block, slot = (1, 4, 6)[token // 16], token % 16
+        for head in range(num_kv_heads):
+            expected[block, head, slot] = 1 + token + 1000 * head
+
+    tables = group.block_ids([ids]), [1, 4, 6]
+    found = cache_of(whole)
+    copies = plan_transfer(source=group.geometry, target=single.geometry).bind(*tables, NUM_TOKENS)
+    sources = {rank: {ATTENTION: cache.numpy()} for rank, cache in caches.items()}
+    run_copies(copies, sources=sources, target={ATTENTION: found.numpy()})
+    assert torch.equal(found, expected)
+
+    for rank in range(tp):
+        plan = plan_transfer(source=single.geometry, target=group.geometry, target_rank=rank)
+        found = cache_of(spec, kernel_block)
+        copies = plan.bind(*reversed(tables), NUM_TOKENS)
+        run_copies(
+            copies, sources={0: {ATTENTION: expected.numpy()}}, target={ATTENTION: found.numpy()}
+        )
+        assert torch.equal(found, caches[rank]), rank
+
+
+@pytest.mark.parametrize("turn", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 16, 45])
+def test_a_rank_has_as_many_tokens_as_vllm_says(turn, num_tokens):
+    (group,) = describe(engine(tp=4, dcp=4, turn=turn), {ATTENTION: latent(8)})
+    shape = group.geometry.parallel
+    for rank in range(4):
+        theirs = get_dcp_local_seq_lens(torch.tensor([num_tokens]), 4, rank, turn)
+        assert shape.token_shard(rank).slots(np.array([num_tokens])).tolist() == theirs.tolist()
+
+
+def test_a_turn_longer_than_a_kernels_block_is_refused():
+    with pytest.raises(ConfigError, match="interleave_size=8 does not divide block_size=4"):
+        describe(engine(tp=2, dcp=2, turn=8), {ATTENTION: latent(8)}, kernel_block=4)
