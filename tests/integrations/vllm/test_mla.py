@@ -1,0 +1,70 @@
+"""Models with multi-head latent attention: one latent per token, which every TP rank holds.
+
+vLLM computes them on a CPU with latents of 576 elements only, in blocks of 16, and without hits on
+prefixes. (On CPUs with AMX it has another backend too, for bfloat16.)
+"""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
+
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig, TinyLatent
+
+LENGTHS = (5, 15, 16, 17, 300, 1100)
+MLA = {
+    "attention_backend": "CPU_MLA",
+    # vLLM's operation on CPUs takes the heads of a query to be neighbours; here they are not.
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_mla(tmp_path_factory):
+    """A random DeepSeek-V2 without experts, its latents as large as the real one's."""
+    latent = TinyLatent(kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+    tiny = TinyConfig(num_layers=3, num_heads=4, hidden_size=128, vocab_size=1024, latent=latent)
+    return prepare_model("tiny-mla", tiny=tiny, cache=tmp_path_factory.mktemp("mla"))
+
+
+def generated(outputs):
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_the_latent_is_described_as_one_part_in_rows(start, tiny_mla):
+    engine = start("kv_producer", tiny_mla, **MLA)
+    (group,) = engine.connector._scheduler._groups
+    geometry = group.geometry
+    assert (geometry.use_mla, geometry.head_size, geometry.block_size) == (True, 576, 16)
+    assert (str(geometry.layout), geometry.packing) == ("BHNC", "")
+
+
+@pytest.mark.parametrize(("dtype", "max_tokens"), [("float32", 12), ("bfloat16", 3)])
+def test_tokens_are_those_of_a_single_engine(
+    start, start_pair, tiny_mla, random_prompt, dtype, max_tokens
+):
+    # Few tokens of bfloat16: decode computes a prompt's last token by another path.
+    settings = {"dtype": dtype, **MLA}
+    prompts = [random_prompt(length) for length in LENGTHS]
+    single = start(None, tiny_mla, **settings)
+    expected = generated(single.generate(prompts, max_tokens=max_tokens))
+    prefill, decode = start_pair(p_model=tiny_mla, d_model=tiny_mla, **settings)
+    outputs = decode.generate(prompts, prefill.prefill(prompts), max_tokens=max_tokens)
+    assert generated(outputs) == expected
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
+    decode.drain()
+    prefill.drain()
+    assert (prefill.used_blocks, decode.used_blocks) == (0, 0)
+
+
+def test_the_latents_of_another_prompt_give_other_tokens(
+    start, start_pair, tiny_mla, random_prompt, monkeypatch
+):
+    from kvferry.connectors.pull import gate
+
+    monkeypatch.setattr(gate, "_check_prompt", lambda ticket, request: None)
+    prompts = [random_prompt(200), random_prompt(200)]
+    expected = generated(start(None, tiny_mla, **MLA).generate(prompts))
+    prefill, decode = start_pair(p_model=tiny_mla, d_model=tiny_mla, **MLA)
+    found = generated(decode.generate(prompts, prefill.prefill(prompts)[::-1]))
+    assert all(one != other for one, other in zip(found, expected, strict=True))
