@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.engine.weights import prepare_model
-from kvferry.engine.weights_folder import TinyConfig
+from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 
 # The smallest head size that vLLM's CPU attention knows is 32.
 _TINY = TinyConfig(
@@ -31,6 +31,8 @@ class Model:
     vocab_size: int
     arguments: tuple[str, ...] = ()
     """Of the server."""
+    prefix_hits: bool = True
+    """Whether vLLM's CPU backend finds prefixes of this model."""
 
 
 @functools.cache
@@ -55,6 +57,27 @@ def hybrid_model() -> Model:
         prepare_model("tiny-hybrid", tiny=tiny),
         tiny.vocab_size,
         ("--hf-overrides", override),
+    )
+
+
+@functools.cache
+def latent_model() -> Model:
+    """A random DeepSeek-V2 without experts.
+
+    vLLM's CPU kernel knows latents of 512 elements and keys of 64, in blocks of 16. Its rotary
+    operation takes the keys of tokens to be neighbours, and so writes over these models' latents.
+    """
+    latent = TinyLatent(kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+    tiny = msgspec.structs.replace(_TINY, latent=latent)
+    return Model(
+        "mla",
+        prepare_model("tiny-mla", tiny=tiny),
+        tiny.vocab_size,
+        (
+            *("--attention-backend", "CPU_MLA"),
+            *("--compilation-config", '{"custom_ops": ["all", "-rotary_embedding"]}'),
+        ),
+        prefix_hits=False,
     )
 
 

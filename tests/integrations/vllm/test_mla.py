@@ -14,7 +14,7 @@ from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 LENGTHS = (5, 15, 16, 17, 300, 1100)
 MLA = {
     "attention_backend": "CPU_MLA",
-    # vLLM's operation on CPUs takes the heads of a query to be neighbours; here they are not.
+    # vLLM's operation on CPUs takes the keys of tokens to be neighbours, and writes over latents.
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
 }
 
@@ -68,3 +68,37 @@ def test_the_latents_of_another_prompt_give_other_tokens(
     prefill, decode = start_pair(p_model=tiny_mla, d_model=tiny_mla, **MLA)
     found = generated(decode.generate(prompts, prefill.prefill(prompts)[::-1]))
     assert all(one != other for one, other in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def larger_blocks(monkeypatch):
+    """Makes vLLM's tables count in blocks of this size, which its kernel sees as blocks of 16."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    check = platform.check_and_update_config
+
+    def set_size(block_size):
+        def check_and_set(vllm_config):
+            check(vllm_config)
+            vllm_config.cache_config.block_size = block_size
+
+        monkeypatch.setattr(platform, "check_and_update_config", staticmethod(check_and_set))
+
+    return set_size
+
+
+@pytest.mark.parametrize(("source", "target"), [(64, 16), (16, 48), (48, 64)], ids=str)
+def test_tables_of_unequal_blocks(
+    start, start_pair, tiny_mla, random_prompt, larger_blocks, source, target
+):
+    prompts = [random_prompt(length) for length in LENGTHS]
+    expected = generated(start(None, tiny_mla, **MLA).generate(prompts))
+    larger_blocks(source)
+    prefill = start("kv_producer", tiny_mla, **MLA)
+    larger_blocks(target)
+    decode = start("kv_consumer", tiny_mla, **MLA)
+    splits = [engine.connector._scheduler._groups[0].split for engine in (prefill, decode)]
+    assert splits == [source // 16, target // 16]
+    assert generated(decode.generate(prompts, prefill.prefill(prompts))) == expected
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)
