@@ -1,6 +1,7 @@
 """The unfenced test transport passes its conformance class; one that lies about an end does not."""
 
 import contextlib
+import time
 
 import numpy as np
 import pytest
@@ -35,7 +36,6 @@ class _Liar(UnfencedTransport):
     """Takes the wish for the deed: a cancelled read is terminal at once."""
 
     def cancel(self, transfer):
-        super().cancel(transfer)
         transfer.error = CancelledError("so it says")
         transfer.state = TransferState.CANCELLED
         self._lost.append(transfer)
@@ -48,7 +48,7 @@ def tide():
     tide.release()
 
 
-def test_a_terminal_state_that_proves_nothing_is_caught():
+def test_a_terminal_state_that_proves_nothing_is_caught(tide):
     class Suite(UnfencedTransportConformance):
         transport = type(
             "Liar",
@@ -58,13 +58,22 @@ def test_a_terminal_state_that_proves_nothing_is_caught():
                 "addressing": ShmTransport.addressing,
                 "ExtraConfig": ShmTransport.ExtraConfig,
                 "inner_class": ShmTransport,
-                "tide": Tide(),
+                "tide": tide,
             },
         )
         serving = ShmTransport
         doubt_s = 0.5
+        settle_s = 1.0
+
+        def assert_nothing_lands(self, scene):
+            """The bytes come once the memory is somebody else's."""
+            scene.refill()
+            tide.release()
+            time.sleep(self.settle_s)
+            scene.assert_untouched()
 
     suite = Suite()
+    tide.hold()
     with (
         PeerProcess(ShmTransport, suite.options()) as peer,
         contextlib.closing(suite.transport.open(suite.options())) as local,
