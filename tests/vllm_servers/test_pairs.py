@@ -127,10 +127,22 @@ def test_behind_our_router(case, pair, model, reference, prompt_of, start_router
     if first_token == "prefill" and isinstance(case.connector, Nixl):
         pytest.skip("NixlConnector's decode server takes no token more than prefill had")
     tokenizer = ("--tokenizer", str(model.folder)) if first_token == "prefill" else ()
+    with start_router(pair, *tokenizer) as url:
+        assert_right_through(url, pair, model, reference, prompt_of)
+
+
+@pytest.mark.slow
+def test_behind_vllms_own_example_proxy(pair, model, reference, prompt_of, start_vllms_proxy):
+    with start_vllms_proxy(pair) as url:
+        assert_right_through(url, pair, model, reference, prompt_of)
+
+
+def assert_right_through(url, pair, model, reference, prompt_of):
+    """Four requests at a time, whole and as streams."""
     prompts = [prompt_of(length) for length in LENGTHS]
     expected = [reference.tokens(model, prompt) for prompt in prompts]
     before = pair.external_tokens()
-    with start_router(pair, *tokenizer) as url, ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(4) as threads:
         whole = list(threads.map(lambda prompt: complete(url, prompt, 16).tokens, prompts))
         streamed = list(threads.map(lambda prompt: stream(url, prompt, 16)[1], prompts))
     assert whole == expected
