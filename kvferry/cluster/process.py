@@ -111,13 +111,13 @@ class ChildProcess:
             output.write(f"{_start_line(name, what, process.pid)}\n".encode())
         os.close(status_write)
         child = cls(name, process, log, status_read, log_start)
-        threading.Thread(
-            target=child._follow, args=(news,), name=f"kvferry-{name}", daemon=True
-        ).start()
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it is dead already, which its news will say
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             process.stdin.flush()
+        threading.Thread(
+            target=child._follow, args=(news,), name=f"kvferry-{name}", daemon=True
+        ).start()
         return child
 
     @property
