@@ -20,7 +20,6 @@ All that is CUDA lies behind :class:`~kvferry.layouts.device.CopyStream` and
 """
 
 import threading
-import time
 
 import msgspec
 import numpy as np
@@ -43,8 +42,7 @@ from kvferry.transports.base import ByteArray, Peer, Transfer, TransportOptions,
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.device import DeviceTransport
 from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer
-from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import check_flat
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
@@ -56,8 +54,6 @@ CHUNK_BYTES = 256 << 20
 _LIFE_BYTES = 64
 _LAUNCHES = 2
 """Threads that launch and wait, so that the device never waits for the host."""
-_DEAD_PEERS_S = 1.0
-"""Seconds between two looks for peers that have died."""
 
 
 class IpcRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -196,11 +192,8 @@ class CudaIpcTransport(DeviceTransport):
         self._regions: list[MemorySpan] = []
         self._shared: list[IpcRegion] = []
         self._pinned: list[ByteArray] = []
-        self._peers: list[CudaIpcPeer] = []
         self._lock = threading.Lock()
-        self._ledger = Ledger()
-        self._pool = MoverPool("cuda_ipc", _LAUNCHES)
-        self._next_look = 0.0
+        self._reads: LocalReads[CudaIpcPeer] = LocalReads("cuda_ipc", _LAUNCHES)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "CudaIpcTransport":
@@ -300,11 +293,7 @@ class CudaIpcTransport(DeviceTransport):
                 self._memory.release(allocation)
             life.close()
             raise
-        peer = CudaIpcPeer(life, tuple(opened.values()), regions, self._memory)
-        self._drop_dead_peers()
-        with self._lock:
-            self._peers.append(peer)
-        return peer
+        return self._reads.add(CudaIpcPeer(life, tuple(opened.values()), regions, self._memory))
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
@@ -315,35 +304,25 @@ class CudaIpcTransport(DeviceTransport):
         with self._lock:
             regions = list(self._regions)
         check_bounds(tiles, runs, peer.region_bytes, [region.nbytes for region in regions])
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
         targets = np.array([region.address for region in regions], dtype=np.int64)
         chunk_bytes = self._extra.chunk_bytes
         copy = _Launches(self._stream, peer.addresses, targets, tiles, runs, chunk_bytes)
-        peer.start(copy, transfer, self._ledger, self._pool, after)
-        return transfer
+        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
 
     def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`. Now and then it lets go of what dead peers have left."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _DEAD_PEERS_S
-            self._drop_dead_peers()
-        return self._ledger.poll()
+        """See :meth:`Transport.poll`."""
+        return self._reads.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once what was launched is done."""
-        self._ledger.cancel(transfer)
+        self._reads.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if not self._ledger.close():
+        if not self._reads.close():
             return
-        self._pool.close()
         with self._lock:
-            peers, self._peers = self._peers, []
             pinned, self._pinned = self._pinned, []
-        for peer in peers:
-            peer.close()
         self._life.close()
         for memory in pinned:
             self._stream.unpin(memory)
@@ -354,15 +333,6 @@ class CudaIpcTransport(DeviceTransport):
             self._regions.append(memory)
             self._shared.append(shared)
             return len(self._regions) - 1
-
-    def _drop_dead_peers(self) -> None:
-        """A mapping keeps a dead owner's memory in use, which its next start may need."""
-        with self._lock:
-            self._peers = [peer for peer in self._peers if not peer.closed]
-            peers = list(self._peers)
-        for peer in peers:
-            if peer.error() is not None:
-                peer.close()
 
 
 def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySpan:

@@ -1,7 +1,9 @@
 """Connections on one host, where our own movers read the peer's memory and no wire takes part."""
 
 import threading
+import time
 from abc import abstractmethod
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -15,6 +17,9 @@ from kvferry.transports.movers import (
     MoverPool,
     start_after,
 )
+
+_DEAD_PEERS_S = 1.0
+"""Seconds between two looks for peers that have died."""
 
 
 class LocalPeer(Peer):
@@ -93,3 +98,70 @@ class LocalPeer(Peer):
         # A mover may still be inside a chunk: what it reads through must outlive it.
         if self.closed and not self._reads:
             self.release()
+
+
+P = TypeVar("P", bound=LocalPeer)
+
+
+class LocalReads(Generic[P]):
+    """The connections of one transport, and the reads over them. Thread-safe."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        """``threads`` movers are started; ``name`` is theirs."""
+        self.movers = MoverPool(name, threads)
+        self._ledger = Ledger()
+        self._peers: list[P] = []
+        self._lock = threading.Lock()
+        self._next_look = 0.0
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._ledger.closed
+
+    def add(self, peer: P) -> P:
+        """Takes a connection in, and lets go of dead ones first."""
+        self._drop_dead_peers()
+        with self._lock:
+            self._peers.append(peer)
+        return peer
+
+    def start(self, peer: P, copy: Chunks, nbytes: int, after: Waitable | None) -> Transfer:
+        """See :meth:`LocalPeer.start`; ``copy`` is of ``nbytes``."""
+        transfer = Transfer(nbytes=nbytes)
+        peer.start(copy, transfer, self._ledger, self.movers, after)
+        return transfer
+
+    def poll(self) -> list[Transfer]:
+        """See :meth:`Ledger.poll`. Now and then it lets go of what dead peers have left."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _DEAD_PEERS_S
+            self._drop_dead_peers()
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        """See :meth:`Ledger.cancel`."""
+        self._ledger.cancel(transfer)
+
+    def close(self) -> bool:
+        """Fails reads, then ends movers and connections; false if that was done before."""
+        if not self._ledger.close():
+            return False
+        self.movers.close()
+        with self._lock:
+            peers, self._peers = self._peers, []
+        for peer in peers:
+            peer.close()
+        return True
+
+    def _drop_dead_peers(self) -> None:
+        """What a connection holds keeps a dead owner's memory in use, which its next start may
+        need.
+        """
+        with self._lock:
+            self._peers = [peer for peer in self._peers if not peer.closed]
+            peers = list(self._peers)
+        for peer in peers:
+            if peer.error() is not None:
+                peer.close()

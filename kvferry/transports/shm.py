@@ -7,7 +7,6 @@ one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm
 
 import logging
 import threading
-import time
 
 import msgspec
 
@@ -31,8 +30,7 @@ from kvferry.transports.base import (
     Waitable,
 )
 from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer
-from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
@@ -43,9 +41,6 @@ VERSION = 1
 
 _PREFAULT_BYTES = 8 << 20
 """Bytes of a peer's segment whose page tables are filled at a time, about half a millisecond."""
-
-_DEAD_PEERS_S = 1.0
-"""Seconds between two looks for peers that have died."""
 
 
 class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -111,11 +106,8 @@ class ShmTransport(Transport):
         self._regions = Regions()
         self._shared: list[SharedRegion] = []
         self._segments: list[OwnedSegment] = []
-        self._peers: list[ShmPeer] = []
         self._lock = threading.Lock()
-        self._ledger = Ledger()
-        self._pool = MoverPool("shm", options.threads)
-        self._next_look = 0.0
+        self._reads: LocalReads[ShmPeer] = LocalReads("shm", options.threads)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "ShmTransport":
@@ -176,10 +168,7 @@ class ShmTransport(Transport):
                 segment.close()
             raise
         sizes = tuple(shared.nbytes if shared.segment else 0 for shared in described.regions)
-        peer = ShmPeer(segments, sizes)
-        self._drop_dead_peers()
-        with self._lock:
-            self._peers.append(peer)
+        peer = self._reads.add(ShmPeer(segments, sizes))
         self._prefault(peer)
         return peer
 
@@ -190,43 +179,24 @@ class ShmTransport(Transport):
         if not isinstance(peer, ShmPeer):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
         copy = CopyJob(
             peer.addresses, self._regions.addresses, tiles, runs, self._extra.chunk_bytes
         )
-        peer.start(copy, transfer, self._ledger, self._pool, after)
-        return transfer
+        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
 
     def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`. Now and then it lets go of what dead peers have left."""
-        now = time.monotonic()
-        if now >= self._next_look:
-            self._next_look = now + _DEAD_PEERS_S
-            self._drop_dead_peers()
-        return self._ledger.poll()
-
-    def _drop_dead_peers(self) -> None:
-        """A mapping keeps a dead owner's memory in use, which its next start may need."""
-        with self._lock:
-            self._peers = [peer for peer in self._peers if not peer.closed]
-            peers = list(self._peers)
-        for peer in peers:
-            if peer.error() is not None:
-                peer.close()
+        """See :meth:`Transport.poll`."""
+        return self._reads.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
-        self._ledger.cancel(transfer)
+        self._reads.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
-        self._ledger.close()
+        self._reads.close()
         with self._lock:
-            peers, self._peers = self._peers, []
             segments, self._segments = self._segments, []
-        self._pool.close()
-        for peer in peers:
-            peer.close()
         for segment in segments:
             segment.close()
 
@@ -243,13 +213,13 @@ class ShmTransport(Transport):
 
         def step() -> None:
             following = next(slices, None)
-            if following is None or self._ledger.closed or peer.closed:
+            if following is None or self._reads.closed or peer.closed:
                 return
             segment, first = following
             if segment.populate(first, _PREFAULT_BYTES):
-                self._pool.submit(step)
+                self._reads.movers.submit(step)
 
-        self._pool.submit(step)
+        self._reads.movers.submit(step)
 
 
 def _decode(endpoint: bytes) -> ShmEndpoint:

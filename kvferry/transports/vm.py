@@ -26,8 +26,7 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
-from kvferry.transports.local import LocalPeer
-from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions
 from kvferry.transports.vm_copy import ProcessCopy
 from kvferry.transports.vm_process import (
@@ -101,10 +100,8 @@ class VmTransport(Transport):
         self._extra = extra
         self._regions = Regions()
         self._token = Token()
-        self._peers: list[VmPeer] = []
         self._lock = threading.Lock()
-        self._ledger = Ledger()
-        self._pool = MoverPool("vm", options.threads)
+        self._reads: LocalReads[VmPeer] = LocalReads("vm", options.threads)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "VmTransport":
@@ -156,11 +153,7 @@ class VmTransport(Transport):
             DecodeError: the endpoint does not decode.
             PeerLostError: the peer is gone, out of reach, or may not be read.
         """
-        peer = VmPeer(_decode(endpoint))
-        with self._lock:
-            self._peers = [known for known in self._peers if not known.closed]
-            self._peers.append(peer)
-        return peer
+        return self._reads.add(VmPeer(_decode(endpoint)))
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
@@ -169,7 +162,6 @@ class VmTransport(Transport):
         if not isinstance(peer, VmPeer):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
         copy = ProcessCopy(
             peer.process,
             peer.addresses,
@@ -177,28 +169,22 @@ class VmTransport(Transport):
             tiles,
             runs,
             chunk_bytes=self._extra.chunk_bytes,
-            threads=self._pool.size,
+            threads=self._reads.movers.size,
         )
-        peer.start(copy, transfer, self._ledger, self._pool, after)
-        return transfer
+        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
 
     def poll(self) -> list[Transfer]:
         """See :meth:`Transport.poll`."""
-        return self._ledger.poll()
+        return self._reads.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
-        self._ledger.cancel(transfer)
+        self._reads.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Peers find that nothing is served here any more."""
         self._token.wipe()
-        self._ledger.close()
-        with self._lock:
-            peers, self._peers = self._peers, []
-        self._pool.close()
-        for peer in peers:
-            peer.close()
+        self._reads.close()
 
     def _add(self, memory: ByteArray, *, serve: bool) -> int:
         if serve and self._extra.ptracer == "any":
