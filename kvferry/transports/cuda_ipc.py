@@ -41,6 +41,7 @@ from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import ByteArray, Peer, Transfer, TransportOptions, Waitable
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.device import DeviceTransport
+from kvferry.transports.endpoints import decode_as
 from kvferry.transports.host import boot_id
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import check_flat
@@ -349,15 +350,7 @@ def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySp
 
 
 def _decode(endpoint: bytes) -> CudaIpcEndpoint:
-    try:
-        described = msgspec.msgpack.decode(endpoint, type=CudaIpcEndpoint)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"cuda_ipc endpoint of {len(endpoint)} bytes: {error}") from error
-    if described.transport != "cuda_ipc" or described.version != VERSION:
-        raise DecodeError(
-            f"endpoint: is one of {described.transport!r} version {described.version}, "
-            f"expected 'cuda_ipc' version {VERSION}"
-        )
+    described = decode_as(CudaIpcEndpoint, endpoint, "cuda_ipc", VERSION)
     if described.host != boot_id():
         raise PeerLostError("the peer runs on another host, where CUDA IPC does not reach; use tcp")
     for region in described.regions:

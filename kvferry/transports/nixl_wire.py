@@ -10,6 +10,7 @@ import hashlib
 import msgspec
 
 from kvferry.errors import DecodeError
+from kvferry.transports.endpoints import decode_as
 
 VERSION = 1
 MAX_METADATA_BYTES = 16 << 20
@@ -57,15 +58,7 @@ def decode_endpoint(data: bytes) -> Endpoint:
     Raises:
         DecodeError: it does not match the schema, or speaks of impossible memory.
     """
-    try:
-        endpoint = msgspec.msgpack.decode(data, type=Endpoint)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"nixl endpoint of {len(data)} bytes: {error}") from error
-    if endpoint.transport != "nixl" or endpoint.version != VERSION:
-        raise DecodeError(
-            f"endpoint: is one of {endpoint.transport!r} version {endpoint.version}, "
-            f"expected 'nixl' version {VERSION}"
-        )
+    endpoint = decode_as(Endpoint, data, "nixl", VERSION)
     if not endpoint.agent or not 0 < len(endpoint.metadata) <= MAX_METADATA_BYTES:
         raise DecodeError(
             f"endpoint: agent {endpoint.agent[:80]!r} with {len(endpoint.metadata)} bytes of "

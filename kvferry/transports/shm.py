@@ -12,7 +12,6 @@ import msgspec
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
-    DecodeError,
     KVFerryError,
     PeerLostError,
     TransferError,
@@ -29,6 +28,7 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
+from kvferry.transports.endpoints import decode_as
 from kvferry.transports.host import boot_id
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions
@@ -223,15 +223,7 @@ class ShmTransport(Transport):
 
 
 def _decode(endpoint: bytes) -> ShmEndpoint:
-    try:
-        described = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"shm endpoint of {len(endpoint)} bytes: {error}") from error
-    if described.transport != "shm" or described.version != VERSION:
-        raise DecodeError(
-            f"endpoint: is one of {described.transport!r} version {described.version}, "
-            f"expected 'shm' version {VERSION}"
-        )
+    described = decode_as(ShmEndpoint, endpoint, "shm", VERSION)
     if described.host != boot_id():
         raise PeerLostError(
             "the peer runs on another host, where shared memory does not reach; use tcp"

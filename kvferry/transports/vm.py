@@ -26,6 +26,7 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
+from kvferry.transports.endpoints import decode_as
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions
 from kvferry.transports.vm_copy import ProcessCopy
@@ -194,15 +195,7 @@ class VmTransport(Transport):
 
 
 def _decode(endpoint: bytes) -> VmEndpoint:
-    try:
-        described = msgspec.msgpack.decode(endpoint, type=VmEndpoint)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"vm endpoint of {len(endpoint)} bytes: {error}") from error
-    if described.transport != "vm" or described.version != VERSION:
-        raise DecodeError(
-            f"endpoint: is one of {described.transport!r} version {described.version}, "
-            f"expected 'vm' version {VERSION}"
-        )
+    described = decode_as(VmEndpoint, endpoint, "vm", VERSION)
     process = described.process
     numbers = (process.token_address, *described.addresses, *described.nbytes)
     sound = (
