@@ -28,7 +28,7 @@ import zmq
 from kvferry.cache.events import KVCacheEvent, KVEventBatch, with_short_hashes
 from kvferry.config import KVEventsConfig, split_endpoint
 from kvferry.control.messages import decode_with
-from kvferry.control.sockets import Wakeup, bind_error, bound_port, endpoint
+from kvferry.control.sockets import Listener, bind_error, bound_port, endpoint
 from kvferry.errors import DecodeError
 from kvferry.lifetimes import Closing
 
@@ -65,35 +65,19 @@ class _ReplayServer(Closing):
         self._router = router
         self._kept = kept
         self._topic = topic
-        self._wakeup = Wakeup()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-events", daemon=True)
-        self._thread.start()
+        self._listener = Listener("kvferry-events", router, self._serve)
 
     def close(self) -> None:
         """Ends the thread and closes the socket. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self._wakeup.set()
-        self._thread.join()
-        self._wakeup.close()
+        self._listener.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wakeup.fd, zmq.POLLIN)
+    def _serve(self) -> None:
         try:
-            while not self._closing:
-                poller.poll()
-                try:
-                    self._answer(self._router.recv_multipart(zmq.NOBLOCK))
-                except zmq.Again:
-                    continue
-                except zmq.ZMQError as error:  # that listener is gone; the others go on
-                    logger.warning("a replay of KV cache events was broken off: %s", error)
-        finally:
-            self._router.close(linger=0)
+            self._answer(self._router.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:  # that listener is gone; the others go on
+            logger.warning("a replay of KV cache events was broken off: %s", error)
 
     def _answer(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or frames[1] or len(frames[2]) != 8:

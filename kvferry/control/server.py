@@ -1,6 +1,5 @@
 """The listening end of the control channel: one thread, one ROUTER socket."""
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from kvferry.control.messages import ErrorReply, StatusReport
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
 from kvferry.control.sockets import (
-    Wakeup,
+    Listener,
     bind_error,
     bound_port,
     configure,
@@ -64,10 +63,7 @@ class ControlServer(Closing):
         self._router = router
         self._authenticator = authenticator
         self.host, self.port = address
-        self._wakeup = Wakeup()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-control", daemon=True)
-        self._thread.start()
+        self._listener = Listener("kvferry-control", router, self._answer, on_end=self._let_go)
 
     @classmethod
     def open(
@@ -165,29 +161,18 @@ class ControlServer(Closing):
 
     def close(self) -> None:
         """Stops listening and frees the port. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self._wakeup.set()
-        self._thread.join()
-        self._wakeup.close()
+        self._listener.close()
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._router, zmq.POLLIN)
-        poller.register(self._wakeup.fd, zmq.POLLIN)
+    def _let_go(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+
+    def _answer(self) -> None:
         try:
-            while not self._closing:
-                poller.poll()
-                try:
-                    self._serve()
-                except Exception as error:  # a bug of ours must not end the listener
-                    self._desk.errors.note("internal", f"serving: {error!r}")
-        finally:
-            self._router.close(linger=0)
-            if self._authenticator is not None:
-                self._authenticator.stop()
-            self._context.destroy(linger=0)
+            self._serve()
+        except Exception as error:  # a bug of ours must not end the listener
+            self._desk.errors.note("internal", f"serving: {error!r}")
 
     def _serve(self) -> None:
         for _ in range(_BURST):

@@ -4,11 +4,14 @@ import contextlib
 import errno
 import functools
 import socket
+import threading
+from collections.abc import Callable
 
 import zmq
 
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.errors import ConfigError, HostError, KVFerryError, PortInUseError
+from kvferry.lifetimes import Closing
 
 
 class Wakeup:
@@ -36,6 +39,55 @@ class Wakeup:
         """Frees both ends. Idempotent."""
         self._reader.close()
         self._writer.close()
+
+
+class Listener(Closing):
+    """A thread that owns a socket: it waits for messages, and closes the socket at its end."""
+
+    def __init__(
+        self,
+        name: str,
+        target: "zmq.Socket[bytes]",
+        answer: Callable[[], object],
+        *,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            name: of the thread.
+            target: nobody else touches it from now on.
+            answer: takes what has come, without waiting, and deals with it; must not raise.
+            on_end: called once the socket is closed.
+        """
+        self._target = target
+        self._answer = answer
+        self._on_end = on_end
+        self._wakeup = Wakeup()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread and closes the socket. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wakeup.set()
+        self._thread.join()
+        self._wakeup.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._target, zmq.POLLIN)
+        poller.register(self._wakeup.fd, zmq.POLLIN)
+        try:
+            while not self._closing:
+                poller.poll()
+                self._answer()
+        finally:
+            self._target.close(linger=0)
+            self._on_end()
 
 
 def endpoint(host: str, port: int | str) -> str:
