@@ -10,10 +10,10 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks.cases import WrongDataError
+from kvferry.lifetimes import Closing
 
 _PR_SET_PDEATHSIG = 1
 _CALL_S = 120.0
@@ -26,7 +26,7 @@ class RemoteError(Exception):
     """A call failed in its process; the message is the traceback there."""
 
 
-class Remote:
+class Remote(Closing):
     """A process with an object made by ``make(*arguments)``. A context manager."""
 
     def __init__(
@@ -88,19 +88,13 @@ class Remote:
         self._process.join()
         self._pipe.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.resume()
-        # It may have things to put away: segments of shared memory.
-        with contextlib.suppress(RemoteError):
-            self._ask("close", (), _CLOSE_S)
+    def close(self) -> None:
+        """Asks it to end; kills it if it does not. Idempotent."""
+        if self._process.is_alive():
+            self.resume()
+            # It may have things to put away: segments of shared memory.
+            with contextlib.suppress(RemoteError):
+                self._ask("close", (), _CLOSE_S)
         self.kill()
 
     def _ask(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:

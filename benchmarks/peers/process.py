@@ -10,8 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -21,6 +20,7 @@ from benchmarks.peers.setups import Setup
 from benchmarks.peers.speed import Busy, Load, bytes_per_block
 from benchmarks.peers.trace import Record
 from benchmarks.peers.workload import Workload, run
+from kvferry.lifetimes import Closing
 
 ROOT = Path(__file__).parents[2]
 PYTHONS = {
@@ -83,7 +83,7 @@ def make_peer(name: str, setup: Setup) -> CachePeer:
     return KvferryPeer(setup)
 
 
-class PeerProcess:
+class PeerProcess(Closing):
     """A process of a peer. A context manager."""
 
     def __init__(self, name: str) -> None:
@@ -138,15 +138,8 @@ class PeerProcess:
             raise PeerError(f"{self._name}: ended without an answer; see what it wrote to stderr")
         return msgspec.json.decode(line)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Kills it. Idempotent."""
         self._process.kill()  # it has nothing to put away
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

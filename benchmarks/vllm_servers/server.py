@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -20,6 +19,7 @@ import psutil
 from benchmarks.vllm_servers.client import metrics
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.ports import free_port
+from kvferry.lifetimes import Closing
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -106,7 +106,7 @@ class ServerError(Exception):
     """A server did not start, or ended; the message has the end of its log."""
 
 
-class Server:
+class Server(Closing):
     """A server's processes. A context manager; what it leaves behind is removed.
 
     The constructor starts them, :meth:`wait` waits until they serve.
@@ -210,7 +210,7 @@ class Server:
         self._process.wait()
         self._remove_leftovers()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Asks it to end, and ends what has not done so soon."""
         members = self.processes()
         self._mapped |= self._shared_memory()
@@ -239,14 +239,3 @@ class Server:
         for path in self._mapped:
             path.unlink(missing_ok=True)
         shutil.rmtree(self._sockets, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
