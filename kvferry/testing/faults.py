@@ -13,7 +13,7 @@ import enum
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports.base import (
-    ByteArray,
     Peer,
     Transfer,
     TransferState,
@@ -105,14 +105,13 @@ class _Faulted:
         return TransferState.FAILED, StalledError("injected: no progress")
 
 
-class FaultyTransport(Transport):
+class FaultyTransport(WrappedTransport):
     """A transport around another one. Made by :func:`faulty_transport`, never directly."""
 
-    inner_class: ClassVar[type[Transport]]
     faults: ClassVar[Faults]
 
     def __init__(self, inner: Transport, stall_timeout_s: float) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._stall_timeout_s = stall_timeout_s
         self._lock = threading.RLock()
         self._reads = 0
@@ -123,22 +122,6 @@ class FaultyTransport(Transport):
     def open(cls, options: TransportOptions) -> "FaultyTransport":
         """Opens the inner transport; raises what that raises."""
         return cls(cls.inner_class.open(options), options.stall_timeout_s)
-
-    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """As the inner transport."""
-        return self._inner.allocate(nbytes)
-
-    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """As the inner transport."""
-        return self._inner.register(memory, serve=serve)
-
-    def endpoint(self) -> bytes:
-        """As the inner transport."""
-        return self._inner.endpoint()
-
-    def connect(self, endpoint: bytes) -> Peer:
-        """As the inner transport."""
-        return self._inner.connect(endpoint)
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
@@ -224,16 +207,7 @@ class FaultyTransport(Transport):
 
 def faulty_transport(transport: type[Transport], faults: Faults) -> type[FaultyTransport]:
     """A transport class that is ``transport`` with ``faults``; it keeps the name."""
-    attributes: dict[str, Any] = {
-        "__doc__": f"{transport.__name__} with {faults}.",
-        "name": transport.name,
-        "addressing": transport.addressing,
-        "fences": transport.fences,
-        "ExtraConfig": transport.ExtraConfig,
-        "inner_class": transport,
-        "faults": faults,
-    }
-    return type(f"Faulty{transport.__name__}", (FaultyTransport,), attributes)
+    return FaultyTransport.around(transport, "Faulty", faults=faults)
 
 
 def lossy_transport(

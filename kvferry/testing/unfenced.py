@@ -15,12 +15,12 @@ the bytes from landing, and only when they have landed is the transfer terminal.
 
 import threading
 import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvferry.errors import PeerLostError
 from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports.base import (
-    ByteArray,
     Peer,
     Transfer,
     TransferState,
@@ -110,15 +110,14 @@ class _UnfencedPeer(Peer):
         self.closed = True
 
 
-class UnfencedTransport(Transport):
+class UnfencedTransport(WrappedTransport):
     """A transport around one that fences. Made by :func:`unfenced_transport`, never directly."""
 
-    inner_class: ClassVar[type[Transport]]
     tide: ClassVar[Tide]
     fences = False
 
     def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._lock = threading.Lock()
         self._starts: dict[Transfer, _Start] = {}
         """What each read under way waits for."""
@@ -135,18 +134,6 @@ class UnfencedTransport(Transport):
             extra=options.extra,
         )
         return cls(cls.inner_class.open(patient))
-
-    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """As the inner transport."""
-        return self._inner.allocate(nbytes)
-
-    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """As the inner transport."""
-        return self._inner.register(memory, serve=serve)
-
-    def endpoint(self) -> bytes:
-        """As the inner transport."""
-        return self._inner.endpoint()
 
     def connect(self, endpoint: bytes) -> Peer:
         """As the inner transport."""
@@ -200,12 +187,4 @@ def unfenced_transport(transport: type[Transport], tide: Tide) -> type[UnfencedT
         transport: one that fences.
         tide: says when reads land.
     """
-    attributes: dict[str, Any] = {
-        "__doc__": f"{transport.__name__} that cannot fence.",
-        "name": transport.name,
-        "addressing": transport.addressing,
-        "ExtraConfig": transport.ExtraConfig,
-        "inner_class": transport,
-        "tide": tide,
-    }
-    return type(f"Unfenced{transport.__name__}", (UnfencedTransport,), attributes)
+    return UnfencedTransport.around(transport, "Unfenced", fences=False, tide=tide)

@@ -50,17 +50,7 @@ def tide():
 
 def test_a_terminal_state_that_proves_nothing_is_caught(tide):
     class Suite(UnfencedTransportConformance):
-        transport = type(
-            "Liar",
-            (_Liar,),
-            {
-                "name": "shm",
-                "addressing": ShmTransport.addressing,
-                "ExtraConfig": ShmTransport.ExtraConfig,
-                "inner_class": ShmTransport,
-                "tide": tide,
-            },
-        )
+        transport = _Liar.around(ShmTransport, "Lying", fences=False, tide=tide)
         serving = ShmTransport
         doubt_s = 0.5
         settle_s = 1.0
