@@ -30,8 +30,8 @@ _BREAKS: dict[int, str] = {
     zmq.Event.CLOSED: "nobody listens there",
     zmq.Event.DISCONNECTED: "the connection broke",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
-        "the connection broke while keys were exchanged; give both sides the same curve keys, or "
-        "neither"
+        "the connection broke before it was set up: the other side was just ending, or the two "
+        "have different curve keys (give both the same ones, or neither)"
     ),
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: (
         "it does not speak our protocol; give both sides curve keys, or neither"
