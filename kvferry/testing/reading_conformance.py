@@ -156,6 +156,17 @@ class ReadingConformance(TransportScenes):
             if transfer.state is TransferState.DONE:
                 scene.assert_exact()
 
+    def test_a_read_after_many_others_is_done(
+        self, local: Transport, healthy_peer: PeerProcess
+    ) -> None:
+        """What is left of those that are over holds up nobody, however many they were."""
+        scene = self.scene(local, healthy_peer, random_case(140))
+        self.wait(local, *[scene.read() for _ in range(40)])
+        transfer = scene.read()
+        self.wait(local, transfer)
+        assert transfer.state is TransferState.DONE, transfer.error
+        scene.assert_exact()
+
     def test_two_transports_of_one_process_can_read_from_each_other(self) -> None:
         """As the ranks of an in-process engine do."""
         case = large_case(SMALL)

@@ -280,9 +280,7 @@ class NixlService:
     def _post(self, peer: NixlPeer) -> bool:
         """Posts READs of the reads whose turn it is."""
         posted = False
-        for _ in range(_READS_AHEAD - len(peer.posts)):
-            if not peer.turns:
-                break
+        while peer.turns and len(peer.posts) < _READS_AHEAD:
             read = peer.turns.popleft()
             request = next(read.requests, None)
             if request is not None and read.landing.enter():
