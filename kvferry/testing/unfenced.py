@@ -111,7 +111,10 @@ class _UnfencedPeer(Peer):
 
 
 class UnfencedTransport(WrappedTransport):
-    """A transport around one that fences. Made by :func:`unfenced_transport`, never directly."""
+    """A transport around one that fences. Made by :func:`unfenced_transport`, never directly.
+
+    Closing it closes the inner transport, which does fence: the memory of a test ends with it.
+    """
 
     tide: ClassVar[Tide]
     fences = False
@@ -174,10 +177,6 @@ class UnfencedTransport(WrappedTransport):
             start = self._starts.get(transfer)
         if start is not None and not start.begun:
             self._inner.cancel(transfer)
-
-    def close(self) -> None:
-        """Closes the inner transport, which does fence: the memory of a test ends with it."""
-        self._inner.close()
 
 
 def unfenced_transport(transport: type[Transport], tide: Tide) -> type[UnfencedTransport]:

@@ -40,8 +40,8 @@ from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import ByteArray, Peer, Transfer, TransportOptions, Waitable
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
+from kvferry.transports.decoding import decode_as
 from kvferry.transports.device import DeviceTransport
-from kvferry.transports.endpoints import decode_as
 from kvferry.transports.host import boot_id
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import check_flat

@@ -100,17 +100,17 @@ class LocalPeer(Peer):
             self.release()
 
 
-P = TypeVar("P", bound=LocalPeer)
+PeerT = TypeVar("PeerT", bound=LocalPeer)
 
 
-class LocalReads(Generic[P]):
+class LocalReads(Generic[PeerT]):
     """The connections of one transport, and the reads over them. Thread-safe."""
 
     def __init__(self, name: str, threads: int) -> None:
         """``threads`` movers are started; ``name`` is theirs."""
         self.movers = MoverPool(name, threads)
         self._ledger = Ledger()
-        self._peers: list[P] = []
+        self._peers: list[PeerT] = []
         self._lock = threading.Lock()
         self._next_look = 0.0
 
@@ -119,14 +119,14 @@ class LocalReads(Generic[P]):
         """Whether :meth:`close` was called."""
         return self._ledger.closed
 
-    def add(self, peer: P) -> P:
+    def add(self, peer: PeerT) -> PeerT:
         """Takes a connection in, and lets go of dead ones first."""
         self._drop_dead_peers()
         with self._lock:
             self._peers.append(peer)
         return peer
 
-    def start(self, peer: P, copy: Chunks, nbytes: int, after: Waitable | None) -> Transfer:
+    def start(self, peer: PeerT, copy: Chunks, nbytes: int, after: Waitable | None) -> Transfer:
         """See :meth:`LocalPeer.start`; ``copy`` is of ``nbytes``."""
         transfer = Transfer(nbytes=nbytes)
         peer.start(copy, transfer, self._ledger, self.movers, after)

@@ -10,7 +10,7 @@ import hashlib
 import msgspec
 
 from kvferry.errors import DecodeError
-from kvferry.transports.endpoints import decode_as
+from kvferry.transports.decoding import decode_as
 
 VERSION = 1
 MAX_METADATA_BYTES = 16 << 20

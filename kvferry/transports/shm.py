@@ -28,7 +28,7 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
-from kvferry.transports.endpoints import decode_as
+from kvferry.transports.decoding import decode_as
 from kvferry.transports.host import boot_id
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions

@@ -15,7 +15,7 @@ followed by one frame of bytes. The reader speaks first::
 Fields are only ever added at the end, with defaults.
 """
 
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvferry import errors
 from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
+from kvferry.transports.decoding import decode
 
 VERSION_MIN = 1
 VERSION_MAX = 2
@@ -142,7 +143,6 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 ToServer: TypeAlias = Hello | Read | Cancel | Taken
 ToReader: TypeAlias = Welcome | Chunk | Refused
 
-M = TypeVar("M")
 
 _encoder = msgspec.msgpack.Encoder()
 _to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
@@ -199,18 +199,6 @@ def decode_endpoint(data: bytes, transport: str = "tcp") -> Endpoint:
             f"{MAX_REGION_BYTES}"
         )
     return endpoint
-
-
-def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
-    """One message; ``what`` names it in the error.
-
-    Raises:
-        DecodeError: it does not match the schema.
-    """
-    try:
-        return decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"{what} of {len(data)} bytes: {error}") from error
 
 
 def encode_table(table: Table, dtype: np.dtype[np.void]) -> bytes:

@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.transports.tcp_wire import Cancel, Hello, Read, Refused, decode
+from kvferry.transports.decoding import decode
+from kvferry.transports.tcp_wire import Cancel, Hello, Read, Refused
 
 TAG_BYTES = 8
 """Behind each chunk; a message that was too short lacks it."""

@@ -26,7 +26,7 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
-from kvferry.transports.endpoints import decode_as
+from kvferry.transports.decoding import decode_as
 from kvferry.transports.local import LocalPeer, LocalReads
 from kvferry.transports.regions import Regions
 from kvferry.transports.vm_copy import ProcessCopy
