@@ -18,6 +18,7 @@ ROOT = Path(kvferry.__file__).parent
 ROOMS = (
     "errors",
     "lifetimes",
+    "mailbox",
     "config",
     "plugins",
     "layouts",

@@ -1,0 +1,209 @@
+"""The form of every thread of ours that owns something: sockets, agents, a table.
+
+Others post tasks to it, and nobody else touches what it owns. Between tasks it takes its *turn*,
+which does what is due and says when it wants the next one. It sleeps until then, until something is
+posted, or until a socket that it watches has something to say::
+
+    post(task) ──┐
+    socket ──────┼──▶ sleep ──▶ tasks, handlers ──▶ turn() ──▶ seconds until the next turn ─┐
+    time is up ──┘      ▲                                                                   │
+                        └───────────────────────────────────────────────────────────────────┘
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, Self, TypeVar
+
+from kvferry.errors import EngineError
+from kvferry.lifetimes import Closing
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Task = Callable[[], object]
+
+
+class Poller(Protocol):
+    """What waits for several descriptors or sockets: ``zmq.Poller``, ``select.poll``."""
+
+    def register(self, watched: Any, flags: int, /) -> object:
+        """Begins to wait for it."""
+
+    def unregister(self, watched: Any, /) -> object:
+        """No longer waits for it."""
+
+    def poll(self, milliseconds: float | None, /) -> list[tuple[Any, int]]:
+        """What is ready; waits so long at most, for ever with ``None``."""
+
+
+class Mailbox(Closing):
+    """A thread with a queue of tasks.
+
+    >>> with Mailbox("example") as mailbox:
+    ...     mailbox.call(lambda: 6 * 7)
+    42
+    """
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], float | None] = lambda: None,
+        *,
+        poller: Poller | None = None,
+        survives: bool = True,
+    ) -> None:
+        """Nothing runs before :meth:`start`, so that its owner can finish its own constructor.
+
+        Args:
+            name: of the thread, after ``kvferry-``.
+            turn: does what is due; returns the seconds after which it wants to be called again, 0
+                for at once, ``None`` for not before something was posted or a socket is ready.
+            poller: waits for what :meth:`watch` names; without one nothing can be watched, and a
+                task begins a little sooner.
+            survives: whether the thread goes on after a task or a turn has raised, which is logged
+                either way. Otherwise it ends, and :meth:`check` tells its owner why.
+        """
+        self._turn = turn
+        self._survives = survives
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._poller = poller
+        self._handlers: dict[object, Task] = {}
+        self._lock = threading.Lock()
+        self._event_fd = -1
+        self._closed = False
+        self._defect: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
+        if poller is not None:
+            self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.watch(self._event_fd, self._quiet)
+
+    def start(self) -> Self:
+        """Starts the thread; ``with`` does it too."""
+        self._thread.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def post(self, task: Task) -> None:
+        """Has the thread call ``task``, after what was posted before. Once it has ended, nobody
+        does.
+        """
+        self._tasks.put(task)
+        self._wake()
+
+    def call(self, task: Callable[[], T]) -> T:
+        """Has the thread call ``task`` and waits for what it returns, or raises.
+
+        Raises:
+            EngineError: the thread has ended.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except Exception as error:  # the caller's, whatever it is
+                future.set_exception(error)
+
+        self.post(run)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(timeout=1.0)
+            if not self._thread.is_alive() and not future.done():
+                raise EngineError(f"{self._thread.name} has ended") from self._defect
+
+    def check(self) -> None:
+        """Raises what ended the thread.
+
+        Raises:
+            EngineError: it has died of a defect.
+        """
+        if self._defect is not None:
+            raise EngineError(f"{self._thread.name} died: {self._defect!r}") from self._defect
+
+    def close(self) -> None:
+        """Runs what was posted before, then ends the thread. Idempotent."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            self._tasks.put(None)
+            self._wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._lock:
+            if self._event_fd >= 0:
+                os.close(self._event_fd)
+                self._event_fd = -1
+
+    def _wake(self) -> None:
+        if self._event_fd >= 0:
+            with self._lock:  # once closed, the descriptor may be somebody else's
+                if self._event_fd >= 0:
+                    os.eventfd_write(self._event_fd, 1)
+
+    # ---- the thread, or its owner before start() ----------------------------------------------
+
+    def watch(self, socket: Any, handler: Task) -> None:
+        """Calls ``handler`` whenever a descriptor or socket can be read."""
+        assert self._poller is not None  # its owner gave one
+        self._handlers[socket] = handler
+        self._poller.register(socket, select.POLLIN)  # zmq.POLLIN has the same value
+
+    def unwatch(self, socket: Any) -> None:
+        """Undoes :meth:`watch`."""
+        assert self._poller is not None  # as above
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as defect:
+            logger.exception("%s died", self._thread.name)
+            self._defect = defect
+
+    def _round(self) -> bool:
+        """Turn, sleep, tasks and handlers; false once it is to end."""
+        pause_s = self._guarded(self._turn)
+        if self._poller is not None:
+            milliseconds = None if pause_s is None else -(-pause_s * 1000 // 1)
+            for socket, _ in self._poller.poll(milliseconds):
+                handler = self._handlers.get(socket)
+                if handler is not None:  # not unwatched by the one before
+                    self._guarded(handler)
+            pause_s = 0.0
+        return self._run_tasks(pause_s)
+
+    def _run_tasks(self, wait_s: float | None) -> bool:
+        with contextlib.suppress(queue.Empty):
+            task = self._tasks.get(block=wait_s != 0.0, timeout=wait_s)
+            while task is not None:
+                self._guarded(task)
+                task = self._tasks.get_nowait()
+            return False
+        return True
+
+    def _guarded(self, task: Callable[[], T]) -> T | None:
+        try:
+            return task()
+        except Exception:
+            if not self._survives:
+                raise
+            logger.exception("%s failed at something; it goes on", self._thread.name)
+            return None
+
+    def _quiet(self) -> None:
+        """What was posted runs after the handlers."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._event_fd)

@@ -1,0 +1,116 @@
+"""The one thread class: order, waking, watching, defects, the end."""
+
+import itertools
+import os
+import select
+import threading
+import time
+
+import pytest
+
+from kvferry.errors import EngineError
+from kvferry.mailbox import Mailbox
+
+
+def polling(name="test", **options):
+    return Mailbox(name, poller=select.poll(), **options)
+
+
+@pytest.fixture(params=[Mailbox, polling], ids=["queue", "poller"])
+def make(request):
+    return request.param
+
+
+def test_tasks_run_in_order_on_its_thread(make):
+    seen = []
+    with make("order") as mailbox:
+        for number in range(100):
+            mailbox.post(
+                lambda number=number: seen.append((number, threading.current_thread().name))
+            )
+        mailbox.call(lambda: None)
+    assert seen == [(number, "kvferry-order") for number in range(100)]
+
+
+def test_close_runs_what_was_posted_before_and_may_be_repeated(make):
+    seen = []
+    mailbox = make("close").start()
+    mailbox.post(lambda: seen.append("posted"))
+    mailbox.close()
+    mailbox.close()
+    assert seen == ["posted"]
+
+
+def test_an_idle_one_begins_a_task_at_once(make):
+    with make("idle") as mailbox:
+        mailbox.call(lambda: None)
+        time.sleep(0.05)  # it sleeps without end now
+        began = time.monotonic()
+        mailbox.call(lambda: None)
+        assert time.monotonic() - began < 5  # it would be never if it were not woken
+
+
+def test_its_turn_comes_after_the_time_it_asked_for(make):
+    turns = []
+    done = threading.Event()
+
+    def turn():
+        turns.append(time.monotonic())
+        if len(turns) == 4:
+            done.set()
+            return None
+        return 0.02
+
+    with make("turns", turn=turn):
+        assert done.wait(10)
+    assert all(two - one > 0.015 for one, two in itertools.pairwise(turns))
+
+
+def test_an_error_of_a_call_is_the_callers(make):
+    def fail():
+        raise KeyError("mine")
+
+    with make("caller") as mailbox:
+        with pytest.raises(KeyError, match="mine"):
+            mailbox.call(fail)
+        assert mailbox.call(lambda: 1) == 1
+
+
+def test_one_that_survives_goes_on_after_an_error(make, caplog):
+    with make("tough") as mailbox:
+        mailbox.post(lambda: 1 / 0)
+        assert mailbox.call(lambda: 2) == 2
+        mailbox.check()
+    assert "kvferry-tough failed" in caplog.text
+
+
+def test_one_that_does_not_tells_its_owner_why_it_died(make):
+    mailbox = make("frail", survives=False).start()
+    mailbox.post(lambda: 1 / 0)
+    with pytest.raises(EngineError, match=r"kvferry-frail has ended"):
+        mailbox.call(lambda: None)
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        mailbox.check()
+    mailbox.close()
+
+
+def test_a_watched_descriptor_is_handled_until_it_is_not_watched():
+    reader, writer = os.pipe()
+    got = []
+    came = threading.Event()
+    mailbox = polling("watch")
+
+    def handle():
+        got.append(os.read(reader, 10))
+        came.set()
+
+    with mailbox:
+        mailbox.call(lambda: mailbox.watch(reader, handle))
+        os.write(writer, b"one")
+        assert came.wait(10)
+        mailbox.call(lambda: mailbox.unwatch(reader))
+        os.write(writer, b"two")
+        mailbox.call(lambda: None)
+    assert got == [b"one"]
+    os.close(reader)
+    os.close(writer)
