@@ -14,7 +14,6 @@ the bytes from landing, and only when they have landed is the transfer terminal.
 """
 
 import threading
-import time
 from typing import ClassVar
 
 from kvferry.errors import PeerLostError
@@ -156,9 +155,8 @@ class UnfencedTransport(WrappedTransport):
         return transfer
 
     def _lose(self) -> Transfer:
-        lost = Transfer(nbytes=0, error=PeerLostError("the connection was closed"))
-        lost.finished = time.monotonic()
-        lost.state = TransferState.FAILED
+        lost = Transfer(nbytes=0)
+        lost.end(TransferState.FAILED, PeerLostError("the connection was closed"))
         with self._lock:
             self._lost.append(lost)
         return lost

@@ -7,9 +7,11 @@ owns the source memory serves; the reader calls :meth:`Transport.connect` and
 """
 
 import enum
+import logging
+import threading
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +23,8 @@ from kvferry.errors import KVFerryError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
 from kvferry.topology.strategies import Addressing
+
+logger = logging.getLogger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -60,11 +64,40 @@ class Transfer:
     """``time.monotonic()`` of the last progress."""
     finished: float | None = None
     """``time.monotonic()`` when it became terminal."""
+    _callbacks: list[Callable[["Transfer"], object]] = field(default_factory=list, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def is_terminal(self) -> bool:
         """Whether nothing of this transfer can land any more."""
         return self.state is not TransferState.RUNNING
+
+    def on_end(self, callback: Callable[["Transfer"], object]) -> None:
+        """Has ``callback`` called with this transfer once it is terminal, so that nobody polls.
+
+        By the thread that ends it, or at once by this one if it has ended. It must not block.
+        """
+        with self._lock:
+            if not self.is_terminal:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def end(self, state: TransferState, error: KVFerryError | None = None) -> bool:
+        """Makes it terminal, for its transport; false if it was already."""
+        with self._lock:
+            if self.is_terminal:
+                return False
+            self.error = error
+            self.finished = time.monotonic()
+            self.state = state  # last: whoever sees it sees the rest
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:  # the thread that ended it has other transfers
+                logger.exception("who waited for a transfer failed")
+        return True
 
 
 @dataclass(frozen=True, slots=True)

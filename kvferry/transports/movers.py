@@ -42,15 +42,12 @@ class Ledger:
 
     def finish(self, transfer: Transfer, state: TransferState, error: KVFerryError | None) -> bool:
         """Makes ``transfer`` terminal; false if it was already."""
+        if not transfer.end(state, error):
+            return False
         with self._lock:
-            if transfer.is_terminal:
-                return False
             self._running.pop(transfer, None)
-            transfer.error = error
-            transfer.finished = time.monotonic()
-            transfer.state = state  # last: whoever sees it sees the rest
             self._ended.append(transfer)
-            return True
+        return True
 
     def cancel(self, transfer: Transfer) -> None:
         """Stops a transfer if it is under way; terminal once the chunks under way have landed."""

@@ -114,8 +114,7 @@ def read(memory: TargetMemory, wire: _Wire) -> StagedRead:
 
 
 def end(transfer: Transfer, error: TransferError | None = None) -> None:
-    transfer.error = error
-    transfer.state = TransferState.DONE if error is None else TransferState.FAILED
+    transfer.end(TransferState.DONE if error is None else TransferState.FAILED, error)
 
 
 def finish(read: StagedRead) -> None:

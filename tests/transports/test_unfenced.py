@@ -36,8 +36,7 @@ class _Liar(UnfencedTransport):
     """Takes the wish for the deed: a cancelled read is terminal at once."""
 
     def cancel(self, transfer):
-        transfer.error = CancelledError("so it says")
-        transfer.state = TransferState.CANCELLED
+        transfer.end(TransferState.CANCELLED, CancelledError("so it says"))
         self._lost.append(transfer)
 
 
