@@ -3,21 +3,24 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
-from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.layouts.tiles import Tiles, num_bytes
 from kvferry.topology.binding import BoundCopies
 from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.in_place import plan_repack
 from kvferry.topology.plan import Piece, TransferPlan
 from kvferry.topology.strategies import StrategyWork
+from kvferry.topology.typical import (
+    TYPICAL_TOKENS,
+    count_copies,
+    dense_memory_of,
+    table_blocks,
+    typical_copies,
+    unlike_tiles,
+)
 from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
-
-TYPICAL_TOKENS = 2048
-"""Tokens of the request for which a strategy is chosen unless the caller says otherwise."""
 
 
 def strategy_work(
@@ -81,38 +84,6 @@ def strategy_work(
     )
 
 
-def typical_copies(
-    plan: TransferPlan, num_tokens: int, first_token: int = 0, seed: int | None = None
-) -> BoundCopies:
-    """A request's copies whose block tables are shuffled, or in order without a seed."""
-    tables = [
-        np.arange(1, table_blocks(geometry, num_tokens) + 1)
-        for geometry in (plan.source, plan.target)
-    ]
-    if seed is not None:
-        shuffle = np.random.default_rng(seed)
-        tables = [shuffle.permutation(table) for table in tables]
-    return plan.bind(tables[0], tables[1], num_tokens, first_token)
-
-
-def table_blocks(geometry: EngineGeometry, num_tokens: int) -> int:
-    """Entries of the block table of so many tokens."""
-    return -(-num_tokens // geometry.virtual_block_size)
-
-
-@lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
-def dense_memory_of(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
-    """A rank's memory with room for a request of so many tokens."""
-    return geometry.memory(rank, table_blocks(geometry, num_tokens) + 1)
-
-
-def count_copies(tiles: Tiles, runs: Runs) -> int:
-    """Contiguous copies after merging."""
-    from kvferry.layouts.copier import count_pieces  # compiles; planning alone need not
-
-    return count_pieces(tiles, runs)
-
-
 def _copied(
     plan: TransferPlan,
     tiles: Mapping[int, Tiles],
@@ -131,7 +102,7 @@ def _copied(
         for length in np.unique(runs["tokens"]):
             same = runs[runs["tokens"] == length]
             found["chunks"] += len(chunks(table, same, WIRE_CHUNK_BYTES))
-        for tile, times in _unlike_tiles(table):
+        for tile, times in unlike_tiles(table):
             found["segments_ordered"] += times * count_copies(tile, ordered.runs_of(rank))
             found["segments_shuffled"] += times * count_copies(tile, runs)
             for chunk in stage(
@@ -146,20 +117,6 @@ def _copied(
     if plan.conversion is not None:
         found["placed_nbytes"] = shuffled.nbytes * itemsizes[1] // itemsizes[0]
     return found
-
-
-def _unlike_tiles(tiles: Tiles) -> Iterator[tuple[Tiles, int]]:
-    """One of those tiles that differ only in where they begin, and how many there are.
-
-    Nothing merges from tile to tile, so that each of them is as many pieces.
-    """
-    begin = ("source_region", "source_offset", "target_region", "target_offset")
-    shapes = tiles.copy()
-    for name in begin:
-        shapes[name] = 0
-    _, first, counts = np.unique(shapes, return_index=True, return_counts=True)
-    for index, times in zip(first.tolist(), counts.tolist(), strict=True):
-        yield tiles[index : index + 1], times
 
 
 def _unlike_layers(plan: TransferPlan) -> Iterator[tuple[TransferPlan, int]]:

@@ -133,6 +133,9 @@ class Transport(Closing):
     """Whether every read becomes terminal, which proves that nothing of it can land any more, soon
     after it was cancelled, stalled or lost its peer. One that does not fence may leave such a read
     ``RUNNING`` for as long as nobody knows; it is given staging memory only."""
+    least_segment_bytes: ClassVar[int] = 0
+    """Mean bytes of a segment from which on it is faster to place them than to stage; measured for
+    a transport of segments, 0 for one whose movers cost nothing per segment."""
     ExtraConfig: ClassVar[type[msgspec.Struct]]
     """Struct of the keys this transport takes; checked before it is opened."""
 
