@@ -51,7 +51,7 @@ test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
 	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" \
-	    -o faulthandler_timeout=1200 tests/vllm_servers $(ARGS)
+	    -o faulthandler_timeout=1200 tests/vllm_servers examples/vllm_pair $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -81,10 +81,6 @@ def test_example_cluster_files_are_valid(path):
     load_cluster(path)
 
 
-def test_the_readme_shows_a_cluster_file():
-    assert any("prefill" in block for block in blocks(ROOT / "README.md", "toml"))
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,0 +1,242 @@
+"""A transport of its own: the reader copies out of the source's process with process_vm_readv(2).
+
+For the processes of one user on one Linux host. The source takes no part in a read, so there is no
+thread that serves. The source only has to keep its memory, and the token that says so, in place.
+The built-in transport ``vm`` does the same at full speed.
+"""
+
+import ctypes
+import errno
+import os
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvferry.config import parse_struct
+from kvferry.errors import (
+    DecodeError,
+    KVFerryError,
+    PeerLostError,
+    SharedMemoryError,
+    TransferError,
+)
+from kvferry.layouts import check_bounds, num_bytes
+from kvferry.layouts.copier import expand, warm
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.topology import Addressing
+from kvferry.transports import ByteArray, Peer, Transfer, Transport, TransportOptions, Waitable
+from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.regions import Regions
+
+SPANS_PER_CALL = 1024  # the kernel's limit; between two calls a read can be cancelled
+SPAN_DTYPE = np.dtype([("address", np.uint64), ("nbytes", np.uint64)])  # struct iovec
+
+_readv = ctypes.CDLL(None, use_errno=True).process_vm_readv
+_readv.restype = ctypes.c_ssize_t
+_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+
+
+class CrossMemoryConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """This transport takes no keys of its own."""
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must know of a rank. It comes from a peer: it is decoded, then checked."""
+
+    host: str
+    pid: int
+    token: bytes
+    """Random per start. Another process that has the id by now has other bytes at its address."""
+    addresses: tuple[int, ...]
+    """Address of the token, then of each region."""
+    nbytes: tuple[int, ...]
+    """Bytes of each region; 0 where it is not served."""
+
+
+class CrossMemoryPeer(Peer):
+    """A rank that is read from."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.landings: dict[Transfer, Landing] = {}
+        self.closed = False
+
+    def error(self) -> KVFerryError | None:
+        """Why nothing can be read from it, or None. Asked before a read and after its last byte."""
+        token = np.zeros(len(self.endpoint.token), dtype=np.uint8)
+        zero = np.zeros(1, dtype=np.int64)
+        try:
+            if self.closed:
+                raise PeerLostError("the connection was closed")
+            self.copy(zero, zero, np.array([token.ctypes.data]), np.array([token.nbytes]))
+            if token.tobytes() != self.endpoint.token:
+                raise PeerLostError(f"process {self.endpoint.pid} has given up its memory")
+        except KVFerryError as error:
+            return error
+        return None
+
+    def copy(
+        self,
+        index: npt.NDArray[Any],
+        offset: npt.NDArray[Any],
+        target: npt.NDArray[Any],
+        nbytes: npt.NDArray[Any],
+    ) -> None:
+        """Copies spans of ``nbytes`` from ``offset`` of the memory ``index`` (0: the token).
+
+        Raises:
+            TransferError: this process may not read the other one.
+            PeerLostError: the other process is gone, or has unmapped that memory.
+        """
+        bases = np.array(self.endpoint.addresses, dtype=np.uint64)
+        source = bases[index] + offset.astype(np.uint64)
+        local, remote = (np.empty(len(source), dtype=SPAN_DTYPE) for _ in range(2))
+        for table, addresses in ((local, target), (remote, source)):
+            table["address"], table["nbytes"] = addresses, nbytes
+        pid, count = self.endpoint.pid, len(source)
+        done = _readv(pid, local.ctypes.data, count, remote.ctypes.data, count, 0)
+        if done == int(local["nbytes"].sum()):
+            return
+        number = ctypes.get_errno() if done < 0 else 0
+        if number == errno.EPERM:
+            raise TransferError(f"process {pid} may not be read: another user's?")
+        raise PeerLostError(f"process {pid} is gone: {os.strerror(number)}")
+
+    def close(self) -> None:
+        """Fails what still reads from it."""
+        self.closed = True
+        for landing in list(self.landings.values()):
+            landing.fail(PeerLostError("the connection was closed"))
+
+
+class CrossMemoryTransport(Transport):
+    """The plugin."""
+
+    name = "cross_memory"
+    addressing = Addressing.BOTH
+    fences = True  # only our own movers write our memory, and a Landing counts them
+    ExtraConfig = CrossMemoryConfig
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._regions, self._ledger = Regions(), Ledger()
+        self._token = np.frombuffer(bytearray(secrets.token_bytes(16)), dtype=np.uint8)
+        self._token_bytes = self._token.tobytes()
+        self._pool = MoverPool("cross-memory", options.threads)
+        self._peers: list[CrossMemoryPeer] = []
+
+    @classmethod
+    def open(cls, options: TransportOptions) -> Self:
+        parse_struct(CrossMemoryConfig, options.extra, cls.name)  # ConfigError for an unknown key
+        warm()  # compiles what the first read would wait for
+        return cls(options)
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        try:
+            memory = np.zeros(nbytes, dtype=np.uint8)
+        except MemoryError as error:
+            raise SharedMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
+        return self.register(memory), memory
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        return self._regions.add(memory, serve=serve)
+
+    def endpoint(self) -> bytes:
+        endpoint = Endpoint(
+            host=host_id(),
+            pid=os.getpid(),
+            token=self._token_bytes,
+            addresses=(self._token.ctypes.data, *self._regions.addresses.tolist()),
+            nbytes=self._regions.served_nbytes,
+        )
+        return msgspec.msgpack.encode(endpoint)
+
+    def connect(self, endpoint: bytes) -> CrossMemoryPeer:
+        try:
+            found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DecodeError(f"endpoint of {len(endpoint)} bytes: {error}") from error
+        fits = len(found.token) == 16 and len(found.addresses) == len(found.nbytes) + 1
+        if not fits or not all(0 <= n < 1 << 63 for n in (*found.addresses, *found.nbytes)):
+            raise DecodeError("endpoint: its numbers make no sense")
+        if found.host != host_id():
+            raise PeerLostError("the peer runs on another host or in another PID namespace")
+        peer = CrossMemoryPeer(found)
+        self._peers = [known for known in self._peers if not known.closed]
+        self._peers.append(peer)
+        return peer
+
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        assert isinstance(peer, CrossMemoryPeer)
+        check_bounds(tiles, runs, peer.endpoint.nbytes, self._regions.nbytes)  # BoundsError
+        transfer = Transfer(nbytes=num_bytes(tiles, runs))
+        landing = Landing(
+            transfer,
+            self._ledger,
+            verify=peer.error,
+            on_end=lambda _: peer.landings.pop(transfer, None),
+        )
+        if not self._ledger.enter(landing):
+            return transfer  # the transport is closed, and the transfer has failed
+        peer.landings[transfer] = landing
+        error = peer.error()
+        if error is not None:
+            landing.fail(error)
+        else:
+            begin = partial(self._begin, peer, landing, tiles, runs)
+            start_after(after, landing, lambda: self._pool.submit(begin))
+        return transfer
+
+    def _begin(self, peer: CrossMemoryPeer, landing: Landing, tiles: Tiles, runs: Runs) -> None:
+        spans = expand(tiles, runs)  # single contiguous copies, after merging
+        spans["source_region"] += 1  # what the peer's endpoint lists first is its token
+        self._step(peer, landing, spans)
+
+    def _step(self, peer: CrossMemoryPeer, landing: Landing, spans: npt.NDArray[Any]) -> None:
+        """Copies one call's worth, then queues the rest, so that reads share the movers."""
+        if not landing.enter():
+            return  # it was cancelled, or has failed: from here on nobody writes
+        now, later = spans[:SPANS_PER_CALL], spans[SPANS_PER_CALL:]
+        nbytes = 0
+        try:
+            target = self._regions.addresses[now["target_region"]] + now["target_offset"]
+            peer.copy(now["source_region"], now["source_offset"], target, now["nbytes"])
+            nbytes = int(now["nbytes"].sum())
+        except KVFerryError as error:
+            landing.fail(error)
+        finally:
+            landing.leave(nbytes, len(now))
+        if len(later):
+            self._pool.submit(partial(self._step, peer, landing, later))
+
+    def poll(self) -> list[Transfer]:
+        return self._ledger.poll()
+
+    def cancel(self, transfer: Transfer) -> None:
+        self._ledger.cancel(transfer)
+
+    def close(self) -> None:
+        self._token[:] = 0  # readers see that what they read may be somebody else's by now
+        self._ledger.close()
+        for peer in self._peers:
+            peer.close()
+        self._pool.close()
+
+
+def host_id() -> str:
+    """A process id means something only within one boot of one host and one PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
