@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry
 
 from kvferry import errors
 from kvferry.cli.app import app
-from kvferry.cli.known_models import KNOWN_MODELS
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
 from kvferry.cluster.engine_metrics import EngineMetrics
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
+from kvferry.explain.models import KNOWN_MODELS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
 ALL_PAGES = [

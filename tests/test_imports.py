@@ -27,6 +27,7 @@ ROOMS = (
     "transports",
     "control",
     "connectors",
+    "explain",
     "testing",
     "engine",
     "cluster",

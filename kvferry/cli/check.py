@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.cli.console import make_console
-from kvferry.cli.explained import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.cli.rank_map import show_explained
 from kvferry.cli.status import load_keys, parse_address
 from kvferry.cli.strategies import Movers, choose_for_pair
@@ -20,6 +19,7 @@ from kvferry.control.client import fetch_descriptions
 from kvferry.control.handshake import common_transports, compare
 from kvferry.control.messages import DescriptionReply
 from kvferry.errors import ConfigError, KVFerryError, NotReadyError, PeerLostError
+from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.topology import EngineGeometry
 from kvferry.topology.description import EngineDescription
 

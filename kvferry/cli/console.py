@@ -19,6 +19,21 @@ def make_console() -> Console:
     return console
 
 
+def seconds_text(seconds: float) -> str:
+    """A duration.
+
+    >>> seconds_text(0.0042), seconds_text(7.25), seconds_text(80), seconds_text(7300)
+    ('4.2 ms', '7.2 s', '1 min 20 s', '2 h 1 min')
+    """
+    if abs(seconds) < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+
+
 class PartProgress:
     """One line per part of the cluster: a live bar on a terminal, plain lines elsewhere."""
 

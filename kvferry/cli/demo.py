@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.explained import cluster_engines, map_pairs
+from kvferry.cli.plan import cluster_engines
 from kvferry.cli.rank_map import show_pair
 from kvferry.cluster import demo as steps
 from kvferry.cluster.demo import Answer, Prompt, Reference, Result
@@ -28,6 +28,7 @@ from kvferry.cluster.timeline import draw
 from kvferry.config import ClusterConfig
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError
+from kvferry.explain.pairs import map_pairs
 
 
 def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model: str) -> None:

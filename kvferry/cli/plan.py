@@ -10,16 +10,17 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.explained import PlannedEngine, cluster_engines, explain_pair, pair_as_json
-from kvferry.cli.known_models import ModelInfo
-from kvferry.cli.models import find_model
-from kvferry.cli.picture import check_drawable, draw_pairs
 from kvferry.cli.rank_map import show_all
-from kvferry.cli.specs import parse_spec
+from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.cluster.model_shape import model_shape
-from kvferry.config import load_cluster
+from kvferry.config import ClusterConfig, load_cluster
+from kvferry.engine.cache_groups import engine_cache
+from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError
+from kvferry.explain.models import ModelInfo
+from kvferry.explain.pairs import PlannedEngine, explain_pair, pair_as_json
+from kvferry.explain.picture import check_drawable, draw_pairs
 from kvferry.topology import EngineGeometry
 
 
@@ -92,6 +93,28 @@ def plan(
     show_all(pairs, console)
     if picture is not None:
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
+
+
+def cluster_engines(
+    cluster: ClusterConfig, model: DecoderConfig
+) -> tuple[list[PlannedEngine], list[PlannedEngine]]:
+    """The prefill engines and the decode engines of a cluster file.
+
+    Raises:
+        ConfigError: an engine's shape does not fit the model.
+    """
+    prefill, decode = (
+        [
+            PlannedEngine(
+                engine.name,
+                engine_cache(engine, model, cluster.model.dtype).geometries,
+                engine.transfer_config().engine_id,
+            )
+            for engine in engines
+        ]
+        for engines in (cluster.prefill, cluster.decode)
+    )
+    return prefill, decode
 
 
 def model_text(model: ModelInfo) -> str:

@@ -7,13 +7,19 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cache.cache_shape import STATE_BLOCK_SIZE
-from kvferry.cli.differences import difference_texts
-from kvferry.cli.explained import EnginePair, PlannedEngine, change_values, layout_text
 from kvferry.cli.strategies import show_strategies
-from kvferry.cli.units import bytes_text, layers_text
-from kvferry.topology import EngineGeometry, ranges_text
-from kvferry.topology.advice import SideChange
-from kvferry.topology.explain import Balance
+from kvferry.explain.pairs import EnginePair, PlannedEngine
+from kvferry.explain.sentences import (
+    balance_texts,
+    bytes_text,
+    difference_texts,
+    engine_text,
+    kept_text,
+    layers_text,
+    saving_texts,
+    staging_text,
+)
+from kvferry.topology import ranges_text
 
 MAX_ROWS = 64
 """Pairs of ranks that a table lists; ``--json`` has them all."""
@@ -28,35 +34,10 @@ def show_explained(pair: EnginePair, console: Console) -> None:
             console.print(_group_table(engine))
     show_pair(pair, console)
     _say_list(console, "What differs", difference_texts(pair))
-    _say_list(console, "Balance", _balance_texts(pair))
-    _say_list(console, "Staging", [_staging_text(pair)])
-    _say_list(console, "Cheaper", _saving_texts(pair) or ["nothing that was tried"])
+    _say_list(console, "Balance", balance_texts(pair))
+    _say_list(console, "Staging", [staging_text(pair)])
+    _say_list(console, "Cheaper", saving_texts(pair) or ["nothing that was tried"])
     show_strategies(pair.strategies, console)
-
-
-def engine_text(engine: PlannedEngine) -> str:
-    """An engine in one line."""
-    group = engine.groups[0]
-    axes = [
-        f"{axis} {getattr(group.parallel, axis)}"
-        for axis in ("tp", "pp", "dcp", "pcp")
-        if axis == "tp" or getattr(group.parallel, axis) > 1
-    ]
-    return (
-        f"{engine.name}: {', '.join(axes)}; blocks of {group.block_size} tokens, "
-        f"{layout_text(group.layout)}, {group.dtype}"
-    )
-
-
-def kept_text(group: EngineGeometry) -> str:
-    """What of a request a group keeps."""
-    if group.states:
-        return "the state after the last token"
-    if group.sliding_window is not None:
-        return f"window of {group.sliding_window}"
-    if group.attention_chunk_size is not None:
-        return f"chunk of {group.attention_chunk_size}"
-    return "all tokens"
 
 
 def show_pair(pair: EnginePair, console: Console) -> None:
@@ -113,62 +94,6 @@ def _group_table(engine: PlannedEngine) -> Table:
             str(group.block_size) if group.block_size < STATE_BLOCK_SIZE else "one per request",
         )
     return table
-
-
-def _balance_texts(pair: EnginePair) -> list[str]:
-    return [
-        f"prefill ranks: {_balance_text(pair.prefill_balance)}",
-        f"decode ranks: {_balance_text(pair.decode_balance)}",
-        f"links ({len(pair.costs)}): {_balance_text(pair.link_balance)}",
-    ]
-
-
-def _balance_text(balance: Balance) -> str:
-    least, most = min(balance.nbytes, default=0), max(balance.nbytes, default=0)
-    if least == most:
-        return f"{bytes_text(most)} each"
-    idle = f"; idle: {ranges_text(balance.idle)}" if balance.idle else ""
-    return (
-        f"{bytes_text(least)} to {bytes_text(most)}, the busiest {balance.peak:.2f} times the mean"
-        f"{idle}"
-    )
-
-
-def _staging_text(pair: EnginePair) -> str:
-    most = max(pair.staging)
-    if not most:
-        return "none; tokens that share a block on both sides are one run on both sides"
-    return (
-        f"up to {bytes_text(most)} per request and decode rank on a wire that moves contiguous "
-        "runs; none where the mover addresses both memories"
-    )
-
-
-def _saving_texts(pair: EnginePair) -> list[str]:
-    return [
-        f"{_changes_text(saving.source, saving.target)}: {_factor_text(saving.factor)} times fewer "
-        "segments"
-        for saving in pair.savings
-    ]
-
-
-def _changes_text(prefill: SideChange, decode: SideChange) -> str:
-    """What to write, and where; a value that both get is said once."""
-    values = {"prefill": change_values(prefill), "decode": change_values(decode)}
-    shared = dict(values["prefill"].items() & values["decode"].items())
-    sides = {"both sides": shared} | {
-        side: {key: value for key, value in found.items() if key not in shared}
-        for side, found in values.items()
-    }
-    return " and ".join(
-        f"{', '.join(f'{key}={value}' for key, value in sorted(found.items()))} on {side}"
-        for side, found in sides.items()
-        if found
-    )
-
-
-def _factor_text(factor: float) -> str:
-    return f"{factor:.0f}" if factor >= 10 or factor.is_integer() else f"{factor:.1f}"
 
 
 def _say_list(console: Console, heading: str, texts: Sequence[str]) -> None:

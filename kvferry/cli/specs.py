@@ -1,13 +1,16 @@
-"""Engines in one line: ``tp=8,pp=2,block=16,layout=HND``."""
+"""What a plan is made of without a cluster file: engines in one line each, and a model."""
 
 import difflib
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.cache.grouping import group_layers
 from kvferry.control.handshake import MAX_RANKS
+from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError
+from kvferry.explain.models import KNOWN_MODELS, ModelInfo, parse_model
 from kvferry.topology import EngineGeometry, ParallelShape
 
 #: Key of a spec → what it may hold, for messages.
@@ -117,3 +120,32 @@ def _flag(value: str, where: str) -> bool:
     if value not in ("true", "false"):
         raise ConfigError(f"{where}: hybrid: {value!r} is neither true nor false")
     return value == "true"
+
+
+def find_model(name: str) -> ModelInfo:
+    """The model of a name or of a path to a ``config.json`` or to its folder.
+
+    >>> find_model("Llama-3-70B").shape.num_layers
+    80
+    >>> find_model("deepseek-ai/DeepSeek-V3").shape.head_size
+    576
+
+    Raises:
+        ConfigError: neither; the message names the nearest known one.
+        ModelError: the file cannot be used.
+    """
+    wanted = name.lower().replace("_", "-")
+    for model in KNOWN_MODELS.values():
+        if wanted in (model.name, model.source.lower(), model.source.lower().split("/")[1]):
+            return model
+    path = Path(name)
+    if path.is_dir():
+        path /= CONFIG_FILE
+    if path.suffix == ".json" or path.is_file():
+        return parse_model(read_json(path), str(path))
+    near = difflib.get_close_matches(wanted, KNOWN_MODELS, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"--model: {name!r} is unknown; {hint}known models: {', '.join(KNOWN_MODELS)}; or give "
+        f"the path of a {CONFIG_FILE}"
+    )

@@ -10,13 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.console import make_console
-from kvferry.cli.units import bytes_text, seconds_text
+from kvferry.cli.console import make_console, seconds_text
 from kvferry.config import parse_struct
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
 from kvferry.control.options import CurveKeys
 from kvferry.errors import ConfigError, PeerLostError, ProtocolError
+from kvferry.explain.sentences import bytes_text
 
 
 def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> None:

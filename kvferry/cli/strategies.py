@@ -7,10 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvferry.cli.explained import GroupChoice, PlannedEngine
-from kvferry.cli.units import seconds_text
-from kvferry.topology.advice import TRIAL_RANKS
-from kvferry.topology.explain import PlanWork, transfer_work
+from kvferry.cli.console import seconds_text
+from kvferry.explain.costs import PlanWork, transfer_work
+from kvferry.explain.pairs import GroupChoice, PlannedEngine
+from kvferry.explain.savings import TRIAL_RANKS
 from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.machine_costs import MachineCosts, load_costs
 from kvferry.topology.strategies import (
@@ -71,7 +71,7 @@ def choose_for_pair(
     Of larger engines a sample of the ranks is looked at.
 
     Raises:
-        ValueError, ProtocolError, BoundsError: see :func:`kvferry.topology.explain_transfer`.
+        ValueError, ProtocolError, BoundsError: see :func:`kvferry.explain.explain_transfer`.
     """
     parts: dict[int, list[PlanWork]] = {}
     for part in transfer_work(

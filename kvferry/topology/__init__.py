@@ -1,4 +1,4 @@
-"""Who holds which cells: geometries, transfer plans, and what they cost.
+"""Who holds which cells: geometries, and the plans that move cells between them.
 
 Describe, plan, bind, run::
 
@@ -16,15 +16,11 @@ Describe, plan, bind, run::
     choose_strategy     the ways of running them, and the cheapest    strategies.py
     strategy_work       the numbers it goes by                        strategy_work.py
     MachineCosts        and the machine's constants                   machine_costs.py
-    explain_transfer    what it costs, before anything moves          explain.py
-    find_savings        which other shapes would cost less            advice.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
 """
 
-from kvferry.topology.advice import Saving, SideChange, find_savings
 from kvferry.topology.binding import BoundCopies, check_block_ids
 from kvferry.topology.cell_digest import digest, token_digests
-from kvferry.topology.explain import Balance, PairCost, explain_transfer
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
 from kvferry.topology.in_place import plan_repack
@@ -52,20 +48,16 @@ from kvferry.topology.whole_blocks import in_place_obstacle, whole_block_copies
 
 __all__ = [
     "Addressing",
-    "Balance",
     "BoundCopies",
     "EngineGeometry",
     "GroupPair",
     "KVTopology",
     "MachineCosts",
     "MoverTraits",
-    "PairCost",
     "ParallelShape",
     "Part",
     "Piece",
     "RankCoordinates",
-    "Saving",
-    "SideChange",
     "Strategy",
     "StrategyChoice",
     "StrategyCost",
@@ -75,8 +67,6 @@ __all__ = [
     "choose_strategy",
     "default_split",
     "digest",
-    "explain_transfer",
-    "find_savings",
     "group_mismatches",
     "in_place_obstacle",
     "locate_memory",

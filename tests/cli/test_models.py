@@ -5,9 +5,9 @@ import json
 import pytest
 
 from kvferry.cache.cache_shape import CacheShape
-from kvferry.cli.known_models import KNOWN_MODELS
-from kvferry.cli.models import find_model, parse_model
+from kvferry.cli.specs import find_model
 from kvferry.errors import ConfigError, ModelError
+from kvferry.explain.models import KNOWN_MODELS, parse_model
 
 LLAMA = {"num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 64}
 WINDOWED = LLAMA | {"sliding_window": 16}

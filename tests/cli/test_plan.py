@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvferry.cli.known_models import KNOWN_MODELS
+from kvferry.explain.models import KNOWN_MODELS
 from kvferry.layouts.layout import LAYOUT_NAMES
 from tests.refused_pairs import REFUSED_PAIRS
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import NullBlockError
-from kvferry.topology import EngineGeometry, ParallelShape, explain_transfer, plan_transfer
+from kvferry.explain import explain_transfer
+from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
 from kvferry.topology.spans import shared_spans
 from kvferry.topology.token_shard import TokenShard
 

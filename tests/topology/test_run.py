@@ -14,7 +14,6 @@ from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
     digest,
-    explain_transfer,
     memory_of,
     plan_transfer,
     run_copies,
@@ -370,59 +369,6 @@ def test_a_digest_of_blocks_that_hold_no_cells_is_refused(blocks, error):
     memory, regions = memory_of(one, 0, zeros(one))
     with pytest.raises(error):
         digest(one, 0, memory, addresses_of(regions), blocks, 4)
-
-
-# ---- explain -----------------------------------------------------------------------------------
-
-
-def test_what_a_transfer_costs_adds_up():
-    source = geometry(num_kv_heads=6, num_layers=9, layout="HND", parallel=ParallelShape(tp=3))
-    target = geometry(
-        num_kv_heads=6, num_layers=9, block_size=6, parallel=ParallelShape(tp=2, pp=2)
-    )
-    costs = explain_transfer(source=source, target=target, num_tokens=50)
-    assert [(cost.target_rank, cost.source_rank) for cost in costs] == [
-        (0, 0),
-        (0, 1),
-        (1, 1),
-        (1, 2),
-        (2, 0),
-        (2, 1),
-        (3, 1),
-        (3, 2),
-    ]
-    assert sum(cost.nbytes for cost in costs) == 9 * 2 * 6 * 4 * 4 * 50
-    assert sum(cost.rows for cost in costs) == 9 * 2 * 6 * 50
-    assert costs[0].layers == (0, 1, 2, 3, 4)
-    assert costs[1].heads == (2,)
-    for cost in costs:
-        assert 0 < cost.segments_ordered <= cost.segments_shuffled <= cost.rows
-
-
-def test_a_transfer_of_no_tokens_has_no_cost_to_explain():
-    with pytest.raises(ValueError, match="num_tokens: 0"):
-        explain_transfer(source=geometry(), target=geometry(), num_tokens=0)
-
-
-def test_what_a_transfer_costs_is_summed_over_groups_and_stops_at_windows():
-    def half(indices, **kept):
-        return geometry(num_layers=2, layer_indices=indices, **kept)
-
-    whole = geometry(num_layers=4, parallel=ParallelShape(tp=2))
-    hybrid = [half((1, 3)), half((0, 2), sliding_window=11, block_size=3)]
-    one, two = explain_transfer(source=whole, target=hybrid, num_tokens=50)
-    per_token = 2 * 4 * 4  # bytes of k and v of one layer and head
-    for cost, head in ((one, 0), (two, 1)):
-        assert (cost.target_rank, cost.source_rank, cost.heads) == (0, head, (head,))
-        assert cost.layers == (0, 1, 2, 3)
-        assert cost.nbytes == 2 * per_token * (50 + 10)
-        assert cost.rows == 2 * 2 * (50 + 10)
-    # Either way round the window alone moves; a chunk that just began moves nothing.
-    back = explain_transfer(source=hybrid, target=whole, num_tokens=50)
-    assert sum(cost.nbytes for cost in back) == one.nbytes + two.nbytes
-    chunks = [half((1, 3)), half((0, 2), attention_chunk_size=25)]
-    (cost,) = explain_transfer(source=chunks, target=chunks, num_tokens=50)
-    assert (cost.layers, cost.nbytes) == ((1, 3), 2 * 2 * per_token * 50)
 
 
 # ---- imports -----------------------------------------------------------------------------------

@@ -1,14 +1,45 @@
-"""What differs between two engines, and what becomes of it on the way, in sentences."""
+"""A plan in words: the engines, what differs between them, its balance, what would cost less."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from msgspec import structs
 
-from kvferry.cli.explained import EnginePair, PlannedEngine, layout_text
+from kvferry.explain.costs import Balance
+from kvferry.explain.pairs import EnginePair, PlannedEngine, change_values, layout_text
+from kvferry.explain.savings import SideChange
 from kvferry.layouts import Layout
 from kvferry.topology import EngineGeometry, pair_groups, ranges_text
 from kvferry.topology.description import PartStrides
+
+
+def engine_text(engine: PlannedEngine) -> str:
+    """An engine in one line."""
+    group = engine.groups[0]
+    axes = [
+        f"{axis} {getattr(group.parallel, axis)}"
+        for axis in ("tp", "pp", "dcp", "pcp")
+        if axis == "tp" or getattr(group.parallel, axis) > 1
+    ]
+    return (
+        f"{engine.name}: {', '.join(axes)}; blocks of {group.block_size} tokens, "
+        f"{layout_text(group.layout)}, {group.dtype}"
+    )
+
+
+def kept_text(group: EngineGeometry) -> str:
+    """What of a request a group keeps."""
+    if group.states:
+        return "the state after the last token"
+    if group.sliding_window is not None:
+        return f"window of {group.sliding_window}"
+    if group.attention_chunk_size is not None:
+        return f"chunk of {group.attention_chunk_size}"
+    return "all tokens"
+
+
+# ---- what differs, and what becomes of it on the way ---------------------------------------------
 
 
 def difference_texts(pair: EnginePair) -> list[str]:
@@ -157,3 +188,95 @@ def _windows(pair: EnginePair) -> Iterator[str]:
             f"state: of layers {ranges_text(sorted(recurrent), most=4)} the state after the last "
             "token moves, as many bytes for any number of tokens"
         )
+
+
+# ---- what it costs, and what would cost less -----------------------------------------------------
+
+
+def balance_texts(pair: EnginePair) -> list[str]:
+    """How evenly a request's bytes are spread over the ranks of each side and over the links."""
+    return [
+        f"prefill ranks: {_balance_text(pair.prefill_balance)}",
+        f"decode ranks: {_balance_text(pair.decode_balance)}",
+        f"links ({len(pair.costs)}): {_balance_text(pair.link_balance)}",
+    ]
+
+
+def _balance_text(balance: Balance) -> str:
+    least, most = min(balance.nbytes, default=0), max(balance.nbytes, default=0)
+    if least == most:
+        return f"{bytes_text(most)} each"
+    idle = f"; idle: {ranges_text(balance.idle)}" if balance.idle else ""
+    return (
+        f"{bytes_text(least)} to {bytes_text(most)}, the busiest {balance.peak:.2f} times the mean"
+        f"{idle}"
+    )
+
+
+def staging_text(pair: EnginePair) -> str:
+    """How much staging memory a request would take at most."""
+    most = max(pair.staging)
+    if not most:
+        return "none; tokens that share a block on both sides are one run on both sides"
+    return (
+        f"up to {bytes_text(most)} per request and decode rank on a wire that moves contiguous "
+        "runs; none where the mover addresses both memories"
+    )
+
+
+def saving_texts(pair: EnginePair) -> list[str]:
+    """One sentence per change that would save segments; none where nothing that was tried does."""
+    return [
+        f"{_changes_text(saving.source, saving.target)}: {_factor_text(saving.factor)} times fewer "
+        "segments"
+        for saving in pair.savings
+    ]
+
+
+def _changes_text(prefill: SideChange, decode: SideChange) -> str:
+    """What to write, and where; a value that both get is said once."""
+    values = {"prefill": change_values(prefill), "decode": change_values(decode)}
+    shared = dict(values["prefill"].items() & values["decode"].items())
+    sides = {"both sides": shared} | {
+        side: {key: value for key, value in found.items() if key not in shared}
+        for side, found in values.items()
+    }
+    return " and ".join(
+        f"{', '.join(f'{key}={value}' for key, value in sorted(found.items()))} on {side}"
+        for side, found in sides.items()
+        if found
+    )
+
+
+def _factor_text(factor: float) -> str:
+    return f"{factor:.0f}" if factor >= 10 or factor.is_integer() else f"{factor:.1f}"
+
+
+# ---- numbers -------------------------------------------------------------------------------------
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes.
+
+    >>> bytes_text(0), bytes_text(2048), bytes_text(3_500_000)
+    ('0 B', '2.0 KiB', '3.3 MiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Ascending layers; those that a replica gives in turn with others are told by their step.
+
+    >>> layers_text([0, 1, 2, 5]), layers_text([1, 3, 5, 7, 9])
+    ('0-2, 5', '1, 3 ... 9')
+    """
+    steps = {two - one for one, two in pairwise(layers)}
+    if len(steps) == 1 and steps != {1} and len(layers) > 3:
+        return f"{layers[0]}, {layers[1]} ... {layers[-1]}"
+    return ranges_text(layers)

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvferry.explain.costs import count_segments
 from kvferry.layouts.layout import LAYOUT_NAMES, Layout
-from kvferry.topology.explain import count_segments
 from kvferry.topology.geometry import EngineGeometry
 
 WORTH = 1.5

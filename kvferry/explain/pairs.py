@@ -4,19 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvferry.config import ClusterConfig
-from kvferry.engine.cache_groups import engine_cache
-from kvferry.engine.model_config import DecoderConfig
-from kvferry.layouts import LAYOUT_NAMES, Layout
-from kvferry.topology import EngineGeometry, PairCost, explain_transfer
-from kvferry.topology.advice import Saving, SideChange, find_savings
-from kvferry.topology.explain import (
+from kvferry.explain.costs import (
     Balance,
     Memories,
+    PairCost,
     balance_over_links,
     balance_over_sources,
     balance_over_targets,
+    explain_transfer,
 )
+from kvferry.explain.savings import Saving, SideChange, find_savings
+from kvferry.layouts import LAYOUT_NAMES, Layout
+from kvferry.topology import EngineGeometry
 from kvferry.topology.strategies import StrategyChoice
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
@@ -94,28 +93,6 @@ def explain_pair(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int)
     """
     savings = find_savings(prefill.groups, decode.groups, num_tokens)
     return EnginePair(prefill, decode, num_tokens, _costs(prefill, decode, num_tokens), savings)
-
-
-def cluster_engines(
-    cluster: ClusterConfig, model: DecoderConfig
-) -> tuple[list[PlannedEngine], list[PlannedEngine]]:
-    """The prefill engines and the decode engines of a cluster file.
-
-    Raises:
-        ConfigError: an engine's shape does not fit the model.
-    """
-    prefill, decode = (
-        [
-            PlannedEngine(
-                engine.name,
-                engine_cache(engine, model, cluster.model.dtype).geometries,
-                engine.transfer_config().engine_id,
-            )
-            for engine in engines
-        ]
-        for engines in (cluster.prefill, cluster.decode)
-    )
-    return prefill, decode
 
 
 def map_pairs(

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvferry.cli.explained import EnginePair, PlannedEngine, layout_text
-from kvferry.cli.known_models import ModelInfo
-from kvferry.cli.rank_map import engine_text, kept_text
-from kvferry.cli.svg import HATCHED, Canvas
-from kvferry.cli.units import bytes_text, layers_text
 from kvferry.errors import ConfigError
+from kvferry.explain.models import ModelInfo
+from kvferry.explain.pairs import EnginePair, PlannedEngine, layout_text
+from kvferry.explain.sentences import bytes_text, engine_text, kept_text, layers_text
+from kvferry.explain.svg import HATCHED, Canvas
 from kvferry.topology import EngineGeometry, Piece, pair_groups, plan_transfer, ranges_text
 
 MAX_RANKS = 64
