@@ -5,8 +5,7 @@ from pathlib import Path
 import msgspec
 
 from kvferry.config import ModelConfig
-from kvferry.engine.model_config import DecoderConfig
-from kvferry.engine.model_config_parse import parse_config
+from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import CONFIG_FILE, TINY_MODELS, Progress, read_json
 

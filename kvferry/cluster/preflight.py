@@ -7,7 +7,7 @@ import msgspec
 from kvferry.cluster.child import listen
 from kvferry.cluster.connector_keys import check_cluster_keys, check_plugins
 from kvferry.config import ClusterConfig, EngineConfig
-from kvferry.engine.cache_groups import engine_cache
+from kvferry.engine.builder import engine_cache
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError, PortInUseError
 

@@ -1,23 +1,298 @@
 """Paged attention on CPU over a KV cache in any layout.
 
-Legend of the dims::
-
-    T  tokens of the step, over all requests     R  requests of a call
-    B  blocks of the cache                       N  tokens in a block
-    L  tokens of a call's longest sequence       H  KV heads of this rank
-    G  query heads per KV head                   D  element of a head
+First a step's requests become index tensors: one order of tokens for all layers, one block table
+per group. Then every layer writes and reads its cache by them. What a layer gathers is bounded by
+its own window: blocks wholly below it are never read, because their entries may be null and what
+they hold may be anything.
 
 Whatever the layout, the parts of each layer are seen as ``[B, N, H, D]`` through strides. A step
 writes its tokens' cells by (block, offset), then gathers whole blocks by block table: torch copies
 those several times faster than single tokens.
+
+Legend of the dims::
+
+    T  tokens of the step, over all requests     R  requests of a call
+    B  blocks of the cache                       N  tokens in a block
+    L  tokens of a call's longest sequence, from its first gathered on
+    H  KV heads of this rank                     G  query heads per KV head
+    D  element of a head
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from kvferry.engine.attention_batch import AttentionCall, LayerBatch
+from kvferry.cache.block_table import BlockTable, IntArray
+from kvferry.engine.messages import ScheduledRequest
+from kvferry.errors import BlockTableError
+from kvferry.topology.geometry import EngineGeometry
+
+#: Decodes share one padded call as long as the shortest needs half of the longest one's blocks,
+#: or no more than this many.
+_SMALL_TABLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Requests whose attention is one call: one request's chunk, or many decodes."""
+
+    rows: torch.Tensor | slice
+    """Which of the step's tokens."""
+    blocks: torch.Tensor
+    """int64 ``[R * blocks per request]``, tables padded with the null block."""
+    num_requests: int
+    tokens: slice
+    """Which of the gathered tokens of each request to look at."""
+    mask: torch.Tensor | None
+    """Added to the scores, ``[R, 1, 1, L]`` for decodes and ``[T, L]`` for a chunk."""
+    padding: torch.Tensor | None
+    """Flat indices into ``[R * L]`` of the tokens that no one may see."""
+    causal: bool
+    """Whether a chunk starts its sequence, so that no mask need be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBatch:
+    """What one layer needs of a step; layers of one group and one window share it."""
+
+    slots: tuple[torch.Tensor, torch.Tensor]
+    """Block and offset of each token, int64 ``[T]`` each."""
+    calls: tuple[AttentionCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step's requests as tensors."""
+
+    tokens: torch.Tensor
+    """int64 ``[T]``."""
+    positions: torch.Tensor
+    """int64 ``[T]``."""
+    sampled: torch.Tensor
+    """int64 rows of the tokens whose logits are asked for, in the order of the requests."""
+    layers: Mapping[int, LayerBatch]
+    """By the model's layer."""
+
+
+def build_batch(
+    requests: Sequence[ScheduledRequest],
+    groups: Sequence[EngineGeometry],
+    dtype: torch.dtype,
+    layer_windows: Mapping[int, int] | None = None,
+) -> StepBatch:
+    """Turns a step's requests into index tensors.
+
+    Args:
+        requests: at least one, each with at least one token.
+        groups: geometries of the engine's KV cache groups, in the order of the block tables.
+        dtype: of the masks, which is the model's.
+        layer_windows: model layer → tokens that one of its tokens attends to, itself included;
+            all that its group keeps if left out.
+
+    Raises:
+        BlockTableError: a request has not one block table per group, or one of them lacks a block
+            that a layer needs.
+    """
+    step = _Step.of(requests, len(groups))
+    layers: dict[int, LayerBatch] = {}
+    for index, geometry in enumerate(groups):
+        table = BlockTable.from_lists(
+            geometry.block_size, [request.block_ids[index] for request in requests]
+        )
+        built: dict[int | None, LayerBatch] = {}
+        for layer in geometry.model_layers:
+            window = (layer_windows or {}).get(layer, geometry.sliding_window)
+            if window not in built:
+                built[window] = _layer_batch(step, table, window, dtype)
+            layers[layer] = built[window]
+    ends = np.cumsum(step.counts) - 1
+    asked = [request.sample is not None for request in requests]
+    return StepBatch(
+        tokens=torch.tensor(
+            list(chain.from_iterable(request.token_ids for request in requests)), dtype=torch.int64
+        ),
+        positions=torch.from_numpy(step.positions),
+        sampled=torch.from_numpy(ends[asked]),
+        layers=layers,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What all groups share: one number per request, and two per token."""
+
+    request_ids: tuple[str, ...]
+    firsts: IntArray
+    """Position of the first token to compute."""
+    counts: IntArray
+    """Tokens to compute."""
+    rows: IntArray
+    """Request of each token."""
+    positions: IntArray
+    """Position of each token."""
+
+    @classmethod
+    def of(cls, requests: Sequence[ScheduledRequest], num_groups: int) -> "_Step":
+        for request in requests:
+            if len(request.block_ids) != num_groups:
+                raise BlockTableError(
+                    f"request {request.request_id!r}: {len(request.block_ids)} block tables for "
+                    f"{num_groups} KV cache groups"
+                )
+        firsts = np.array([request.first_position for request in requests], dtype=np.int64)
+        counts = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+        ids = tuple(request.request_id for request in requests)
+        return cls(ids, firsts, counts, *BlockTable.expand_spans(firsts, counts))
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each request's sequence after the step."""
+        return self.firsts + self.counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """What one group's layers of one window see in a step."""
+
+    table: BlockTable
+    window: int | None
+    kept: IntArray
+    """First position that each request's first token to compute may see."""
+    lengths: IntArray
+
+    @classmethod
+    def of(cls, step: _Step, table: BlockTable, window: int | None) -> "_Sight":
+        kept = np.zeros_like(step.firsts)
+        if window is not None:
+            # topology.windows.first_kept_token, for all requests at once.
+            kept = np.maximum(step.firsts - window + 1, 0)
+        return cls(table, window, kept, step.lengths)
+
+    @property
+    def first_blocks(self) -> IntArray:
+        """Index of the first block to gather."""
+        return self.kept // self.table.block_size
+
+    @property
+    def end_blocks(self) -> IntArray:
+        """Index behind the last block to gather."""
+        return -(-self.lengths // self.table.block_size)
+
+
+def _layer_batch(
+    step: _Step, table: BlockTable, window: int | None, dtype: torch.dtype
+) -> LayerBatch:
+    sight = _Sight.of(step, table, window)
+    _check_tables(step, sight)
+    blocks, offsets = table.locate(step.rows, step.positions)
+    starts = np.cumsum(step.counts) - step.counts
+    calls = [
+        _chunk_call(sight, request, int(starts[request]), int(step.counts[request]), dtype)
+        for request in np.flatnonzero(step.counts > 1).tolist()
+    ]
+    calls.extend(_decode_calls(sight, np.flatnonzero(step.counts == 1), starts, dtype))
+    return LayerBatch((torch.from_numpy(blocks), torch.from_numpy(offsets)), tuple(calls))
+
+
+def _check_tables(step: _Step, sight: _Sight) -> None:
+    """Every block that will be written or gathered must be there.
+
+    A null block is gathered as padding of shorter tables too, so reading one where a token should
+    be would be no error by itself, but a wrong answer.
+    """
+    table = sight.table
+    for request in np.flatnonzero(sight.end_blocks > table.num_blocks).tolist():
+        raise BlockTableError(
+            f"request {step.request_ids[request]!r}: {sight.lengths[request]} tokens need "
+            f"{sight.end_blocks[request]} blocks of {table.block_size}, its table has "
+            f"{table.num_blocks[request]}"
+        )
+    index = np.arange(table.block_ids.shape[1])
+    needed = (index >= sight.first_blocks[:, None]) & (index < sight.end_blocks[:, None])
+    for request, block in np.argwhere(needed & (table.block_ids == 0)).tolist():
+        raise BlockTableError(
+            f"request {step.request_ids[request]!r}: entry {block} of its table is the null "
+            f"block, but tokens from {sight.kept[request]} on are needed, in blocks of "
+            f"{table.block_size}"
+        )
+
+
+def _chunk_call(
+    sight: _Sight, request: int, row: int, count: int, dtype: torch.dtype
+) -> AttentionCall:
+    kept, length, window = int(sight.kept[request]), int(sight.lengths[request]), sight.window
+    first_block, end_block = int(sight.first_blocks[request]), int(sight.end_blocks[request])
+    above = first_block * sight.table.block_size  # position of the first gathered token
+    first = length - count
+    causal = not first and (window is None or length <= window)
+    mask = None
+    if not causal:
+        query, key = torch.arange(first, length)[:, None], torch.arange(kept, length)
+        hidden = key > query
+        if window is not None:
+            hidden |= key <= query - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return AttentionCall(
+        rows=slice(row, row + count),
+        blocks=torch.from_numpy(sight.table.block_ids[request, first_block:end_block]),
+        num_requests=1,
+        tokens=slice(kept - above, length - above),
+        mask=mask,
+        padding=None,
+        causal=causal,
+    )
+
+
+def _decode_calls(
+    sight: _Sight, requests: IntArray, starts: IntArray, dtype: torch.dtype
+) -> list[AttentionCall]:
+    """Joins decodes of similar length, so that padding at most doubles the work."""
+    widths = (sight.end_blocks - sight.first_blocks)[requests]
+    joined: list[list[int]] = []
+    widest = 0
+    for index in np.argsort(-widths, kind="stable").tolist():
+        if joined and max(2 * int(widths[index]), _SMALL_TABLE) >= widest:
+            joined[-1].append(int(requests[index]))
+        else:
+            widest = int(widths[index])
+            joined.append([int(requests[index])])
+    return [_decode_call(sight, np.array(members), starts, dtype) for members in joined]
+
+
+def _decode_call(
+    sight: _Sight, members: npt.NDArray[np.int64], starts: IntArray, dtype: torch.dtype
+) -> AttentionCall:
+    block_size = sight.table.block_size
+    firsts = sight.first_blocks[members]
+    tables = sight.table.between(members, firsts, sight.end_blocks[members] - firsts)
+    # Positions relative to the first gathered token of each sequence.
+    begins = sight.kept[members] - firsts * block_size
+    ends = sight.lengths[members] - firsts * block_size
+    mask = padding = None
+    tokens = slice(int(begins[0]), int(ends[0]))
+    if len(members) > 1:
+        length = tables.shape[1] * block_size
+        tokens = slice(0, length)
+        position = np.arange(length)
+        hidden = (position < begins[:, None]) | (position >= ends[:, None])
+        padding = torch.from_numpy(np.flatnonzero(hidden))
+        mask = torch.zeros(hidden.shape, dtype=dtype)
+        mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
+        mask = mask[:, None, None, :]
+    return AttentionCall(
+        rows=torch.from_numpy(starts[members]),
+        blocks=torch.from_numpy(tables.reshape(-1)),
+        num_requests=len(members),
+        tokens=tokens,
+        mask=mask,
+        padding=padding,
+        causal=False,
+    )
 
 
 def write_kv(cache: Sequence[torch.Tensor], batch: LayerBatch, *new_THD: torch.Tensor) -> None:

@@ -1,22 +1,66 @@
-"""Builds an engine from what a user wrote."""
+"""Builds an engine from what a user wrote.
+
+The one place where a model's layers, an engine's shape and the cache core's grouping meet.
+"""
 
 import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from kvferry.cache import KVCacheConfig
+from kvferry.cache.grouping import group_layers
 from kvferry.config import EngineConfig, KVTransferConfig
 from kvferry.connectors.base import SchedulerConnector
 from kvferry.connectors.registry import connector_context
-from kvferry.engine.admission import SchedulerOptions
-from kvferry.engine.cache_groups import engine_cache
-from kvferry.engine.engine import Engine, EventSink
-from kvferry.engine.executor import Executor, InProcessExecutor
+from kvferry.engine.engine import Engine, EventSink, StepExecutor
+from kvferry.engine.messages import WorkerSpec
 from kvferry.engine.model_config import DecoderConfig
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import fingerprint, load_model_config
-from kvferry.engine.worker_spec import WorkerSpec
+from kvferry.errors import ConfigError
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCache:
+    """The KV cache of an engine, for its scheduler and for its ranks."""
+
+    config: KVCacheConfig
+    """The scheduler's view: no tensors, as it owns no memory."""
+    geometries: tuple[EngineGeometry, ...]
+    """One per group, in the same order."""
+
+
+def engine_cache(engine: EngineConfig, model: DecoderConfig, dtype: str) -> EngineCache:
+    """The KV cache of an engine that runs a model.
+
+    Args:
+        engine: shape, block size, layout and number of blocks.
+        model: whose layers.
+        dtype: of the KV cache.
+
+    Raises:
+        ConfigError: the shape does not fit the model, or its layers cannot be grouped.
+    """
+    try:
+        groups = group_layers(
+            model.kv_cache_specs(engine.block_size, dtype), hybrid=engine.hybrid_kv_cache
+        )
+        return EngineCache(
+            config=KVCacheConfig(engine.num_blocks, (), groups),
+            geometries=model.geometries(
+                groups,
+                layout=engine.layout,
+                parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
+            ),
+        )
+    except ValueError as error:
+        raise ConfigError(f"engine {engine.name!r}: {error}") from error
+
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +170,11 @@ def _open_scheduler_half(config: KVTransferConfig, spec: WorkerSpec) -> Schedule
     return plugin.scheduler(context)
 
 
-def _open_executor(kind: ExecutorKind, spec: WorkerSpec) -> Executor:
+def _open_executor(kind: ExecutorKind, spec: WorkerSpec) -> StepExecutor:
+    # Ranks need torch, which those who only ask for an engine's cache need not have.
     if kind == "inprocess":
+        from kvferry.engine.executor import InProcessExecutor
+
         return InProcessExecutor(spec)
     from kvferry.engine.executor_process import ProcessExecutor
 

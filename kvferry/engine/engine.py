@@ -13,7 +13,6 @@ from kvferry.cache import KVCacheConfig
 from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.messages import (
     EngineOutput,
     RankOutput,
@@ -21,7 +20,7 @@ from kvferry.engine.messages import (
     SamplingParams,
     SchedulerOutput,
 )
-from kvferry.engine.request import EngineRequest
+from kvferry.engine.request import EngineRequest, SchedulerOptions
 from kvferry.engine.scheduler import Scheduler, SchedulerStats
 from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from kvferry.engine.communicator import Communicator, LocalGroup
-from kvferry.engine.messages import RankOutput, SchedulerOutput
+from kvferry.engine.messages import RankOutput, SchedulerOutput, WorkerSpec
 from kvferry.engine.worker import Worker
-from kvferry.engine.worker_spec import WorkerSpec
 from kvferry.errors import KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing
 

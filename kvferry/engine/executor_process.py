@@ -1,4 +1,8 @@
-"""Every rank a process of its own, on this machine."""
+"""Every rank a process of its own, on this machine.
+
+The executor and a rank's process exchange MessagePack over a socket pair; the rank's end is
+:mod:`kvferry.engine.worker_process`.
+"""
 
 import logging
 import os
@@ -18,9 +22,19 @@ import msgspec
 
 from kvferry import errors
 from kvferry.engine.executor import CLOSE_S, GRACE_S, Executor
-from kvferry.engine.executor_messages import Answer, Command, Done, Failed, Ready, Start, Step, Stop
-from kvferry.engine.messages import RankOutput, SchedulerOutput
-from kvferry.engine.worker_spec import WorkerSpec
+from kvferry.engine.messages import (
+    Answer,
+    Command,
+    Done,
+    Failed,
+    RankOutput,
+    Ready,
+    SchedulerOutput,
+    Start,
+    Step,
+    Stop,
+    WorkerSpec,
+)
 from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,14 @@ Ranks keep no state of requests: every step carries all that a rank needs, so a 
 disagree with the scheduler about a block table.
 """
 
+from pathlib import Path
+
 import msgspec
 
+from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
+from kvferry.topology.description import GroupDescription
+from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,3 +118,101 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """Prompt tokens loaded through the connector."""
     timings: RequestTimings | None = None
     """Given with ``finish_reason``."""
+
+
+# -- between an executor and its ranks --------------------------------------------------------
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is started from; the same for every rank of an engine."""
+
+    engine: str
+    """Name of the engine, for logs and messages."""
+    model_folder: str
+    """A converted model folder, see :func:`kvferry.engine.weights.prepare_model`."""
+    groups: tuple[GroupDescription, ...]
+    """``EngineGeometry.description()`` of each KV cache group; their dtype is also that of weights
+    and activations."""
+    num_blocks: int
+    """KV blocks per rank, the null block included."""
+    incarnation: str
+    """Random per start of the engine."""
+    layer_windows: dict[int, int] = msgspec.field(default_factory=dict)
+    """Model layer → sliding window that it computes within."""
+    kv_transfer_config: KVTransferConfig | None = None
+    """``None`` for an engine that exchanges no KV."""
+    threads: int = 1
+    """Compute threads per rank."""
+    start_timeout_s: float = 300.0
+    """Seconds in which every rank must be ready."""
+    step_timeout_s: float = 600.0
+    """Seconds after which a rank that has not answered a step counts as dead."""
+
+    @property
+    def geometries(self) -> tuple[EngineGeometry, ...]:
+        """The engine's KV cache groups."""
+        return tuple(EngineGeometry.from_description(group) for group in self.groups)
+
+    @property
+    def parallel(self) -> ParallelShape:
+        """The shape of the engine, the same for every group."""
+        return self.geometries[0].parallel
+
+    @property
+    def dtype(self) -> str:
+        """Of weights, activations and KV cache."""
+        return self.groups[0].dtype
+
+    @property
+    def folder(self) -> Path:
+        """The model folder."""
+        return Path(self.model_folder)
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message to a rank; answered by ``Ready`` or ``Failed``."""
+
+    spec: WorkerSpec
+    rank: int
+    init_method: str
+    """Where the ranks meet; see :class:`~kvferry.engine.communicator.GlooCommunicator`."""
+    log_level: int
+    """Of the logger ``kvferry``, as in :mod:`logging`."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Answered by ``Done`` or ``Failed``."""
+
+    output: SchedulerOutput
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """The last message to a rank, which closes its worker and ends."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """The worker is open."""
+
+    handshake: bytes
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """A step was executed."""
+
+    output: RankOutput
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The rank raised, and ends."""
+
+    kind: str
+    """Class name of the error."""
+    text: str
+
+
+#: What a rank receives.
+Command = Start | Step | Stop
+
+
+#: What a rank answers.
+Answer = Ready | Done | Failed

@@ -1,17 +1,18 @@
-"""What a decoder is made of, as one checked struct per kind.
+"""What a decoder is made of: one checked struct per kind, read from any ``config.json``.
 
 The struct is written as the ``config.json`` of a converted model folder. Its fields carry
 transformers' names, so that such a folder is an ordinary model folder to other tools too.
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
 from kvferry.cache import KVCacheGroupSpec, KVCacheSpec
 from kvferry.cache.cache_shape import CacheShape
+from kvferry.errors import ModelError
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
@@ -219,3 +220,202 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
             for layer, kind in enumerate(self.layer_types)
             if kind == "sliding_attention"
         }
+
+
+class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
+    """Multi-head latent attention as DeepSeek-V2 has it, with a dense MLP in every layer.
+
+    A token's keys and values follow from one latent of ``kv_lora_rank`` elements and one rotated
+    key of ``qk_rope_head_dim`` elements, which all heads share. These two are what is kept.
+    """
+
+    kv_lora_rank: Count
+    q_lora_rank: Count | None
+    """``None``: queries are computed in one step."""
+    qk_nope_head_dim: Count
+    """Elements of a query head that are not rotated."""
+    qk_rope_head_dim: Count
+    """Elements of a query head that are."""
+    v_head_dim: Count
+    first_k_dense_replace: Count
+    """Layers without experts: all of them."""
+    model_type: Literal["deepseek_v2"] = "deepseek_v2"
+    architectures: tuple[Literal["DeepseekV2ForCausalLM"]] = ("DeepseekV2ForCausalLM",)
+
+    def __post_init__(self) -> None:
+        if self.first_k_dense_replace < self.num_hidden_layers:
+            raise ValueError(
+                f"first_k_dense_replace: {self.first_k_dense_replace} of {self.num_hidden_layers} "
+                "layers have no experts; this engine computes models without experts only"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(
+                f"qk_rope_head_dim: {self.qk_rope_head_dim} is odd; rotary embeddings need pairs"
+            )
+        if self.rope_parameters.rope_type != "default":
+            raise ValueError(
+                f"rope_parameters: rope_type {self.rope_parameters.rope_type!r} would also scale "
+                "the scores; this engine computes 'default' with latent attention"
+            )
+
+    @property
+    def architecture(self) -> str:
+        """Transformers' name of the mathematics."""
+        return self.architectures[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The one latent."""
+        return 1
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of the latent, then of the rotated key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rope_size(self) -> int:
+        """Elements of a query head that are rotated."""
+        return self.qk_rope_head_dim
+
+    @property
+    def use_mla(self) -> bool:
+        """One latent per token."""
+        return True
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def attention_tensors(self) -> Shapes:
+        """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        queries = heads * self.qk_head_dim
+        shapes: Shapes = {"q_proj.weight": (queries, hidden)}
+        if self.q_lora_rank is not None:
+            shapes = {
+                "q_a_proj.weight": (self.q_lora_rank, hidden),
+                "q_a_layernorm.weight": (self.q_lora_rank,),
+                "q_b_proj.weight": (queries, self.q_lora_rank),
+            }
+        return shapes | {
+            "kv_a_proj_with_mqa.weight": (self.kv_head_size, hidden),
+            "kv_a_layernorm.weight": (self.kv_lora_rank,),
+            "kv_b_proj.weight": (
+                heads * (self.qk_nope_head_dim + self.v_head_dim),
+                self.kv_lora_rank,
+            ),
+            "o_proj.weight": (hidden, heads * self.v_head_dim),
+        }
+
+
+#: ``architectures`` entries whose mathematics this engine computes, and their ``model_type``.
+SUPPORTED_ARCHITECTURES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+}
+
+
+def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
+    """Builds the config from the contents of a transformers ``config.json``.
+
+    Args:
+        values: the decoded JSON, in the form of any transformers release (``rope_parameters``, or
+            ``rope_theta`` and ``rope_scaling``).
+        where: how the user finds the file, for messages.
+
+    Raises:
+        ModelError: another architecture, or a setting that this engine does not compute.
+    """
+    model_type = _model_type(values, where)
+    _check_settings(values, model_type, where)
+    fields = dict(values) | {"rope_parameters": _rope(values, where)}
+    if isinstance(values.get("eos_token_id"), int):
+        fields["eos_token_id"] = (values["eos_token_id"],)
+    kind: type[DecoderConfig] = DeepseekConfig
+    if model_type != "deepseek_v2":
+        kind = _fill_llama(fields, model_type)
+    # ``null`` stands for the default, and a class has one architecture of its own.
+    given = {
+        name: fields[name]
+        for name in kind.__struct_fields__
+        if name in fields and name not in ("model_type", "architectures")
+        if fields[name] is not None or name == "q_lora_rank"
+    }
+    try:
+        return msgspec.convert(given, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{where}: {error}") from error
+
+
+def _model_type(values: Mapping[str, Any], where: str) -> str:
+    named = values.get("architectures") or []
+    for architecture, model_type in SUPPORTED_ARCHITECTURES.items():
+        if architecture in named:
+            return model_type
+    if named:
+        raise ModelError(
+            f"{where}: architecture {', '.join(named)} is not supported; "
+            f"this engine computes {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    model_type = str(values.get("model_type"))
+    if model_type not in SUPPORTED_ARCHITECTURES.values():
+        raise ModelError(
+            f"{where}: names no architecture, and model_type {model_type!r} is none of "
+            f"{', '.join(SUPPORTED_ARCHITECTURES.values())}"
+        )
+    return model_type
+
+
+def _check_settings(values: Mapping[str, Any], model_type: str, where: str) -> None:
+    wanted = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+    if model_type not in ("mistral", "ministral"):
+        # transformers computes no windows for these either, whatever their config says.
+        wanted["sliding_window"] = None
+    for key, value in wanted.items():
+        if values.get(key, value) != value:
+            raise ModelError(
+                f"{where}: {key} is {values[key]!r}; this engine computes {key} {value!r} only"
+            )
+
+
+def _fill_llama(fields: dict[str, Any], model_type: str) -> type[DecoderConfig]:
+    """Adds what transformers derives, in place; returns whether there are windows, as a class."""
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if fields.get("num_key_value_heads") is None:
+        fields["num_key_value_heads"] = heads
+    if fields.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int):
+        fields["head_dim"] = hidden // max(heads, 1)
+    layers, types = fields.get("num_hidden_layers"), fields.get("layer_types")
+    # Only Ministral's layers differ in kind; Mistral's are all alike, whatever is listed.
+    if (types is None or model_type == "mistral") and isinstance(layers, int):
+        types = ["sliding_attention"] * layers
+    if fields.get("sliding_window") is None or not types or set(types) == {"full_attention"}:
+        return LlamaConfig
+    fields["layer_types"] = types
+    return MinistralConfig
+
+
+def _rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The rope settings under their present names; older releases spread them over two keys."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = {key: value for key, value in given.items() if value is not None}
+    legacy_type = rope.pop("type", "default")
+    rope.setdefault("rope_type", legacy_type)
+    rope.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise ModelError(
+            f"{where}: rope_type {rope['rope_type']!r} is not supported; "
+            "this engine computes 'default' and 'llama3'"
+        )
+    known = RopeParameters.__struct_fields__
+    unknown = sorted(set(rope) - set(known))
+    if unknown:
+        raise ModelError(f"{where}: rope settings {', '.join(unknown)} are not supported")
+    floats = {key: float(rope[key]) for key in rope if key not in ("rope_type",)}
+    if "original_max_position_embeddings" in floats:
+        floats["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
+    return {**floats, "rope_type": rope["rope_type"]}

@@ -27,9 +27,14 @@ import msgspec
 from kvferry.cache import KVCacheConfig, KVCacheManager
 from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
-from kvferry.engine.admission import SchedulerOptions, check_request, output_limit
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
-from kvferry.engine.request import EngineRequest, RequestStatus
+from kvferry.engine.request import (
+    EngineRequest,
+    RequestStatus,
+    SchedulerOptions,
+    check_request,
+    output_limit,
+)
 from kvferry.engine.transfers import NO_MATCH, EndedLoad, KVTransfers, Match
 from kvferry.errors import EngineError, KVFerryError, TransferError
 
@@ -121,7 +126,7 @@ class Scheduler:
         Raises:
             ValueError: its id is that of a live request, or of one whose blocks are lent out, or
                 whose end was not told yet.
-            KVFerryError: it is refused: see :func:`~kvferry.engine.admission.check_request`, or
+            KVFerryError: it is refused: see :func:`~kvferry.engine.request.check_request`, or
                 the connector cannot use its ``kv_transfer_params``.
         """
         name = request.request_id

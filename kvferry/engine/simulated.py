@@ -19,9 +19,9 @@ from kvferry.cache import (
     SlidingWindowSpec,
 )
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import RankOutput, ScheduledRequest, SchedulerOutput
+from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import WorkerDiedError
 from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
 from kvferry.testing.toy_cache import (

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvferry.engine.model_config import DecoderConfig
-from kvferry.engine.model_config_parse import parse_config
+from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights_folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,

@@ -16,7 +16,7 @@ Progress: TypeAlias = Callable[[str, float], None]
 
 
 class TinyLatent(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes of latent attention in a tiny model; see :class:`~.model_config_mla.DeepseekConfig`."""
+    """Sizes of latent attention in a tiny model; see :class:`~.model_config.DeepseekConfig`."""
 
     kv_lora_rank: int = 24
     q_lora_rank: int | None = None

@@ -1,20 +1,145 @@
-"""One rank of the reference engine: a model runner and the worker half of a connector."""
+"""One rank of the reference engine: a model runner and the worker half of a connector.
 
+The runner computes steps on the rank's share of the model, and draws tokens so that the choice
+does not depend on batch, rank or engine.
+"""
+
+import hashlib
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
 from kvferry.connectors.registry import connector_context
-from kvferry.engine.attention_cache import PagedKVCache
+from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import Communicator
-from kvferry.engine.messages import RankOutput, SchedulerOutput
-from kvferry.engine.model import LayerHook, NoHook
-from kvferry.engine.runner import ModelRunner
-from kvferry.engine.weights import fingerprint
-from kvferry.engine.worker_spec import WorkerSpec
+from kvferry.engine.messages import (
+    RankOutput,
+    SamplingParams,
+    ScheduledRequest,
+    SchedulerOutput,
+    WorkerSpec,
+)
+from kvferry.engine.model import DecoderModel, LayerHook, NoHook
+from kvferry.engine.shard import PagedKVCache
+from kvferry.engine.weights import fingerprint, load_model_config
 from kvferry.errors import EngineError
+
+#: Below this the largest logit wins every draw, and dividing by it could overflow.
+_GREEDY_TEMPERATURE = 1e-5
+
+
+def best_two_gaps(logits_SV: torch.Tensor) -> list[float]:
+    """Difference of the two largest logits of each row."""
+    best = logits_SV.topk(min(2, logits_SV.shape[-1]), dim=-1).values.double()
+    return [float(row[0] - row[-1]) for row in best]
+
+
+def sample(logits_V: torch.Tensor, params: SamplingParams, output_index: int) -> int:
+    """Chooses one token.
+
+    Args:
+        logits_V: of one position, any float dtype.
+        params: how to choose; with a seed the draw follows from ``(seed, output_index)`` and the
+            logits alone.
+        output_index: of the token in its answer, ``seed_offset`` included.
+    """
+    if params.temperature < _GREEDY_TEMPERATURE:
+        return int(logits_V.argmax())
+    scores = _top_p(_top_k(logits_V.double() / params.temperature, params.top_k), params.top_p)
+    # A race: token t arrives after an exponential time with rate p(t), and the first wins. Each
+    # token has its own random number, so logits that differ in the last bits, or one token more
+    # or less inside top_p, almost never change the winner; walking along a cumulative sum would
+    # shift every boundary.
+    waits = torch.empty_like(scores).exponential_(generator=_generator(params.seed, output_index))
+    return int((scores - waits.log()).argmax())
+
+
+def _generator(seed: int | None, output_index: int) -> torch.Generator:
+    generator = torch.Generator()
+    if seed is None:
+        generator.seed()
+        return generator
+    digest = hashlib.sha256(f"{seed} {output_index}".encode()).digest()
+    return generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _top_k(scores: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Keeps the ``top_k`` best; ties with the last of them stay too."""
+    if not 0 < top_k < len(scores):
+        return scores
+    return scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
+
+
+def _top_p(scores: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Keeps the fewest best tokens whose probabilities add up to ``top_p``, at least one."""
+    if top_p >= 1.0:
+        return scores
+    ordered, tokens = scores.softmax(-1).sort(descending=True)
+    before = ordered.cumsum(-1) - ordered
+    dropped = before >= top_p
+    dropped[0] = False
+    return scores.index_fill(0, tokens[dropped], float("-inf"))
+
+
+class ModelRunner:
+    """Computes steps on one rank.
+
+    Args:
+        spec: of the engine's workers.
+        communicator: the rank's end.
+        memory: for the KV cache, at least :meth:`PagedKVCache.nbytes` bytes.
+
+    Raises:
+        ModelError: the model folder cannot be used, or is of another shape than the geometries.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, communicator: Communicator, memory: npt.NDArray[np.uint8]
+    ) -> None:
+        self._groups = spec.geometries
+        self.cache = PagedKVCache(self._groups, communicator.rank, spec.num_blocks, memory)
+        folder = spec.folder
+        self.model = DecoderModel(
+            folder,
+            load_model_config(folder),
+            self._groups,
+            communicator,
+            getattr(torch, spec.dtype),
+        )
+
+    def run(self, requests: Sequence[ScheduledRequest], hook: LayerHook) -> RankOutput:
+        """Computes one step.
+
+        Args:
+            requests: the same on every rank; nothing is computed if there are none.
+            hook: told about each layer.
+
+        Raises:
+            WorkerDiedError: another rank is gone.
+            BlockTableError: a block table lacks a block that its request needs.
+        """
+        output = RankOutput()
+        if not requests:
+            return output
+        with torch.inference_mode():
+            model = self.model
+            batch = build_batch(requests, self._groups, model.dtype, model.config.layer_windows)
+            logits_SV = model.forward(batch, self.cache, hook)
+            if logits_SV is None:
+                return output
+            asked = [request for request in requests if request.sample is not None]
+            gaps = best_two_gaps(logits_SV)
+            for request, row_V, gap in zip(asked, logits_SV, gaps, strict=True):
+                assert request.sample is not None
+                token = sample(row_V, request.sample, request.output_index)
+                output.sampled[request.request_id] = token
+                output.gaps[request.request_id] = gap
+        return output
 
 
 class Worker:

@@ -17,9 +17,8 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from kvferry.engine.communicator import Communicator, SingleCommunicator
-from kvferry.engine.communicator_gloo import GlooCommunicator
-from kvferry.engine.executor_messages import Answer, Command, Done, Failed, Ready, Start, Step
+from kvferry.engine.communicator import Communicator, GlooCommunicator, SingleCommunicator
+from kvferry.engine.messages import Answer, Command, Done, Failed, Ready, Start, Step
 from kvferry.engine.worker import Worker
 from kvferry.errors import WorkerDiedError
 

@@ -22,7 +22,7 @@ from kvferry.cluster import sse
 from kvferry.cluster.router import Router
 from kvferry.cluster.settings import EngineAddress, RouterSettings
 from kvferry.cluster.text import TextCodec
-from kvferry.engine.tiny_tokenizer import write_tiny_tokenizer
+from kvferry.engine.weights_sources import write_tiny_tokenizer
 
 EOS = 256
 """Id after the 256 bytes."""

@@ -12,9 +12,9 @@ from kvferry.cluster import engine_server
 from kvferry.cluster.engine_server import EngineServer
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine import loop as loops
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.simulated import open_simulated
 from kvferry.testing.toy_cache import reference_tokens
 

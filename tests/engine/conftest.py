@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from kvferry.config import EngineConfig, KVTransferConfig
-from kvferry.engine.cache_groups import engine_cache
-from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
+from kvferry.engine.builder import engine_cache
+from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput, WorkerSpec
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import TinyConfig
-from kvferry.engine.worker_spec import WorkerSpec
 
 
 @pytest.fixture(scope="session", autouse=True)

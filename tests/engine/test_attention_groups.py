@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.attention import attend, write_kv
-from kvferry.engine.attention_batch import build_batch
-from kvferry.engine.attention_cache import PagedKVCache
+from kvferry.engine.attention import attend, build_batch, write_kv
 from kvferry.engine.messages import ScheduledRequest
+from kvferry.engine.shard import PagedKVCache
 from kvferry.errors import BlockTableError
 from kvferry.layouts.layout import LAYOUT_NAMES, Layout
 from kvferry.topology.geometry import EngineGeometry, ParallelShape

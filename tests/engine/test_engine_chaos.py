@@ -18,9 +18,9 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.registry import connector_context
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import FinishAnswer
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
 from kvferry.errors import TicketError
 from kvferry.testing.toy_cache import reference_tokens, toy_geometry

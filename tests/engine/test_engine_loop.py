@@ -6,10 +6,10 @@ import time
 import pytest
 
 from kvferry.engine import loop as loops
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Completion
 from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.simulated import open_simulated
 from kvferry.errors import EngineError, WorkerDiedError
 from kvferry.testing.toy_cache import reference_tokens

@@ -4,10 +4,10 @@ import pytest
 
 from kvferry.cache import KVCacheConfig
 from kvferry.cache.grouping import group_layers
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import load_model_config
 
 TOKENS = 10

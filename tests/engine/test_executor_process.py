@@ -197,7 +197,7 @@ def test_ranks_end_when_their_parent_is_killed(tiny_folder, worker_spec):
     program = """
         import msgspec, os, signal
         from kvferry.engine.executor_process import ProcessExecutor
-        from kvferry.engine.worker_spec import WorkerSpec
+        from kvferry.engine.messages import WorkerSpec
         executor = ProcessExecutor(msgspec.msgpack.decode(bytes.fromhex("SPEC"), type=WorkerSpec))
         print(*executor.pids, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,9 +13,7 @@ from kvferry.cache import (
     SlidingWindowSpec,
 )
 from kvferry.cache.grouping import group_layers
-from kvferry.engine.model_config import LlamaConfig, MinistralConfig
-from kvferry.engine.model_config_mla import DeepseekConfig
-from kvferry.engine.model_config_parse import parse_config
+from kvferry.engine.model_config import DeepseekConfig, LlamaConfig, MinistralConfig, parse_config
 from kvferry.engine.weights import fingerprint, load_model_config, prepare_model
 from kvferry.engine.weights_folder import TINY_MODELS, TinyConfig, TinyLatent
 from kvferry.errors import ModelError

@@ -5,10 +5,10 @@ import torch
 
 from kvferry.cache import KVCacheConfig
 from kvferry.cache.grouping import group_layers
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
 

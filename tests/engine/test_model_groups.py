@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from kvferry.cache.grouping import group_layers
-from kvferry.engine.attention_batch import build_batch
-from kvferry.engine.attention_cache import PagedKVCache
+from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import LocalGroup
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
 from kvferry.engine.model import DecoderModel, NoHook
-from kvferry.engine.model_shard import ModelShard
+from kvferry.engine.shard import ModelShard, PagedKVCache
 from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
 from kvferry.errors import BlockTableError, ModelError

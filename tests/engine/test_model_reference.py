@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.engine.attention_batch import build_batch
-from kvferry.engine.attention_cache import PagedKVCache
+from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import SingleCommunicator
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
 from kvferry.engine.model import NoHook
-from kvferry.engine.runner import ModelRunner
+from kvferry.engine.shard import PagedKVCache
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import TinyLatent
+from kvferry.engine.worker import ModelRunner
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

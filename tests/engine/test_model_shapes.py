@@ -6,7 +6,7 @@ import torch
 from kvferry.engine.communicator import LocalGroup
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.model_shard import ModelShard
+from kvferry.engine.shard import ModelShard
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ModelError, WorkerDiedError
 from kvferry.layouts.layout import LAYOUT_NAMES

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.runner_sampler import best_two_gaps, sample
+from kvferry.engine.worker import best_two_gaps, sample
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -1.0, 1.5], dtype=torch.float64)
 

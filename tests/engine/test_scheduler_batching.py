@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.simulated import open_simulated
 from kvferry.errors import OutOfBlocksError, RequestError
 from kvferry.testing.toy_cache import reference_tokens

@@ -9,9 +9,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.request import RequestStatus
+from kvferry.engine.request import RequestStatus, SchedulerOptions
 from kvferry.engine.simulated import open_simulated
 from kvferry.errors import OutOfBlocksError, TicketError
 from kvferry.testing.toy_cache import reference_tokens

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from kvferry.engine.admission import SchedulerOptions
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.simulated import SimulatedExecutor, open_simulated, toy_cache_config
 from kvferry.errors import ConfigError, EngineError, TicketError, WorkerDiedError
 from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker

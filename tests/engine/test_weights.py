@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from kvferry.engine import weights_sources
 from kvferry.engine.executor import InProcessExecutor
-from kvferry.engine.model_config_parse import parse_config
-from kvferry.engine.model_shard import WeightReader
+from kvferry.engine.model_config import parse_config
+from kvferry.engine.shard import WeightReader
 from kvferry.engine.weights import (
     TinyConfig,
     cache_dir,
