@@ -13,12 +13,8 @@ from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import pair_groups
 from kvferry.topology.plan import TransferPlan, plan_transfer
 from kvferry.topology.strategies import StrategyWork
-from kvferry.topology.strategy_work import (
-    count_copies,
-    dense_memory_of,
-    strategy_work,
-    typical_copies,
-)
+from kvferry.topology.strategy_work import strategy_work
+from kvferry.topology.typical import count_copies, dense_memory_of, typical_copies
 
 Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
 """An engine's one group, or its groups."""

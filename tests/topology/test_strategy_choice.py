@@ -31,7 +31,7 @@ from kvferry.topology.machine_costs import (
     default_costs_path,
     load_costs,
 )
-from kvferry.topology.strategy_work import typical_copies
+from kvferry.topology.typical import typical_copies
 
 LAW = settings(max_examples=100, deadline=None)
 

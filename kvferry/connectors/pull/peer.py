@@ -12,7 +12,7 @@ from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_trans
 from kvferry.topology.description import EngineDescription, RankMemory
 from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.strategies import StrategyChoice
-from kvferry.topology.strategy_work import TYPICAL_TOKENS
+from kvferry.topology.typical import TYPICAL_TOKENS
 from kvferry.transports.base import Peer, Transport
 
 logger = logging.getLogger(__name__)

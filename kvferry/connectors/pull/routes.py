@@ -35,7 +35,8 @@ from kvferry.topology.strategies import (
     StrategyWork,
     choose_strategy,
 )
-from kvferry.topology.strategy_work import TYPICAL_TOKENS, strategy_work
+from kvferry.topology.strategy_work import strategy_work
+from kvferry.topology.typical import TYPICAL_TOKENS
 from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
 from kvferry.transports.base import Peer, Transport, Waitable
 from kvferry.transports.device import DeviceTransport
@@ -306,7 +307,7 @@ def make_routes(
 ) -> tuple[StrategyChoice, tuple[Route, ...]]:
     """The routes of one pair of groups, and the choice among strategies that they follow.
 
-    Chosen for a request of :data:`~kvferry.topology.strategy_work.TYPICAL_TOKENS`, as
+    Chosen for a request of :data:`~kvferry.topology.typical.TYPICAL_TOKENS`, as
     ``kvferry plan`` does.
 
     Args:
