@@ -15,7 +15,6 @@ from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.cluster.model_shape import model_shape
 from kvferry.config import ClusterConfig, load_cluster
-from kvferry.engine.builder import engine_cache
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError
 from kvferry.explain.models import ModelInfo
@@ -103,6 +102,8 @@ def cluster_engines(
     Raises:
         ConfigError: an engine's shape does not fit the model.
     """
+    from kvferry.engine.builder import engine_cache  # loads torch; plans of specs need none
+
     prefill, decode = (
         [
             PlannedEngine(
