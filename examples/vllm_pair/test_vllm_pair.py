@@ -153,5 +153,5 @@ def test_the_pair_serves_a_request(tmp_path):
             [HERE / "request.sh"], capture_output=True, text=True, check=True, cwd=tmp_path
         ).stdout
     assert "data: [DONE]" in answer
-    (loaded,) = re.findall(r'source="external_kv_transfer"[^ ]* ([0-9.e+]+)', answer)
+    (loaded,) = re.findall(r'source_total\{.*"external_kv_transfer".* ([0-9.e+]+)', answer)
     assert float(loaded) > 0, answer
