@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.layouts.copier import Int64s, as_table
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, blank_runs, num_bytes
+from kvferry.layouts.copier import Int64s
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows, blank_runs, num_bytes
 from kvferry.layouts.triton_kernels import BOX_COLUMNS, copy_kernel
 
 UNITS = 512
@@ -68,7 +68,7 @@ def copy_tiles_device(
     works = len(tiles) * len(runs)
     splits = max(1, min(-(-most // UNITS), _PROGRAMS // works))
     with _on(device, stream):
-        tables = np.concatenate([boxes.ravel(), as_table(runs, RUN_DTYPE).ravel()])
+        tables = np.concatenate([boxes.ravel(), as_rows(runs, RUN_DTYPE).view(np.int64)])
         copy_kernel[(works, splits)](
             _to_device(tables, device), len(tiles), len(runs), BOX_COLUMNS=BOX_COLUMNS, UNITS=UNITS,
             num_warps=_WARPS, enable_fp_fusion=False,
@@ -106,50 +106,48 @@ def device_boxes(
     2, 3   block stride of the source, of the target
     4, 5   token stride of the source, of the target
     6      bytes of a unit: 1, 2, 4, 8 or 16
-    7      units of a piece, which lies without a gap on both sides
-    8 – 16 the dims around a piece, innermost on the target first, each as its extent (0 stands for
-           the tokens of the run), its source stride and its target stride
+    7      units of a segment, which lies without a gap on both sides
+    8 – 16 the dims around a segment, innermost on the target first, each as its extent (0 stands
+           for the tokens of the run), its source stride and its target stride
     ====== ==========================================================================
     """
-    table = as_table(tiles, TILE_DTYPE)
-    rows = {name: table[:, column] for column, name in enumerate(TILE_DTYPE.names or ())}
     bases = [
-        np.asarray(addresses, dtype=np.int64)[rows[f"{side}_region"]] + rows[f"{side}_offset"]
+        np.asarray(addresses, dtype=np.int64)[tiles[f"{side}_region"]] + tiles[f"{side}_offset"]
         for side, addresses in (("source", source_addresses), ("target", target_addresses))
     ]
-    piece, dims = _melted(rows)
+    segment, dims = _merged(tiles)
     boxes = np.zeros((len(tiles), BOX_COLUMNS), dtype=np.int64)
     boxes[:, 0], boxes[:, 1] = bases
     for column, name in enumerate(("block_stride", "token_stride")):
-        boxes[:, 2 + 2 * column] = rows[f"source_{name}"]
-        boxes[:, 3 + 2 * column] = rows[f"target_{name}"]
+        boxes[:, 2 + 2 * column] = tiles[f"source_{name}"]
+        boxes[:, 3 + 2 * column] = tiles[f"target_{name}"]
     order = np.argsort(np.where(dims[:, :, 0] == 1, np.iinfo(np.int64).max, abs(dims[:, :, 2])))
     boxes[:, 8:] = np.take_along_axis(dims, order[:, :, None], axis=1).reshape(-1, 9)
-    apart = np.concatenate([boxes[:, :6], dims[:, :, 1:].reshape(-1, 6), piece[:, None]], axis=1)
+    apart = np.concatenate([boxes[:, :6], dims[:, :, 1:].reshape(-1, 6), segment[:, None]], axis=1)
     boxes[:, 6] = np.gcd(np.gcd.reduce(apart, axis=1), 16)
-    boxes[:, 7] = piece // boxes[:, 6]
+    boxes[:, 7] = segment // boxes[:, 6]
     return boxes
 
 
-def _melted(rows: dict[str, Int64s]) -> tuple[Int64s, npt.NDArray[np.int64]]:
-    """Bytes of each tile's piece, and int64[tiles, 3, 3]: extents and strides of its dims.
+def _merged(tiles: Tiles) -> tuple[Int64s, npt.NDArray[np.int64]]:
+    """Bytes of each tile's segment, and int64[tiles, 3, 3]: extents and strides of its dims.
 
-    Elements and heads melt into the piece where they follow it without a gap on both sides. Tokens
-    do not: how many they are is up to the run, and a warp's addresses are as dense without it.
+    Elements and heads merge into the segment where they follow it without a gap on both sides.
+    Tokens do not: how many they are is up to the run, and a warp's addresses are as dense without.
     """
-    piece = rows["itemsize"].copy()
-    dims = np.zeros((len(piece), 3, 3), dtype=np.int64)
+    segment = tiles["itemsize"].copy()
+    dims = np.zeros((len(segment), 3, 3), dtype=np.int64)
     for index, extent in enumerate(("elements", "heads")):
-        dims[:, index, 0] = rows[extent]
+        dims[:, index, 0] = tiles[extent]
     for index, dim in enumerate(("element", "head", "token")):
-        dims[:, index, 1] = rows[f"source_{dim}_stride"]
-        dims[:, index, 2] = rows[f"target_{dim}_stride"]
+        dims[:, index, 1] = tiles[f"source_{dim}_stride"]
+        dims[:, index, 2] = tiles[f"target_{dim}_stride"]
     for index in (0, 1, 0):  # elements once more: they may lie around the heads
         extents, source, target = dims[:, index].T
-        melts = (extents == 1) | ((source == piece) & (target == piece))
-        piece *= np.where(melts, extents, 1)
-        dims[melts, index] = (1, 0, 0)
-    return piece, dims
+        merges = (extents == 1) | ((source == segment) & (target == segment))
+        segment *= np.where(merges, extents, 1)
+        dims[merges, index] = (1, 0, 0)
+    return segment, dims
 
 
 def _most_units(boxes: Int64s, tokens: int) -> int:

@@ -10,25 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.copier import as_table
 from kvferry.layouts.intrinsics import load_1, load_2, load_4, load_8
-from kvferry.layouts.kernels import (
-    ELEMENTS,
-    HEADS,
-    ITEMSIZE,
-    R_S_BLOCK,
-    R_S_STEP,
-    R_S_TOKEN,
-    R_TOKENS,
-    S_BLOCK,
-    S_ELEMENT,
-    S_HEAD,
-    S_OFFSET,
-    S_REGION,
-    S_TOKEN,
-    kernel,
-)
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
+from kvferry.layouts.kernels import kernel
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd
 _SHIFT = np.uint64(29)
@@ -63,8 +47,8 @@ def digest_rows(
     sums = np.zeros(int(runs["tokens"].sum()), dtype=np.uint64)
     _digest_table(
         np.array(addresses, dtype=np.int64),
-        as_table(tiles, TILE_DTYPE),
-        as_table(runs, RUN_DTYPE),
+        as_rows(tiles, TILE_DTYPE),
+        as_rows(runs, RUN_DTYPE),
         np.array(positions, dtype=np.int64),
         np.array(keys, dtype=np.int64).reshape(len(tiles), 3),
         sums,
@@ -112,21 +96,24 @@ def _digest_table(
 ) -> None:
     for t in range(len(tiles)):
         tile = tiles[t]
-        base = addresses[tile[S_REGION]] + tile[S_OFFSET]
+        base = addresses[tile.source_region] + tile.source_offset
         seed_tile = _mixed(_mixed(np.uint64(1), np.uint64(keys[t, 0])), np.uint64(keys[t, 1]))
         row = 0
         for r in range(len(runs)):
-            block = base + runs[r, R_S_BLOCK] * tile[S_BLOCK]
-            for i in range(runs[r, R_TOKENS]):
-                token = block + (runs[r, R_S_TOKEN] + i * runs[r, R_S_STEP]) * tile[S_TOKEN]
+            block = base + runs[r].source_block * tile.source_block_stride
+            for i in range(runs[r].tokens):
+                token = (
+                    block
+                    + (runs[r].source_token + i * runs[r].source_step) * tile.source_token_stride
+                )
                 seed_token = _mixed(seed_tile, np.uint64(positions[row]))
-                for h in range(tile[HEADS]):
+                for h in range(tile.heads):
                     seed = _mixed(seed_token, np.uint64(keys[t, 2] + h))
                     sums[row] += _row_hash(
                         seed,
-                        token + h * tile[S_HEAD],
-                        tile[ELEMENTS],
-                        tile[S_ELEMENT],
-                        tile[ITEMSIZE],
+                        token + h * tile.source_head_stride,
+                        tile.elements,
+                        tile.source_element_stride,
+                        tile.itemsize,
                     )
                 row += 1

@@ -173,3 +173,29 @@ load_1 = _loader(1)
 load_2 = _loader(2)
 load_4 = _loader(4)
 load_8 = _loader(8)
+
+
+@intrinsic
+def atomic_add(_context: Any, counter: Any, value: Any) -> Any:
+    """``atomic_add(counter, value)``: adds to the first element; returns what it was before.
+
+    ``counter`` is an int64 array, for example one field of a structured array. Whatever was
+    written before is seen by whoever sees the sum.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.atomic_rmw("add", array.data, args[1], "seq_cst")
+
+    return types.int64(counter, types.int64), generate
+
+
+@intrinsic
+def atomic_load(_context: Any, counter: Any) -> Any:
+    """``atomic_load(counter)``: the first element, as other threads have left it by now."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.load_atomic(array.data, "seq_cst", 8)
+
+    return types.int64(counter), generate

@@ -1,14 +1,14 @@
 """The strided copy itself: Numba kernels on raw addresses.
 
 A tile and a run make one box of at most three dims: token, head, element. Each kernel first sorts
-the dims by the target's strides and melts those that lie without a gap on both sides into one
-*piece*. What is left are at most three loops around a piece, written in the order of the target's
-addresses, so that stores go out sequentially.
+the dims by the target's strides and merges those that lie without a gap on both sides into one
+*segment*. What is left are at most three loops around a segment, written in the order of the
+target's addresses, so that stores go out sequentially.
 
 Three things make it as fast as one large ``memcpy``, measured: streaming stores for large jobs
 (each target line is written once and never read), a prefetch of the next run's source while this
-one is copied (a shuffled block table defeats the hardware's prefetcher), and the melting of
-adjacent runs into one piece.
+one is copied (a shuffled block table defeats the hardware's prefetcher), and the merging of
+adjacent runs into one segment.
 
 Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+import numpy as np
 
 from kvferry.layouts.intrinsics import (
     fence,
@@ -45,74 +46,96 @@ def kernel(function: _Function) -> _Function:
     return compiled
 
 
-# Columns of a tile and of a run as int64 tables; the order of TILE_DTYPE and RUN_DTYPE.
-S_REGION, S_OFFSET, S_BLOCK, S_TOKEN, S_HEAD, S_ELEMENT = range(6)
-T_REGION, T_OFFSET, T_BLOCK, T_TOKEN, T_HEAD, T_ELEMENT = range(6, 12)
-HEADS, ELEMENTS, ITEMSIZE = range(12, 15)
-R_S_BLOCK, R_S_TOKEN, R_T_BLOCK, R_T_TOKEN, R_TOKENS, R_S_STEP, R_T_STEP = range(7)
+DIM_DTYPE = np.dtype(
+    [("extent", np.int64), ("source_stride", np.int64), ("target_stride", np.int64)]
+)
+"""One dim of a box around its segments; strides are bytes."""
 
 _SHORT = 256
 """Bytes up to which the C library's copy is the fastest; beyond, it begins with string
 instructions, which start slowly and, on some processors, read memory at half its speed."""
 _LARGE = 4096
-"""Bytes from which a piece is worth aligning on its own."""
+"""Bytes from which a segment is worth aligning on its own."""
 _PREFETCH_LIMIT = 65536
-"""Bytes of a piece above which the hardware's prefetcher needs no help."""
+"""Bytes of a segment above which the hardware's prefetcher needs no help."""
 
 
 @kernel
-def melt(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
-    """Bytes of a piece, and how many dims are left around it.
+def source_at(tile: Any, run: Any) -> int:
+    """Bytes from the start of the source region to the first element of a run."""
+    at: int = (
+        tile.source_offset
+        + run.source_block * tile.source_block_stride
+        + run.source_token * tile.source_token_stride
+    )
+    return at
+
+
+@kernel
+def target_at(tile: Any, run: Any) -> int:
+    """Bytes from the start of the target region to the first element of a run."""
+    at: int = (
+        tile.target_offset
+        + run.target_block * tile.target_block_stride
+        + run.target_token * tile.target_token_stride
+    )
+    return at
+
+
+@kernel
+def merge_dims(tile: Any, run: Any, dims: Any) -> tuple[int, int]:
+    """Bytes of a segment, and how many dims are left around it.
 
     Args:
-        tile: one row of the tile table.
-        run: one row of the run table; only its extent and its steps count.
-        dims: int64[3, 3], filled with (extent, source stride, target stride) of the dims that
-            are left, innermost on the target first.
+        tile: a row of ``TILE_DTYPE``.
+        run: a row of ``RUN_DTYPE``; only its extent and its steps count.
+        dims: three rows of ``DIM_DTYPE``, filled with the dims that are left, innermost on the
+            target first.
     """
     count = 0
     for dim in range(3):
         if dim == 0:
-            extent = run[R_TOKENS]
-            source, target = tile[S_TOKEN] * run[R_S_STEP], tile[T_TOKEN] * run[R_T_STEP]
+            extent = run.tokens
+            source = tile.source_token_stride * run.source_step
+            target = tile.target_token_stride * run.target_step
         elif dim == 1:
-            extent, source, target = tile[HEADS], tile[S_HEAD], tile[T_HEAD]
+            extent, source, target = tile.heads, tile.source_head_stride, tile.target_head_stride
         else:
-            extent, source, target = tile[ELEMENTS], tile[S_ELEMENT], tile[T_ELEMENT]
+            extent = tile.elements
+            source, target = tile.source_element_stride, tile.target_element_stride
         if extent == 1:
             continue
         place = count
-        while place > 0 and abs(dims[place - 1, 2]) > abs(target):
+        while place > 0 and abs(dims[place - 1].target_stride) > abs(target):
             dims[place] = dims[place - 1]
             place -= 1
-        dims[place, 0] = extent
-        dims[place, 1] = source
-        dims[place, 2] = target
+        dims[place].extent = extent
+        dims[place].source_stride = source
+        dims[place].target_stride = target
         count += 1
-    piece = tile[ITEMSIZE]
-    melted = 0
-    while melted < count and dims[melted, 1] == piece and dims[melted, 2] == piece:
-        piece *= dims[melted, 0]
-        melted += 1
-    for left in range(count - melted):
-        dims[left] = dims[left + melted]
-    return piece, count - melted
+    segment, merged = tile.itemsize, 0
+    while merged < count and dims[merged].source_stride == dims[merged].target_stride == segment:
+        segment *= dims[merged].extent
+        merged += 1
+    for left in range(count - merged):
+        dims[left] = dims[left + merged]
+    return segment, count - merged
 
 
 @kernel
-def same_shape(runs: Any, one: int, two: int) -> bool:
+def same_shape(one: Any, two: Any) -> bool:
     """Whether two runs make boxes of the same extents and strides."""
     same: bool = (
-        runs[one, R_TOKENS] == runs[two, R_TOKENS]
-        and runs[one, R_S_STEP] == runs[two, R_S_STEP]
-        and runs[one, R_T_STEP] == runs[two, R_T_STEP]
+        one.tokens == two.tokens
+        and one.source_step == two.source_step
+        and one.target_step == two.target_step
     )
     return same
 
 
 @kernel
 def _copy_cached(target: int, source: int, nbytes: int) -> None:
-    """A piece whose target stays in the cache."""
+    """A segment whose target stays in the cache."""
     whole = nbytes & ~63 if nbytes > _SHORT else 0
     for at in range(0, whole, 64):
         move_64(target + at, source + at)
@@ -121,7 +144,7 @@ def _copy_cached(target: int, source: int, nbytes: int) -> None:
 
 
 @kernel
-def _copy_piece(target: int, source: int, nbytes: int, stream: bool, sequential: bool) -> None:
+def _copy_segment(target: int, source: int, nbytes: int, stream: bool, sequential: bool) -> None:
     if not stream or nbytes < 64:
         _copy_cached(target, source, nbytes)
         return
@@ -148,9 +171,9 @@ def _copy_piece(target: int, source: int, nbytes: int, stream: bool, sequential:
 
 @kernel
 def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) -> None:
-    """One long piece; meanwhile asks for what lies ``ahead`` bytes from its source."""
+    """One long segment; meanwhile asks for what lies ``ahead`` bytes from its source."""
     if ahead == 0 or nbytes > _PREFETCH_LIMIT:
-        _copy_piece(target, source, nbytes, stream, False)
+        _copy_segment(target, source, nbytes, stream, False)
         return
     at = 0
     while at < nbytes:
@@ -159,45 +182,45 @@ def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) 
             step -= target & 63  # the later steps then begin on a line
         for line in range(at, at + step, 64):
             prefetch(source + ahead + line)
-        _copy_piece(target + at, source + at, step, stream, False)
+        _copy_segment(target + at, source + at, step, stream, False)
         at += step
 
 
 @kernel
-def _copy_pieces(
+def _copy_segments(
     target: int,
     source: int,
     dims: Any,
     left: int,
-    piece: int,
+    segment: int,
     stream: bool,
     ahead: int,
     target_ahead: int,
 ) -> None:
-    """Up to three loops around a piece."""
-    outer = dims[2, 0] if left > 2 else 1
-    middle = dims[1, 0] if left > 1 else 1
-    inner_source, inner_target = dims[0, 1], dims[0, 2]
-    sequential = inner_target == piece and piece < _LARGE
+    """Up to three loops around a segment."""
+    outer = dims[2].extent if left > 2 else 1
+    middle = dims[1].extent if left > 1 else 1
+    inner_source, inner_target = dims[0].source_stride, dims[0].target_stride
+    sequential = inner_target == segment and segment < _LARGE
     for k in range(outer):
         for j in range(middle):
             source_row, target_row = source, target
             if left > 1:
-                source_row += j * dims[1, 1]
-                target_row += j * dims[1, 2]
+                source_row += j * dims[1].source_stride
+                target_row += j * dims[1].target_stride
             if left > 2:
-                source_row += k * dims[2, 1]
-                target_row += k * dims[2, 2]
-            for i in range(dims[0, 0]):
+                source_row += k * dims[2].source_stride
+                target_row += k * dims[2].target_stride
+            for i in range(dims[0].extent):
                 from_ = source_row + i * inner_source
                 if ahead != 0:
-                    for line in range(0, min(piece, _PREFETCH_LIMIT), 64):
+                    for line in range(0, min(segment, _PREFETCH_LIMIT), 64):
                         prefetch(from_ + ahead + line)
                 to = target_row + i * inner_target
                 if target_ahead != 0:
-                    for line in range(0, min(piece, _PREFETCH_LIMIT), 64):
+                    for line in range(0, min(segment, _PREFETCH_LIMIT), 64):
                         prefetch(to + target_ahead + line)
-                _copy_piece(to, from_, piece, stream, sequential)
+                _copy_segment(to, from_, segment, stream, sequential)
 
 
 @kernel
@@ -247,29 +270,32 @@ def _copy_plane(
     ``ahead`` and ``target_ahead`` are where the next run lies: its lines are asked for on both
     sides, because squares of 16 bytes are too short to stream.
     """
-    inner_count, across_count = inner[0], across[0]
+    inner_count, inner_source, inner_target = inner.extent, inner.source_stride, inner.target_stride
+    across_count = across.extent
+    across_source, across_target = across.source_stride, across.target_stride
     edge = 16 // width
-    squares = inner[2] == width and across[1] == width and edge > 1
+    squares = inner_target == width and across_source == width and edge > 1
     inner_whole = inner_count - inner_count % edge if squares else 0
     across_whole = across_count - across_count % edge if squares else 0
     for i in range(0, inner_whole, edge):
         for j in range(0, across_whole, edge):
-            at = source + i * inner[1] + j * width
+            from_ = source + i * inner_source + j * width
+            to = target + i * width + j * across_target
             if ahead != 0 and j * width % 64 == 0:
                 for row in range(edge):
-                    prefetch(at + ahead + row * inner[1])
+                    prefetch(from_ + ahead + row * inner_source)
             if target_ahead != 0 and i * width % 64 == 0:
                 for row in range(edge):
-                    prefetch(target + i * width + j * across[2] + target_ahead + row * across[2])
-            _transpose_square(target + i * width + j * across[2], across[2], at, inner[1], width)
+                    prefetch(to + target_ahead + row * across_target)
+            _transpose_square(to, across_target, from_, inner_source, width)
     for j in range(across_count):
         first = inner_whole if j < across_whole else 0
         _copy_row(
-            target + j * across[2] + first * inner[2],
-            source + j * across[1] + first * inner[1],
+            target + j * across_target + first * inner_target,
+            source + j * across_source + first * inner_source,
             inner_count - first,
-            inner[2],
-            inner[1],
+            inner_target,
+            inner_source,
             width,
         )
 
@@ -280,15 +306,15 @@ def _copy_elements(
 ) -> None:
     """Up to three loops around single elements."""
     for dim in range(left, 3):
-        dims[dim, 0], dims[dim, 1], dims[dim, 2] = 1, 0, 0
+        dims[dim].extent, dims[dim].source_stride, dims[dim].target_stride = 1, 0, 0
     across = 1  # of the outer dims, the one along which the source lies closest
-    if left > 2 and abs(dims[2, 1]) < abs(dims[1, 1]):
+    if left > 2 and abs(dims[2].source_stride) < abs(dims[1].source_stride):
         across = 2
     rest = 3 - across
-    for k in range(dims[rest, 0]):
+    for k in range(dims[rest].extent):
         _copy_plane(
-            target + k * dims[rest, 2],
-            source + k * dims[rest, 1],
+            target + k * dims[rest].target_stride,
+            source + k * dims[rest].source_stride,
             dims[0],
             dims[across],
             width,
@@ -303,23 +329,23 @@ def _copy_box(
     source: int,
     dims: Any,
     left: int,
-    piece: int,
+    segment: int,
     stream: bool,
     ahead: int,
     target_ahead: int,
     in_place: bool,
 ) -> int:
-    """One run of one tile that is not a single piece; returns its number of pieces."""
-    if piece in {1, 2, 4, 8, 16}:
-        _copy_elements(target, source, dims, left, piece, ahead, target_ahead)
+    """One run of one tile that is not a single segment; returns its number of segments."""
+    if segment in {1, 2, 4, 8, 16}:
+        _copy_elements(target, source, dims, left, segment, ahead, target_ahead)
     else:
-        # Pieces are written whole: their lines are worth asking for only if they are read first.
+        # Segments are written whole: their lines are worth asking for only if they are read first.
         read_ahead = target_ahead if in_place else 0
-        _copy_pieces(target, source, dims, left, piece, stream, ahead, read_ahead)
-    pieces = 1
+        _copy_segments(target, source, dims, left, segment, stream, ahead, read_ahead)
+    segments = 1
     for dim in range(left):
-        pieces *= dims[dim, 0]
-    return pieces
+        segments *= dims[dim].extent
+    return segments
 
 
 @kernel
@@ -332,131 +358,131 @@ def copy_table(
     stream: bool,
     in_place: int,
 ) -> int:
-    """Copies every tile of every run; returns the number of contiguous pieces, after merging.
+    """Copies every tile of every run; returns the number of segments, after merging.
 
     Args:
         source_addresses: int64, address of each source region.
         target_addresses: int64, address of each target region.
-        tiles: int64[T, 15].
-        runs: int64[R, 7].
-        dims: int64[3, 3], scratch of this call.
+        tiles: rows of ``TILE_DTYPE``.
+        runs: rows of ``RUN_DTYPE``.
+        dims: three rows of ``DIM_DTYPE``, scratch of this call.
         stream: whether stores go around the cache.
         in_place: if not 0, only so many runs are copied: the source is a buffer, and the memory
             that the same number of runs behind them write is read next, so it is asked for.
     """
-    pieces = 0
+    segments = 0
     count = min(in_place, len(runs)) if in_place else len(runs)
     target_step = in_place if in_place else 1
     for t in range(len(tiles)):
         tile = tiles[t]
-        source_base = source_addresses[tile[S_REGION]] + tile[S_OFFSET]
-        target_base = target_addresses[tile[T_REGION]] + tile[T_OFFSET]
-        piece, left = 0, 0
-        held_source, held_target, held = 0, 0, 0  # a piece that may still grow
+        source_base = source_addresses[tile.source_region]
+        target_base = target_addresses[tile.target_region]
+        segment, left = 0, 0
+        held_source, held_target, held = 0, 0, 0  # a segment that may still grow
         for r in range(count):
-            source = source_base + (
-                runs[r, R_S_BLOCK] * tile[S_BLOCK] + runs[r, R_S_TOKEN] * tile[S_TOKEN]
-            )
-            target = target_base + (
-                runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
-            )
-            if r == 0 or not same_shape(runs, r, r - 1):
-                piece, left = melt(tile, runs[r], dims)
+            source = source_base + source_at(tile, runs[r])
+            target = target_base + target_at(tile, runs[r])
+            if r == 0 or not same_shape(runs[r], runs[r - 1]):
+                segment, left = merge_dims(tile, runs[r], dims)
             if left == 0 and held and held_source + held == source and held_target + held == target:
-                held += piece
+                held += segment
                 continue
             if held:
                 _copy_long(held_target, held_source, held, stream, source - held_source)
-                pieces += 1
+                segments += 1
                 held = 0
             if left == 0:
-                held_source, held_target, held = source, target, piece
+                held_source, held_target, held = source, target, segment
                 continue
-            ahead = 0
+            ahead, target_ahead = 0, 0
             if r + 1 < len(runs) and not in_place:
-                ahead = (
-                    source_base
-                    - source
-                    + (
-                        runs[r + 1, R_S_BLOCK] * tile[S_BLOCK]
-                        + runs[r + 1, R_S_TOKEN] * tile[S_TOKEN]
-                    )
-                )
-            target_ahead = 0
+                ahead = source_base + source_at(tile, runs[r + 1]) - source
             if r + target_step < len(runs):
-                target_ahead = (
-                    target_base
-                    - target
-                    + (
-                        runs[r + target_step, R_T_BLOCK] * tile[T_BLOCK]
-                        + runs[r + target_step, R_T_TOKEN] * tile[T_TOKEN]
-                    )
-                )
-            pieces += _copy_box(
-                target, source, dims, left, piece, stream, ahead, target_ahead, in_place != 0
+                target_ahead = target_base + target_at(tile, runs[r + target_step]) - target
+            segments += _copy_box(
+                target, source, dims, left, segment, stream, ahead, target_ahead, in_place != 0
             )
         if held:
             _copy_long(held_target, held_source, held, stream, 0)
-            pieces += 1
+            segments += 1
     fence()
-    return pieces
+    return segments
 
 
 @kernel
-def list_pieces(tiles: Any, runs: Any, dims: Any, out: Any) -> int:
+def token_bytes(tiles: Any) -> int:
+    """Bytes that all tiles together move of one token."""
+    total = 0
+    for t in range(len(tiles)):
+        total += tiles[t].heads * tiles[t].elements * tiles[t].itemsize
+    return total
+
+
+@kernel
+def count_tokens(runs: Any) -> int:
+    """Tokens of all runs."""
+    total = 0
+    for r in range(len(runs)):
+        total += runs[r].tokens
+    return total
+
+
+@kernel
+def copy_now(
+    source_addresses: Any, target_addresses: Any, tiles: Any, runs: Any, stream_bytes: int
+) -> int:
+    """:func:`copy_table`; its stores go around the cache from ``stream_bytes`` on."""
+    dims = np.empty(3, DIM_DTYPE)
+    stream = token_bytes(tiles) * count_tokens(runs) >= stream_bytes
+    return copy_table(source_addresses, target_addresses, tiles, runs, dims, stream, 0)
+
+
+@kernel
+def list_segments(tiles: Any, runs: Any, out: Any) -> int:
     """What :func:`copy_table` would copy, as rows; returns their number.
 
     Args:
-        tiles: int64[T, 15].
-        runs: int64[R, 7].
-        dims: int64[3, 3], scratch of this call.
-        out: int64[M, 5] for (source region, source offset, target region, target offset, bytes);
-            rows beyond M are counted and not written, so that M = 0 only counts.
+        tiles: rows of ``TILE_DTYPE``.
+        runs: rows of ``RUN_DTYPE``.
+        out: rows of ``SEGMENT_DTYPE``, written; what has no room is counted only, so that an empty
+            one serves to count.
     """
+    dims = np.empty(3, DIM_DTYPE)
     count = 0
     for t in range(len(tiles)):
         tile = tiles[t]
-        piece, left = 0, 0
+        segment, left = 0, 0
         end_source, end_target, held = 0, 0, False
         for r in range(len(runs)):
-            source = tile[S_OFFSET] + (
-                runs[r, R_S_BLOCK] * tile[S_BLOCK] + runs[r, R_S_TOKEN] * tile[S_TOKEN]
-            )
-            target = tile[T_OFFSET] + (
-                runs[r, R_T_BLOCK] * tile[T_BLOCK] + runs[r, R_T_TOKEN] * tile[T_TOKEN]
-            )
-            if r == 0 or not same_shape(runs, r, r - 1):
-                piece, left = melt(tile, runs[r], dims)
+            source, target = source_at(tile, runs[r]), target_at(tile, runs[r])
+            if r == 0 or not same_shape(runs[r], runs[r - 1]):
+                segment, left = merge_dims(tile, runs[r], dims)
             if left == 0 and held and end_source == source and end_target == target:
                 if count <= len(out):
-                    out[count - 1, 4] += piece
+                    out[count - 1].nbytes += segment
             else:
-                count = _list_box(tile, source, target, dims, left, piece, out, count)
+                count = _list_box(tile, source, target, dims, left, segment, out, count)
             held = left == 0
-            end_source, end_target = source + piece, target + piece
+            end_source, end_target = source + segment, target + segment
     return count
 
 
 @kernel
 def _list_box(
-    tile: Any, source: int, target: int, dims: Any, left: int, piece: int, out: Any, count: int
+    tile: Any, source: int, target: int, dims: Any, left: int, segment: int, out: Any, count: int
 ) -> int:
     total = 1
     for dim in range(left):
-        total *= dims[dim, 0]
-    if count >= len(out):
-        return count + total
-    for index in range(total):
-        if count + index >= len(out):
-            break
-        rest, source_at, target_at = index, source, target
+        total *= dims[dim].extent
+    for index in range(min(total, len(out) - count)):
+        rest, from_, to = index, source, target
         for dim in range(left):
-            step = rest % dims[dim, 0]
-            rest //= dims[dim, 0]
-            source_at += step * dims[dim, 1]
-            target_at += step * dims[dim, 2]
+            step = rest % dims[dim].extent
+            rest //= dims[dim].extent
+            from_ += step * dims[dim].source_stride
+            to += step * dims[dim].target_stride
         row = out[count + index]
-        row[0], row[1] = tile[S_REGION], source_at
-        row[2], row[3] = tile[T_REGION], target_at
-        row[4] = piece
+        row.source_region, row.source_offset = tile.source_region, from_
+        row.target_region, row.target_offset = tile.target_region, to
+        row.nbytes = segment
     return count + total

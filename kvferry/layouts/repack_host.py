@@ -8,15 +8,14 @@ does not wait for it. Streaming stores would be slower here: the lines are in th
 
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.copier import as_table
-from kvferry.layouts.kernels import copy_table, kernel
+from kvferry.layouts.kernels import DIM_DTYPE, copy_table, kernel
 from kvferry.layouts.repack import Repack
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, as_rows
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -44,10 +43,10 @@ def repack_on_host(
     gather_runs, scatter_runs = repack.bind(block_ids, batch)
     tables = (
         np.array(addresses, dtype=np.int64),
-        as_table(repack.gather, TILE_DTYPE),
-        as_table(repack.scatter, TILE_DTYPE),
-        as_table(gather_runs, RUN_DTYPE),
-        as_table(scatter_runs, RUN_DTYPE),
+        as_rows(repack.gather, TILE_DTYPE),
+        as_rows(repack.scatter, TILE_DTYPE),
+        as_rows(gather_runs, RUN_DTYPE),
+        as_rows(scatter_runs, RUN_DTYPE),
     )
     batches = -(-frames // batch)
     # The next batch has room in the cache only beside small ones: of larger, it drives out this.
@@ -62,11 +61,10 @@ def repack_on_host(
         buffer = np.empty(frame_bytes * batch + 128, dtype=np.uint8)
         repack_table(
             *tables,
-            np.array([*repack.tiles_per_unit, *per_batch, batches, reach], dtype=np.int64),
+            Batches(*repack.tiles_per_unit, *per_batch, batches, reach),
             edges[number],
             edges[number + 1],
             np.array([(buffer.ctypes.data + 63) & ~63], dtype=np.int64),
-            np.empty((3, 3), dtype=np.int64),
         )
 
     others = [threading.Thread(target=work, args=(number,)) for number in range(1, threads)]
@@ -77,6 +75,21 @@ def repack_on_host(
         thread.join()
 
 
+class Batches(NamedTuple):
+    """How the tables of a repack are divided; a batch is some frames of one unit."""
+
+    gather_tiles: int
+    """Of a unit."""
+    scatter_tiles: int
+    gather_runs: int
+    """Of a batch."""
+    scatter_runs: int
+    per_unit: int
+    """Batches of a unit."""
+    reach: int
+    """2 if the memory of the next batch is asked for, else 1."""
+
+
 @kernel
 def repack_table(
     addresses: Any,
@@ -84,35 +97,33 @@ def repack_table(
     scatter: Any,
     gather_runs: Any,
     scatter_runs: Any,
-    sizes: Any,
+    batches: Batches,
     first: int,
     last: int,
     buffer: Any,
-    dims: Any,
 ) -> None:
-    """Gathers and scatters some batches; a batch is some frames of one unit.
+    """Gathers and scatters some batches.
 
     Args:
         addresses: int64, address of each region.
-        gather: int64[U * sizes[0], 15].
-        scatter: int64[U * sizes[1], 15].
-        gather_runs: int64[R, 7], of all frames; block places count from the start of a batch.
+        gather: rows of ``TILE_DTYPE``, of all units.
+        scatter: likewise.
+        gather_runs: rows of ``RUN_DTYPE``, of all frames; block places count from the start of a
+            batch.
         scatter_runs: likewise.
-        sizes: tiles per unit, runs per batch (gather, scatter each), batches per unit, and 2 if the
-            next batch is asked for, else 1.
+        batches: how many of each belong together.
         first: first batch, counted over all units.
         last: end of the batches.
         buffer: int64[1], address of the frames' dense memory.
-        dims: int64[3, 3], scratch of this call.
     """
-    one, two, gather_each, scatter_each, batches, reach = sizes
+    dims = np.empty(3, DIM_DTYPE)
     for work in range(first, last):
-        unit, batch = work // batches, work % batches
+        unit, batch = work // batches.per_unit, work % batches.per_unit
         copy_table(
             addresses,
             buffer,
-            gather[unit * one : (unit + 1) * one],
-            gather_runs[batch * gather_each : (batch + 1) * gather_each],
+            gather[unit * batches.gather_tiles : (unit + 1) * batches.gather_tiles],
+            gather_runs[batch * batches.gather_runs : (batch + 1) * batches.gather_runs],
             dims,
             False,
             0,
@@ -120,9 +131,11 @@ def repack_table(
         copy_table(
             buffer,
             addresses,
-            scatter[unit * two : (unit + 1) * two],
-            scatter_runs[batch * scatter_each : (batch + reach) * scatter_each],
+            scatter[unit * batches.scatter_tiles : (unit + 1) * batches.scatter_tiles],
+            scatter_runs[
+                batch * batches.scatter_runs : (batch + batches.reach) * batches.scatter_runs
+            ],
             dims,
             False,
-            scatter_each,
+            batches.scatter_runs,
         )

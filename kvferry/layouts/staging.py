@@ -23,7 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvferry.layouts.copier import Int64s, chunks
+from kvferry.layouts.chunks import chunk_slices, cut_chunks
+from kvferry.layouts.copier import Int64s
 from kvferry.layouts.tiles import Runs, Tiles
 
 WIRE_CHUNK_BYTES = 4 << 20
@@ -74,7 +75,7 @@ def _staged(
     lengths, counts = np.unique(runs["tokens"], return_counts=True)
     for tokens in lengths[np.argsort(-counts, kind="stable")]:
         same = runs[runs["tokens"] == tokens]
-        for tile_range, run_range in chunks(tiles, same, chunk_bytes):
+        for tile_range, run_range in chunk_slices(cut_chunks(tiles, same, chunk_bytes)):
             yield _chunk(tiles[tile_range], same[run_range], int(tokens), target_itemsize)
 
 

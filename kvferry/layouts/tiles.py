@@ -60,6 +60,17 @@ def blank_runs(count: int) -> Runs:
     return runs
 
 
+def as_rows(rows: npt.NDArray[np.void], dtype: np.dtype[np.void]) -> npt.NDArray[np.void]:
+    """The same rows, contiguous and writable: the one form for which the kernels are compiled.
+
+    Raises:
+        ValueError: rows of another dtype.
+    """
+    if rows.dtype != dtype:
+        raise ValueError(f"expected rows of {dtype}, got {rows.dtype}")
+    return rows if rows.flags.carray else rows.copy()
+
+
 def num_bytes(tiles: Tiles, runs: Runs) -> int:
     """Bytes that ``tiles`` times ``runs`` move."""
     per_token = int((tiles["heads"] * tiles["elements"] * tiles["itemsize"]).sum())

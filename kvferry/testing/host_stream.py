@@ -10,11 +10,9 @@ import numpy.typing as npt
 
 from kvferry.errors import TransferError
 from kvferry.layouts.arrays import HOST, MemorySpan, bytes_at
-from kvferry.layouts.copier import CopyJob, warm
+from kvferry.layouts.copier import copy_tiles, warm
 from kvferry.layouts.device import CopyEvent, CopyStream
 from kvferry.layouts.tiles import Runs, Tiles
-
-_CHUNK_BYTES = 1 << 20
 
 
 class HostCopyEvent(CopyEvent):
@@ -103,7 +101,7 @@ class HostCopyStream(CopyStream):
     ) -> None:
         """See :meth:`CopyStream.copy`."""
         tables = np.copy(tiles), np.copy(runs)
-        self._enqueue(CopyJob(source_addresses, target_addresses, *tables, _CHUNK_BYTES).run)
+        self._enqueue(partial(copy_tiles, source_addresses, target_addresses, *tables))
 
     def record(self) -> CopyEvent:
         """See :meth:`CopyStream.record`."""

@@ -57,7 +57,7 @@ class BoundCopies:
         """The single contiguous copies per source rank, merged, for whoever must see them.
 
         Returns:
-            Source rank → rows of ``PIECE_DTYPE``: regions, byte offsets into them, bytes.
+            Source rank → rows of ``SEGMENT_DTYPE``: regions, byte offsets into them, bytes.
 
         Raises:
             ValueError: the plan converts the dtype, which no copies of bytes can do.

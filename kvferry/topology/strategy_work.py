@@ -90,7 +90,7 @@ def _copied(
     ordered: BoundCopies,
     shuffled: BoundCopies,
 ) -> dict[str, int]:
-    from kvferry.layouts.copier import chunks
+    from kvferry.layouts.chunks import cut_chunks
     from kvferry.layouts.staging import WIRE_CHUNK_BYTES, stage
 
     found = dict.fromkeys(
@@ -101,7 +101,7 @@ def _copied(
         runs = shuffled.runs_of(rank)
         for length in np.unique(runs["tokens"]):
             same = runs[runs["tokens"] == length]
-            found["chunks"] += len(chunks(table, same, WIRE_CHUNK_BYTES))
+            found["chunks"] += len(cut_chunks(table, same, WIRE_CHUNK_BYTES))
         for tile, times in unlike_tiles(table):
             found["segments_ordered"] += times * count_copies(tile, ordered.runs_of(rank))
             found["segments_shuffled"] += times * count_copies(tile, runs)

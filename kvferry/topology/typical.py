@@ -60,9 +60,9 @@ def mean_segment_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float
 
 def count_copies(tiles: Tiles, runs: Runs) -> int:
     """Contiguous copies after merging."""
-    from kvferry.layouts.copier import count_pieces  # compiles; planning alone need not
+    from kvferry.layouts.copier import count_segments  # compiles; planning alone need not
 
-    return count_pieces(tiles, runs)
+    return count_segments(tiles, runs)
 
 
 def unlike_tiles(tiles: Tiles) -> Iterator[tuple[Tiles, int]]:

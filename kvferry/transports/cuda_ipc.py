@@ -34,7 +34,8 @@ from kvferry.errors import (
 )
 from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.copier import Int64s, chunks
+from kvferry.layouts.chunks import chunk_slices, cut_chunks
+from kvferry.layouts.copier import Int64s
 from kvferry.layouts.device import CopyStream
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.topology.strategies import Addressing
@@ -137,12 +138,12 @@ class _Launches:
         self.bytes_done = 0
         """Bytes of the launches that are done."""
         self.segments = 0
-        """Not counted: a device copies units, not pieces."""
+        """Not counted: a device copies units, not segments."""
         self._stream = stream
         self._addresses = sources, targets
         self._tiles = tiles
         self._runs = runs
-        self._chunks = chunks(tiles, runs, chunk_bytes)
+        self._chunks = chunk_slices(cut_chunks(tiles, runs, chunk_bytes))
         self._next = 0
         self._lock = threading.Lock()
 
@@ -151,24 +152,27 @@ class _Launches:
         """Launches in all."""
         return len(self._chunks)
 
-    def step(self) -> bool:
-        """Makes one launch; returns whether there was one to make.
+    def step(self, nbytes: int) -> bool:
+        """Makes launches until about ``nbytes`` are copied; returns whether any are left.
 
         Raises:
             TransferError: the device failed; it carries nothing out any more.
         """
-        with self._lock:  # launch and event are not to be parted by another thread's launch
-            if self._next == len(self._chunks):
-                return False
-            tile_range, run_range = self._chunks[self._next]
-            self._next += 1
-            tiles, runs = self._tiles[tile_range], self._runs[run_range]
-            self._stream.copy(*self._addresses, tiles, runs)
-            event = self._stream.record()
-        event.wait()
-        with self._lock:
-            self.bytes_done += num_bytes(tiles, runs)
-        return True
+        copied = 0
+        while copied < nbytes:
+            with self._lock:  # launch and event are not to be parted by another thread's launch
+                if self._next == len(self._chunks):
+                    return False
+                tile_range, run_range = self._chunks[self._next]
+                self._next += 1
+                tiles, runs = self._tiles[tile_range], self._runs[run_range]
+                self._stream.copy(*self._addresses, tiles, runs)
+                event = self._stream.record()
+            event.wait()
+            copied += num_bytes(tiles, runs)
+            with self._lock:
+                self.bytes_done += num_bytes(tiles, runs)
+        return self._next < len(self._chunks)
 
 
 class CudaIpcTransport(DeviceTransport):

@@ -198,17 +198,20 @@ class MoverPool:
 class Chunks(Protocol):
     """A copy in chunks that any number of threads may work on together."""
 
-    bytes_done: int
-    """Bytes of the chunks that are complete."""
-    segments: int
-    """Contiguous pieces of the chunks that are complete."""
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of the chunks that are complete."""
+
+    @property
+    def segments(self) -> int:
+        """Contiguous copies that the complete chunks made."""
 
     @property
     def num_chunks(self) -> int:
         """Chunks in all."""
 
-    def step(self) -> bool:
-        """Copies one chunk; returns whether it found one to copy.
+    def step(self, nbytes: int) -> bool:
+        """Copies chunks until about ``nbytes`` are copied; returns whether any are left.
 
         Raises:
             KVFerryError: the chunk cannot be copied; some of its bytes may be there.
@@ -236,7 +239,7 @@ class ChunkedRead:
             return
         more, nbytes, segments = False, 0, 0
         try:
-            more = self._copy.step()
+            more = self._copy.step(1)
             nbytes, segments = self._progress()
         except KVFerryError as error:
             self._landing.fail(error)

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferError
-from kvferry.layouts.copier import chunks, expand
+from kvferry.layouts.chunks import chunk_slices, cut_chunks
+from kvferry.layouts.copier import expand
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import Peer
 from kvferry.transports.movers import Landing
@@ -49,7 +50,7 @@ class NixlRead:
 
     landing: Landing
     requests: Iterator[tuple[str, npt.NDArray[np.void]]]
-    """Kind of the source's memory, and rows of ``PIECE_DTYPE`` of one READ."""
+    """Kind of the source's memory, and rows of ``SEGMENT_DTYPE`` of one READ."""
 
 
 @dataclass(slots=True, eq=False)
@@ -332,7 +333,7 @@ def cut(
     kinds = np.array([region.memory for region in endpoint.regions])[tiles["source_region"]]
     for kind in np.unique(kinds).tolist():
         alike = tiles[kinds == kind]
-        for tile_range, run_range in chunks(alike, runs, chunk_bytes):
+        for tile_range, run_range in chunk_slices(cut_chunks(alike, runs, chunk_bytes)):
             pieces = expand(alike[tile_range], runs[run_range])
             for first in range(0, len(pieces), max_descriptors):
                 yield kind, pieces[first : first + max_descriptors]

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from kvferry.errors import BoundsError
 from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.copier import chunks as cut
+from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.staging import StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.tcp_wire import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
@@ -80,7 +80,7 @@ def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:
     rows = [
         (tile.start, tile.stop - tile.start, start + run.start, run.stop - run.start)
         for _, start, count in zip(lengths, starts.tolist(), counts.tolist(), strict=True)
-        for tile, run in cut(tiles, runs[start : start + count], chunk_bytes)
+        for tile, run in chunk_slices(cut_chunks(tiles, runs[start : start + count], chunk_bytes))
     ]
     table = np.array(rows, dtype=CHUNK_DTYPE)
     return ChunkPlan(tiles, runs, table, _chunk_bytes(tiles, runs, table))

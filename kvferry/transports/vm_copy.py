@@ -4,10 +4,11 @@ import threading
 
 import numpy as np
 
-from kvferry.layouts.copier import STREAM_BYTES, Int64s, as_table, chunks
+from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
+from kvferry.layouts.copier import STREAM_BYTES, Int64s
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.vm_desk import Desk, new_desk
-from kvferry.transports.vm_kernels import read_table
+from kvferry.transports.vm_kernels import read_chunks
 from kvferry.transports.vm_process import RemoteProcess
 
 MIN_CHUNK_BYTES = 256 << 10
@@ -16,7 +17,7 @@ MIN_CHUNK_BYTES = 256 << 10
 _desks = threading.local()
 
 
-class ProcessCopy:
+class ProcessCopy(ChunkedCopy):
     """Copies tiles × runs from a process's regions into ours; any number of threads may step."""
 
     def __init__(
@@ -39,61 +40,40 @@ class ProcessCopy:
         chunk_bytes: bytes per chunk at most (but one run of one tile is never cut).
         threads: among how many a short read is divided.
         """
-        self.bytes_done = 0
-        """Bytes of the chunks that are complete."""
-        self.segments = 0
-        """Contiguous pieces written by them."""
-        nbytes = num_bytes(tiles, runs)
+        each = max(MIN_CHUNK_BYTES, -(-num_bytes(tiles, runs) // threads))
+        super().__init__(tiles, runs, min(chunk_bytes, each))
         self._process = process
         self._addresses = source_addresses, target_addresses
-        self._tiles = as_table(tiles, TILE_DTYPE)
-        self._runs = as_table(runs, RUN_DTYPE)
-        each = max(MIN_CHUNK_BYTES, -(-nbytes // threads))
-        self._chunks = chunks(tiles, runs, min(chunk_bytes, each))
-        self._bytes = [num_bytes(tiles[some], runs[these]) for some, these in self._chunks]
-        self._stream = nbytes >= STREAM_BYTES
-        self._lock = threading.Lock()
-        self._next = 0
+        self._stream = self.nbytes >= STREAM_BYTES
 
-    @property
-    def num_chunks(self) -> int:
-        """Chunks in all; 0 if there is nothing to copy."""
-        return len(self._chunks)
-
-    def step(self) -> bool:
-        """Copies one chunk; returns whether it found one to copy.
+    def step(self, nbytes: int) -> bool:
+        """See :meth:`ChunkedCopy.step`.
 
         Raises:
             PeerLostError: the process has ended, closed its transport, or may not be read.
             TransferError: it has unmapped what it serves.
         """
-        with self._lock:
-            number = self._next
-            if number == len(self._chunks):
-                return False
-            self._next = number + 1
-        tiles, runs = self._chunks[number]
         source, target = self._addresses
-        failed, pieces, _ = read_table(
+        failed, left = read_chunks(
             self._process.pid,
-            self._tiles[tiles],
-            self._runs[runs],
+            self._tiles,
+            self._runs,
+            self._chunks,
+            self._progress,
             _desk()._replace(sources=source, targets=target),
+            nbytes,
             self._stream,
         )
         if failed:
             raise self._process.reading_error(failed)
-        with self._lock:
-            self.bytes_done += self._bytes[number]
-            self.segments += pieces
-        return True
+        return left
 
 
 def warm() -> None:
     """Compiles the kernels, or loads them from disk, so that the first read does not wait."""
-    tiles = as_table(np.empty(0, dtype=TILE_DTYPE), TILE_DTYPE)
-    runs = as_table(np.empty(0, dtype=RUN_DTYPE), RUN_DTYPE)
-    read_table(0, tiles, runs, _desk(), False)
+    tiles, runs = np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE)
+    chunks, progress = np.empty(0, dtype=CHUNK_DTYPE), np.zeros(1, dtype=PROGRESS_DTYPE)
+    read_chunks(0, tiles, runs, chunks, progress, _desk(), 1, False)
 
 
 def _desk() -> Desk:

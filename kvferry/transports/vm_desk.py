@@ -14,7 +14,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from kvferry.layouts.intrinsics import intrinsic
-from kvferry.layouts.kernels import kernel
+from kvferry.layouts.kernels import DIM_DTYPE, kernel
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
 
 Int64s = npt.NDArray[np.int64]
 
@@ -41,14 +42,14 @@ MAX_SHAPES = 256
     SHAPES,  # rows of `Desk.tiles` in use
     TILE,  # number of the tile of the last one
     REGION,  # source region of the last span
-    PIECES,  # written so far
+    SEGMENTS,  # written so far
     BYTES,  # read so far, gaps included
     ERROR,  # `errno` of a call that failed
 ) = range(13)
 
 
 class Desk(NamedTuple):
-    """What one mover thread works with; see :func:`new_desk`. All int64 but ``memory``."""
+    """What one mover thread works with; see :func:`new_desk`. Numbers are int64."""
 
     sources: Int64s
     """Address of each source region in the process that is read."""
@@ -58,16 +59,16 @@ class Desk(NamedTuple):
     """``[MAX_SPANS, 2]``: address and bytes of what the next call reads (``struct iovec``)."""
     local: Int64s
     """``[MAX_SPANS, 2]``: where that goes."""
-    tiles: Int64s
-    """``[S, 15]``: the boxes on the desk as tiles whose source is the desk; a row per shape."""
+    tiles: Tiles
+    """``[S]``: the boxes on the desk as tiles whose source is the desk; a row per shape."""
     firsts: Int64s
     """``[S + 1]``: for each of them the first of its ``runs``, which end where the next begin."""
-    runs: Int64s
-    """``[MAX_SPANS, 7]``: a row per box; its source block is its byte offset on the desk."""
-    part: Int64s
-    """``[1, 7]``: a run that is cut out of a longer one."""
-    dims: Int64s
-    """``[3, 3]``: scratch of :func:`~kvferry.layouts.kernels.melt`."""
+    runs: Runs
+    """``[MAX_SPANS]``: a row per box; its source block is its byte offset on the desk."""
+    part: Runs
+    """``[1]``: a run that is cut out of a longer one."""
+    dims: npt.NDArray[np.void]
+    """``[3]``: scratch of :func:`~kvferry.layouts.kernels.merge_dims`."""
     box: Int64s
     """``[3, 3]``: dims of a box at the source: extent, stride, number; see :func:`_lay_out`."""
     strides: Int64s
@@ -87,11 +88,11 @@ def new_desk(nbytes: int = DESK_BYTES) -> Desk:
         targets=np.zeros(1, dtype=np.int64),
         remote=np.zeros((MAX_SPANS, 2), dtype=np.int64),
         local=np.zeros((MAX_SPANS, 2), dtype=np.int64),
-        tiles=np.zeros((MAX_SHAPES, 15), dtype=np.int64),
+        tiles=np.zeros(MAX_SHAPES, dtype=TILE_DTYPE),
         firsts=np.zeros(MAX_SHAPES + 1, dtype=np.int64),
-        runs=np.zeros((MAX_SPANS, 7), dtype=np.int64),
-        part=np.zeros((1, 7), dtype=np.int64),
-        dims=np.zeros((3, 3), dtype=np.int64),
+        runs=np.zeros(MAX_SPANS, dtype=RUN_DTYPE),
+        part=np.zeros(1, dtype=RUN_DTYPE),
+        dims=np.zeros(3, dtype=DIM_DTYPE),
         box=np.zeros((3, 3), dtype=np.int64),
         strides=np.zeros(3, dtype=np.int64),
         state=np.zeros(ERROR + 1, dtype=np.int64),

@@ -263,14 +263,16 @@ def slow_copies(monkeypatch):
     """Makes every other copy take its time."""
 
     def slow_down(longest_s, rng):
-        copy = copier.kernels.copy_table
+        for module, name in ((copier.chunks, "copy_chunks"), (copier.kernels, "copy_now")):
+            monkeypatch.setattr(module, name, slowed(getattr(module, name), longest_s, rng))
 
+    def slowed(copy, longest_s, rng):
         def copy_slowly(*args):
             if longest_s and rng.random() < 0.5:
                 time.sleep(longest_s * rng.random())
             return copy(*args)
 
-        monkeypatch.setattr(copier.kernels, "copy_table", copy_slowly)
+        return copy_slowly
 
     return slow_down
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layouts import TILE_DTYPE, blank_runs, copier, kernels, num_bytes
-from kvferry.layouts.copier import CopyJob, chunks, copy_tiles, count_pieces, expand, warm
+from kvferry.layouts import TILE_DTYPE, blank_runs, chunks, copier, kernels, num_bytes
+from kvferry.layouts.chunks import chunk_slices, cut_chunks
+from kvferry.layouts.copier import CopyJob, copy_tiles, count_segments, expand, warm
 
 PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -65,7 +66,7 @@ def test_longer_rows_and_transposes_copy_the_same(copy_cases, addresses, stream)
     law()
 
 
-def test_expanded_pieces_are_the_copy(copy_cases, addresses):
+def test_expanded_segments_are_the_copy(copy_cases, addresses):
     @PROPERTY
     @given(st.data())
     def law(data):
@@ -82,7 +83,7 @@ def test_expanded_pieces_are_the_copy(copy_cases, addresses):
         counted = copy_tiles(
             addresses(copies.sources), addresses(copies.targets), copies.tiles, copies.runs
         )
-        assert counted == len(rows) == count_pieces(copies.tiles, copies.runs)
+        assert counted == len(rows) == count_segments(copies.tiles, copies.runs)
 
     law()
 
@@ -100,9 +101,11 @@ def test_a_job_in_chunks_is_the_same_copy(copy_cases, addresses):
             copies.runs,
             chunk_bytes=data.draw(st.integers(1, 500)),
         )
-        job.run()
+        turn = data.draw(st.integers(1, 2000))
+        while job.step(turn):
+            assert not job.is_terminal
         assert job.is_terminal
-        assert not job.is_cancelled
+        assert job.segments >= min(job.num_chunks, 1)
         assert job.bytes_done == job.nbytes == num_bytes(copies.tiles, copies.runs)
         assert_equal(copies.targets, wanted)
 
@@ -116,11 +119,13 @@ def test_chunks_cover_every_tile_and_run_once(copy_cases):
         copies = copy_cases.draw(data)
         size = data.draw(st.integers(1, 500))
         seen = np.zeros((len(copies.tiles), len(copies.runs)), dtype=int)
-        for tile_range, run_range in chunks(copies.tiles, copies.runs, size):
+        for tile_range, run_range in chunk_slices(cut_chunks(copies.tiles, copies.runs, size)):
             seen[tile_range, run_range] += 1
             tiles, runs = copies.tiles[tile_range], copies.runs[run_range]
             assert num_bytes(tiles, runs) <= size or (len(tiles), len(runs)) == (1, 1)
         assert (seen == 1).all()
+        total = cut_chunks(copies.tiles, copies.runs, size)["nbytes"].sum()
+        assert total == num_bytes(copies.tiles, copies.runs)
 
     law()
 
@@ -144,7 +149,12 @@ def large_job(num_tiles=16, num_runs=64, row=4096):
 def test_threads_share_a_job_and_every_chunk_is_copied_once():
     tiles, runs, source, target = large_job()
     job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 16)
-    threads = [threading.Thread(target=job.run) for _ in range(4)]
+
+    def work():
+        while job.step(1 << 18):
+            pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -157,29 +167,62 @@ def test_threads_share_a_job_and_every_chunk_is_copied_once():
     np.testing.assert_array_equal(target, wanted.ravel())
 
 
+def test_a_step_copies_about_as_much_as_it_is_told():
+    tiles, runs, source, target = large_job()
+    job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 16)
+    assert job.step(1)
+    assert job.bytes_done == 1 << 16
+    assert job.step(3 << 16)
+    assert job.bytes_done == 4 << 16
+    assert not job.step(source.nbytes)
+    assert job.bytes_done == source.nbytes
+    assert job.segments == len(tiles) * len(runs)
+
+
 def test_a_cancelled_job_copies_nothing_more_and_says_so():
     tiles, runs, source, target = large_job()
     job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 18)
-    assert job.step()
+    assert job.step(1)
     done = job.bytes_done
     assert 0 < done < job.nbytes
+    assert not job.is_terminal
     before = target.copy()
     job.cancel()
     job.cancel()
-    assert not job.step()
-    assert job.is_cancelled
+    assert not job.step(job.nbytes)
     assert job.is_terminal
     assert job.bytes_done == done
     np.testing.assert_array_equal(target, before)
 
 
+def test_a_step_under_way_stops_between_chunks_when_it_is_cancelled():
+    tiles, runs, source, target = large_job(num_tiles=64, row=1 << 14)
+    for _ in range(50):  # it may be over before the main thread has its turn
+        target[:] = 0
+        job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs, chunk_bytes=1 << 15)
+        thread = threading.Thread(target=job.step, args=(job.nbytes,))
+        thread.start()
+        while not job.bytes_done:
+            pass
+        job.cancel()
+        while not job.is_terminal:
+            pass
+        done, landed = job.bytes_done, target.copy()
+        thread.join()
+        assert job.bytes_done == done
+        np.testing.assert_array_equal(target, landed)
+        if done < job.nbytes:
+            return
+    raise AssertionError("no step was cancelled under way")
+
+
 def test_cancelling_a_finished_job_changes_nothing():
     tiles, runs, source, target = large_job(num_tiles=1)
     job = CopyJob([source.ctypes.data], [target.ctypes.data], tiles, runs)
-    job.run()
+    assert not job.step(job.nbytes)
     job.cancel()
-    assert not job.is_cancelled
     assert job.is_terminal
+    assert job.bytes_done == job.nbytes
 
 
 def test_nothing_to_copy_is_legal():
@@ -187,12 +230,12 @@ def test_nothing_to_copy_is_legal():
     for some_tiles, some_runs in ((tiles[:0], runs), (tiles, runs[:0])):
         job = CopyJob([source.ctypes.data], [target.ctypes.data], some_tiles, some_runs)
         assert job.is_terminal
-        assert not job.step()
+        assert not job.step(1)
         assert len(expand(some_tiles, some_runs)) == 0
     assert not target.any()
 
 
-def test_adjacent_blocks_merge_into_one_piece():
+def test_adjacent_blocks_merge_into_one_segment():
     tiles, runs, _, _ = large_job(num_tiles=2)
     runs["source_block"] = runs["target_block"] = np.arange(len(runs))
     assert expand(tiles, runs)["nbytes"].tolist() == [64 * 4096] * 2
@@ -201,7 +244,7 @@ def test_adjacent_blocks_merge_into_one_piece():
 def test_chunks_of_no_bytes_are_refused():
     tiles, runs, _, _ = large_job()
     with pytest.raises(ValueError, match="chunk_bytes: 0"):
-        chunks(tiles, runs, 0)
+        cut_chunks(tiles, runs, 0)
 
 
 def test_rows_of_another_dtype_are_refused():
@@ -219,18 +262,18 @@ def test_tables_that_nobody_may_write_are_accepted():
 
 def test_warm_compiles_every_kernel():
     warm()
-    for kernel in (kernels.copy_table, kernels.list_pieces):
-        assert kernel.signatures
+    for kernel in (kernels.copy_now, kernels.list_segments, chunks.list_chunks, chunks.copy_chunks):
+        assert len(kernel.signatures) == 1
 
 
 def test_a_defect_of_the_copier_is_caught(copy_cases, addresses, monkeypatch):
     def shifted(sources, targets, tiles, *more):
         tiles = tiles.copy()
-        tiles[:, kernels.S_OFFSET] += 1
+        tiles["source_offset"] += 1
         return right(sources, targets, tiles, *more)
 
-    right = kernels.copy_table
-    monkeypatch.setattr(kernels, "copy_table", shifted)
+    right = kernels.copy_now
+    monkeypatch.setattr(kernels, "copy_now", shifted)
     with pytest.raises(AssertionError):
         check_copies(
             copy_cases, addresses, phases=[Phase.generate], database=None, derandomize=True

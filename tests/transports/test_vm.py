@@ -299,6 +299,6 @@ def test_a_copy_that_raises_a_named_error_fails_its_read_with_it(source, transpo
     transport.allocate(4096)
     peer = transport.connect(source.endpoint())
     wrong = TransferError("as said")
-    monkeypatch.setattr("kvferry.transports.vm_copy.read_table", lambda *_: (errno.EFAULT, 0, 0))
+    monkeypatch.setattr("kvferry.transports.vm_copy.read_chunks", lambda *_: (errno.EFAULT, False))
     monkeypatch.setattr(peer.process, "reading_error", lambda _: wrong)
     assert finish(transport, transport.read(peer, *plain(4096))).error is wrong

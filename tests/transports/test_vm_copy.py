@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, blank_runs, copier, num_bytes
+from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, blank_runs, num_bytes
+from kvferry.layouts.tiles import as_rows
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import random_case
 from kvferry.testing.transport_peer import pattern
@@ -33,7 +34,7 @@ def addresses(arrays):
 def read(sources, targets, tiles, runs, desk=None, *, stream=False):
     """(errno, pieces, bytes read) of one call of the kernel on this process."""
     desk = (desk or new_desk())._replace(sources=addresses(sources), targets=addresses(targets))
-    tables = copier.as_table(tiles, TILE_DTYPE), copier.as_table(runs, RUN_DTYPE)
+    tables = as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE)
     return read_table(os.getpid(), *tables, desk, stream)
 
 
@@ -208,7 +209,7 @@ def test_chunks_cover_everything_once_whoever_takes_them(threads):
     assert copy.num_chunks == (2 if threads == 1 else 3)
 
     def work():
-        while copy.step():
+        while copy.step(1):
             pass
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
@@ -221,4 +222,4 @@ def test_chunks_cover_everything_once_whoever_takes_them(threads):
     np.testing.assert_array_equal(target, wanted)
     assert copy.bytes_done == num_bytes(tiles, runs)
     assert copy.segments == 300 * 64
-    assert not copy.step()
+    assert not copy.step(1)
