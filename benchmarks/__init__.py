@@ -12,6 +12,7 @@ module              what is in it
 ``confirm``         how long a confirm takes
 ``managers``        our KV cache manager beside vLLM's; ``peers`` has both
 ``postprocess``     the postprocessor beside three passes and a plain copy
+``loads``           short loads beside NIXL and an older commit
 ``gpu``             tests and benchmarks that need a GPU, in one go
 ``figures``         medians, ratios, goals
 ``report``, ``plot``  table, JSON, Markdown and picture

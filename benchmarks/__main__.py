@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,8 @@ from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
 from benchmarks.figures import CaseResult
+from benchmarks.loads import measure as loads_measure
+from benchmarks.loads import report as loads_report
 from benchmarks.machine import Machine, describe_machine
 from benchmarks.peers.process import PeerError
 from benchmarks.plot import write_plot
@@ -35,6 +38,7 @@ class Part(enum.StrEnum):
     MANAGERS = "managers"
     POSTPROCESS = "postprocess"
     PLANNING = "planning"
+    LOADS = "loads"
 
 
 def main(
@@ -43,9 +47,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
     quick: Annotated[bool, typer.Option(help="Tiny cache, two rounds: a test of it all.")] = False,
     nixl: Annotated[bool, typer.Option(help="Whether NIXL takes part.")] = True,
+    base: Annotated[
+        Path | None, typer.Option(help="Checkout of an older commit, to compare loads with.")
+    ] = None,
 ) -> None:
-    """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, and the
-    postprocessor with the known three passes; times planning, bind and the confirm.
+    """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, the
+    postprocessor with the known three passes, and short loads with NIXL and an older commit; times
+    planning, bind and the confirm.
     """
     console = Console()
     if not console.is_terminal:
@@ -56,10 +64,11 @@ def main(
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
-    for part, run in _ALONE.items():
+    alone = _ALONE | {Part.LOADS: partial(_measure_loads, base=base, nixl=not skipped)}
+    for part, run in alone.items():
         if part in parts:
             run(console, command, machine, rounds, quick, out)
-    if parts <= _ALONE.keys():
+    if parts <= alone.keys():
         return
     transports: list[CaseResult] = []
     bind: list[BindResult] = []
@@ -131,6 +140,24 @@ def _compare_postprocessors(
         results = postprocess.measure(command, machine, rounds, quick, say, cases=cases)
     postprocess.show(results, console)
     postprocess.write(results, out)
+
+
+def _measure_loads(
+    console: Console,
+    command: str,
+    machine: Machine,
+    rounds: int,
+    quick: bool,
+    out: Path,
+    *,
+    base: Path | None,
+    nixl: bool,
+) -> None:
+    with _saying(console) as say:
+        results = loads_measure.measure(command, machine, rounds, quick, say, base=base, nixl=nixl)
+    loads_report.show(results, console)
+    loads_report.write(results, out)
+    console.print(f"written to {out}")
 
 
 #: Parts with results of their own, in the order in which they run.
