@@ -62,7 +62,7 @@ def describe(engine_id: str) -> EngineDescription:
 def serve(pipe: Connection) -> None:
     """The source: answers on its control port, and grants as many leases as the pipe asks for."""
     leases = LeaseTable(max_blocks=1 << 30)
-    with ControlServer.open(
+    with ControlServer(
         engine_id="source", incarnation="benchmark", role="kv_producer", leases=leases
     ) as server:
         server.set_description(describe("source"))

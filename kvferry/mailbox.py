@@ -12,6 +12,7 @@ posted, or until a socket that it watches has something to say::
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import select
@@ -39,7 +40,7 @@ class Poller(Protocol):
     def unregister(self, watched: Any, /) -> object:
         """No longer waits for it."""
 
-    def poll(self, milliseconds: float | None, /) -> list[tuple[Any, int]]:
+    def poll(self, milliseconds: int | None, /) -> list[tuple[Any, int]]:
         """What is ready; waits so long at most, for ever with ``None``."""
 
 
@@ -177,7 +178,7 @@ class Mailbox(Closing):
         """Turn, sleep, tasks and handlers; false once it is to end."""
         pause_s = self._guarded(self._turn)
         if self._poller is not None:
-            milliseconds = None if pause_s is None else -(-pause_s * 1000 // 1)
+            milliseconds = None if pause_s is None else math.ceil(pause_s * 1000)
             for socket, _ in self._poller.poll(milliseconds):
                 handler = self._handlers.get(socket)
                 if handler is not None:  # not unwatched by the one before

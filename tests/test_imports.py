@@ -21,6 +21,7 @@ ROOMS = (
     "mailbox",
     "config",
     "plugins",
+    "zeromq",
     "layouts",
     "topology",
     "cache",

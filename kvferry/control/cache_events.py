@@ -27,10 +27,11 @@ import zmq
 
 from kvferry.cache.events import KVCacheEvent, KVEventBatch, with_short_hashes
 from kvferry.config import KVEventsConfig, split_endpoint
-from kvferry.control.messages import decode_with
-from kvferry.control.sockets import Listener, bind_error, bound_port, endpoint
 from kvferry.errors import DecodeError
 from kvferry.lifetimes import Closing
+from kvferry.mailbox import Mailbox
+from kvferry.transports.decoding import decode
+from kvferry.zeromq import Context, Socket, connect, listen, tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +60,19 @@ class _Kept:
 
 
 class _ReplayServer(Closing):
-    """Answers whoever missed batches, on a thread of its own that also owns the socket."""
+    """Answers whoever missed batches, on a thread of its own that nobody shares the socket with."""
 
-    def __init__(self, router: "zmq.Socket[bytes]", kept: _Kept, topic: bytes) -> None:
+    def __init__(self, router: Socket, kept: _Kept, topic: bytes) -> None:
         self._router = router
         self._kept = kept
         self._topic = topic
-        self._listener = Listener("kvferry-events", router, self._serve)
+        self._mailbox = Mailbox("events", poller=zmq.Poller())
+        self._mailbox.watch(router, self._serve)
+        self._mailbox.start()
 
     def close(self) -> None:
-        """Ends the thread and closes the socket. Idempotent."""
-        self._listener.close()
+        """Ends the thread. Idempotent."""
+        self._mailbox.close()
 
     def _serve(self) -> None:
         try:
@@ -96,53 +99,38 @@ class _ReplayServer(Closing):
 class CacheEventPublisher(Closing):
     """The sending end. Belongs to the engine's thread, which it never keeps waiting."""
 
-    def __init__(
-        self,
-        config: KVEventsConfig,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        publisher: "zmq.Socket[bytes]",
-        router: "zmq.Socket[bytes] | None",
-    ) -> None:
-        """Use :meth:`open`."""
-        self._config = config
-        self._context = context
-        self._publisher = publisher
-        self._topic = config.topic.encode()
-        self._next = 0
-        self._kept = _Kept(config.buffer_steps)
-        self.endpoint = _reachable(config.endpoint, publisher)
-        """Where listeners on this machine subscribe."""
-        self.replay_endpoint: str | None = None
-        """Where they ask for what they missed."""
-        self._replay: _ReplayServer | None = None
-        if router is not None and config.replay_endpoint is not None:
-            self.replay_endpoint = _reachable(config.replay_endpoint, router)
-            self._replay = _ReplayServer(router, self._kept, self._topic)
-
-    @classmethod
-    def open(cls, config: KVEventsConfig) -> "CacheEventPublisher":
+    def __init__(self, config: KVEventsConfig) -> None:
         """Listens and returns.
 
         Raises:
             PortInUseError: a port is taken.
             HostError: an address is not of this machine, or a port needs privileges.
         """
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._config = config
+        self._topic = config.topic.encode()
+        self._next = 0
+        self._kept = _Kept(config.buffer_steps)
+        self._replay: _ReplayServer | None = None
+        self.replay_endpoint: str | None = None
+        """Where listeners on this machine ask for what they missed, if they can."""
+        self._context: Context = zmq.Context()
         try:
-            publisher = context.socket(zmq.PUB)
-            publisher.setsockopt(zmq.SNDHWM, config.hwm)
-            _bind(publisher, config.endpoint, "kv_events.endpoint")
-            router = None
+            self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.setsockopt(zmq.SNDHWM, config.hwm)
+            self.endpoint = _listen(self._publisher, config.endpoint, "kv_events.endpoint")
+            """Where they subscribe."""
             if config.replay_endpoint is not None:
-                router = context.socket(zmq.ROUTER)
+                router = self._context.socket(zmq.ROUTER)
                 router.setsockopt(zmq.MAXMSGSIZE, 1024)  # a request is 8 bytes
                 # One whole replay fits. Who asks again without reading gets no more memory.
                 router.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)
-                _bind(router, config.replay_endpoint, "kv_events.replay_endpoint")
+                self.replay_endpoint = _listen(
+                    router, config.replay_endpoint, "kv_events.replay_endpoint"
+                )
+                self._replay = _ReplayServer(router, self._kept, self._topic)
         except BaseException:
-            context.destroy(linger=0)
+            self._context.destroy(linger=0)
             raise
-        return cls(config, context, publisher, router)
 
     def publish(self, events: Sequence[KVCacheEvent]) -> None:
         """Sends the events of one step as one batch; nothing without events."""
@@ -167,19 +155,10 @@ class CacheEventPublisher(Closing):
         self._context.destroy(linger=0)
 
 
-def _bind(target: "zmq.Socket[bytes]", address: str, key: str) -> None:
+def _listen(socket: Socket, address: str, key: str) -> str:
+    """Binds a socket, and says where listeners on this machine find it."""
     host, port = split_endpoint(address)
-    if ":" in host:
-        target.setsockopt(zmq.IPV6, 1)
-    try:
-        target.bind(endpoint(host, port or "*"))
-    except zmq.ZMQError as error:
-        raise bind_error(error, host, port, key) from error
-
-
-def _reachable(address: str, target: "zmq.Socket[bytes]") -> str:
-    host, _ = split_endpoint(address)
-    return endpoint("127.0.0.1" if host == "*" else host, bound_port(target))
+    return tcp_address("127.0.0.1" if host == "*" else host, listen(socket, host, port, key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,28 +181,12 @@ class CacheEventSubscriber(Closing):
 
     def __init__(
         self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        subscriber: "zmq.Socket[bytes]",
-        replay_endpoint: str | None,
-        replay_timeout_s: float,
-    ) -> None:
-        """Use :meth:`open`."""
-        self._context = context
-        self._subscriber = subscriber
-        self._replay_endpoint = replay_endpoint
-        self._replay_timeout_s = replay_timeout_s
-        self._ready: deque[ReceivedEvents] = deque()
-        self._expected = 0
-
-    @classmethod
-    def open(
-        cls,
         endpoint: str,
         *,
         replay_endpoint: str | None = None,
         topic: str = "",
         replay_timeout_s: float = 5.0,
-    ) -> "CacheEventSubscriber":
+    ) -> None:
         """Connects, now or as soon as there is a publisher, and returns.
 
         Args:
@@ -235,14 +198,15 @@ class CacheEventSubscriber(Closing):
         Raises:
             ValueError: an endpoint is not of that form.
         """
-        for address in (endpoint, replay_endpoint):
-            if address is not None:
-                split_endpoint(address)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        subscriber = context.socket(zmq.SUB)
-        subscriber.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        _connect(subscriber, endpoint)
-        return cls(context, subscriber, replay_endpoint, replay_timeout_s)
+        publisher = split_endpoint(endpoint)
+        self._replay_endpoint = None if replay_endpoint is None else split_endpoint(replay_endpoint)
+        self._replay_timeout_s = replay_timeout_s
+        self._ready: deque[ReceivedEvents] = deque()
+        self._expected = 0
+        self._context: Context = zmq.Context()
+        self._subscriber = self._context.socket(zmq.SUB)
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        connect(self._subscriber, *publisher)
 
     def receive(self, timeout_s: float) -> ReceivedEvents | None:
         """The next batch, or ``None`` if none comes within ``timeout_s`` seconds.
@@ -279,7 +243,8 @@ class CacheEventSubscriber(Closing):
         # A socket for each replay: the rest of one that was given up cannot enter the next.
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.RCVHWM, 0)
-            _connect(dealer, self._replay_endpoint)
+            dealer.setsockopt(zmq.LINGER, 0)
+            connect(dealer, *self._replay_endpoint)
             dealer.send_multipart((b"", _packed(first)))
             batches = []
             while (frames := _receive(dealer, self._replay_timeout_s)) is not None:
@@ -291,14 +256,7 @@ class CacheEventSubscriber(Closing):
             return batches
 
 
-def _connect(target: "zmq.Socket[bytes]", address: str) -> None:
-    target.setsockopt(zmq.LINGER, 0)
-    if ":" in split_endpoint(address)[0]:
-        target.setsockopt(zmq.IPV6, 1)
-    target.connect(address)
-
-
-def _receive(target: "zmq.Socket[bytes]", timeout_s: float) -> list[bytes] | None:
+def _receive(target: Socket, timeout_s: float) -> list[bytes] | None:
     return target.recv_multipart() if target.poll(round(timeout_s * 1000)) else None
 
 
@@ -308,5 +266,5 @@ def _decoded(frames: list[bytes]) -> tuple[int, KVEventBatch]:
             f"KV cache events: {len(frames)} frames; a message is a topic, a sequence number of "
             "8 bytes and a batch"
         )
-    batch = decode_with(_batch, frames[2], "KV cache events: a batch")
+    batch = decode(_batch, frames[2], "KV cache events: a batch")
     return int.from_bytes(frames[1], "big", signed=True), batch

@@ -1,27 +1,38 @@
 """The asking end of the control channel.
 
-Every request returns a :class:`concurrent.futures.Future` at once and may be made from any thread.
-Callbacks added to a future run on the client's thread: keep them short.
+Every request returns a :class:`concurrent.futures.Future` at once and may be made from any thread;
+it leaves on that thread::
+
+    any thread      renew(), finish(), ... ──▶ send ─────────────────────────▶ server
+    any thread      pump() ──▶ takes the answers that have come ──▶ futures ◀── server
+    client thread   sleeps until an answer comes, a connection breaks or a call is overdue
+
+Whoever takes an answer completes its future, and so runs its callbacks: keep them short.
+
+A connection that breaks fails everything asked on it at once and is dropped with all that was
+queued on it; the next request opens a new one. So a request is never delivered long after its
+caller has given it up, and nothing reconnects in the background.
 """
 
+import math
+import select
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
-from kvferry import errors
-from kvferry.control.calls import Call, CallThread
+import zmq
+
+from kvferry.control.connection import Call, Connection, Ended, expect, finish_answers
 from kvferry.control.handshake import compare, validate
 from kvferry.control.messages import (
     DescriptionReply,
     DescriptionRequest,
-    ErrorReply,
     Finish,
     FinishAnswer,
     Finishes,
-    FinishReply,
     Handshake,
     HandshakeReply,
     LeaseAnswer,
@@ -31,43 +42,19 @@ from kvferry.control.messages import (
     Renew,
     Renewed,
     Reply,
-    Request,
     StatusReply,
     StatusReport,
     StatusRequest,
 )
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
-from kvferry.control.sockets import split_address
 from kvferry.errors import CancelledError, IncompatibleError, KVFerryError, ProtocolError
 from kvferry.lifetimes import Closing
+from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
+from kvferry.zeromq import Context, split_address, tcp_address
 
 T = TypeVar("T")
-
-_MAX_BATCH = 1024  # finishes that share one message
-
-#: Errors that a server may send by name: those that are built from a message alone.
-_ERRORS: dict[str, type[KVFerryError]] = {
-    name: kind
-    for name, kind in vars(errors).items()
-    if isinstance(kind, type)
-    and issubclass(kind, KVFerryError)
-    and not issubclass(kind, IncompatibleError)
-}
-
-
-@dataclass(slots=True)
-class _Finishing:
-    """One finish that may share a message with others for the same start of a source."""
-
-    address: str
-    source_incarnation: str
-    item: Finish
-    future: "Future[FinishAnswer]" = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.future.set_running_or_notify_cancel()
 
 
 class ControlClient(Closing):
@@ -76,7 +63,7 @@ class ControlClient(Closing):
     An ``address`` is ``host:port``; a :class:`ValueError` says that one is not. Any future may
     raise ``PeerLostError`` (nobody there, the connection broke, no answer in time, keys that do
     not fit), ``ProtocolError`` (what came is no answer) or ``CancelledError`` (the client was
-    closed).
+    closed). All methods may be called from any thread.
     """
 
     def __init__(
@@ -96,12 +83,18 @@ class ControlClient(Closing):
         """
         self._engine_id = engine_id
         self._incarnation = incarnation
+        self._options = options or ControlOptions()
         self._peers = peers
+        self._context: Context = zmq.Context()
         self._lock = threading.Lock()
         self._closing = False
-        self._calls: deque[Call[Any]] = deque()
-        self._finishes: deque[_Finishing] = deque()
-        self._thread = CallThread(options or ControlOptions(), self._gather)
+        self._connections: dict[str, Connection] = {}
+        """By address."""
+        self._broken: set[Connection] = set()
+        """Replaced by others, and not closed yet."""
+        self._wakes_at = math.inf
+        """``time.monotonic()`` at which the thread wakes though nothing has come."""
+        self._mailbox = Mailbox("client", self._turn, poller=select.poll()).start()
 
     def handshake(
         self, address: str, description: EngineDescription
@@ -116,7 +109,7 @@ class ControlClient(Closing):
         def read(reply: Reply) -> EngineDescription:
             if isinstance(reply, Refused):
                 raise IncompatibleError(reply.engine_id, reply.mismatches)
-            theirs = _expect(reply, HandshakeReply).description
+            theirs = expect(reply, HandshakeReply).description
             validate(theirs)
             mismatches = compare(theirs, description)  # we read
             if mismatches:
@@ -125,7 +118,7 @@ class ControlClient(Closing):
                 self._peers.admit(theirs)
             return theirs
 
-        return self._ask(address, Handshake(id=0, description=description), read)
+        return self._ask(address, Call(Handshake(id=0, description=description), read))
 
     def renew(
         self, address: str, source_incarnation: str, lease_ids: Sequence[str]
@@ -145,32 +138,36 @@ class ControlClient(Closing):
         )
 
         def read(reply: Reply) -> dict[str, LeaseAnswer]:
-            states = _expect(reply, Renewed).states
+            states = expect(reply, Renewed).states
             if states.keys() != set(request.lease_ids):
                 raise ProtocolError(
                     f"renewed: answers for {len(states)} leases, asked for {len(lease_ids)}"
                 )
             return states
 
-        return self._ask(address, request, read)
+        return self._ask(address, Call(request, read))
 
     def finish(
         self, address: str, source_incarnation: str, lease_id: str, *, rank: int, ok: bool
     ) -> "Future[FinishAnswer]":
         """Reports that all reads of ``rank`` for a lease are terminal, and asks for the confirm.
 
-        Finishes that wait together for the same source share a message. The same report may be
-        repeated, for example when its answer was lost.
+        Where several messages with finishes are under way to a source, further ones share one. The
+        same report may be repeated, for example when its answer was lost.
 
         Returns:
             A future of the answer. Only after ``HELD`` may the data be used; any error means the
             same as ``REVOKED``.
         """
-        split_address(address)
-        item = Finish(lease_id=lease_id, rank=rank, ok=ok)
-        finishing = _Finishing(address, source_incarnation, item)
-        self._submit(self._finishes, finishing)
-        return finishing.future
+        request = Finishes(
+            id=0,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            source_incarnation=source_incarnation,
+            items=(Finish(lease_id=lease_id, rank=rank, ok=ok),),
+        )
+        call = Call(request, lambda reply: finish_answers(reply, 1)[0])
+        return self._ask(address, call, Connection.send_finish)
 
     def release(
         self,
@@ -196,14 +193,14 @@ class ControlClient(Closing):
         )
 
         def read(reply: Reply) -> None:
-            _expect(reply, Released)
+            expect(reply, Released)
 
-        return self._ask(address, request, read)
+        return self._ask(address, Call(request, read))
 
     def status(self, address: str) -> "Future[StatusReport]":
         """Asks an engine for its status."""
         return self._ask(
-            address, StatusRequest(id=0), lambda reply: _expect(reply, StatusReply).report
+            address, Call(StatusRequest(id=0), lambda reply: expect(reply, StatusReply).report)
         )
 
     def describe(self, address: str) -> "Future[DescriptionReply]":
@@ -215,11 +212,26 @@ class ControlClient(Closing):
         """
 
         def read(reply: Reply) -> DescriptionReply:
-            described = _expect(reply, DescriptionReply)
+            described = expect(reply, DescriptionReply)
             validate(described.description)
             return described
 
-        return self._ask(address, DescriptionRequest(id=0), read)
+        return self._ask(address, Call(DescriptionRequest(id=0), read))
+
+    def pump(self) -> bool:
+        """Takes the answers that have come, and completes their futures; does not wait.
+
+        Nobody has to call it: the client's thread takes them too, as soon as it gets to run. A
+        thread that runs already need not wait for that.
+
+        Returns:
+            Whether anything came.
+        """
+        came = False
+        for connection in tuple(self._connections.values()):
+            if connection.calls:
+                came = self._receive(connection) or came
+        return came
 
     def close(self) -> None:
         """Ends all connections; open futures raise ``CancelledError``. Idempotent."""
@@ -227,67 +239,110 @@ class ControlClient(Closing):
             if self._closing:
                 return
             self._closing = True
-        self._thread.close()
+        self._mailbox.close()
+        ended: Ended = []
+        for connection in [*self._connections.values(), *self._broken]:
+            with connection.lock:
+                ended += connection.end(CancelledError("the control client was closed"))
+        self._context.destroy(linger=0)
+        _end(ended)
 
-    def _ask(self, address: str, request: Request, read: Callable[[Reply], T]) -> "Future[T]":
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        address: str,
+        call: Call[T],
+        send: Callable[[Connection, Call[T]], Ended] = Connection.send,
+    ) -> "Future[T]":
         split_address(address)
-        call = Call(address, request, read)
-        self._submit(self._calls, call)
+        try:
+            ended = self._send(address, call, send)
+        except KVFerryError as error:
+            ended = [(call, error)]
+        if call.deadline < self._wakes_at:
+            self._mailbox.post(lambda: None)  # the thread plans anew
+        _end(ended)
         return call.future
 
-    def _submit(self, queue: "deque[Any]", entry: "Call[Any] | _Finishing") -> None:
+    def _send(
+        self, address: str, call: Call[T], send: Callable[[Connection, Call[T]], Ended]
+    ) -> Ended:
+        while True:
+            connection = self._connection(address)
+            with connection.lock:
+                if not connection.is_lost:
+                    ended = send(connection, call)
+                    if connection.has_news:
+                        self._mailbox.post(partial(self._look, connection))
+                    return ended
+            # It broke, and our thread has not come to closing it yet. A new one takes its place.
+            with self._lock:
+                if self._connections.get(address) is connection:
+                    del self._connections[address]
+                    self._broken.add(connection)
+            self._mailbox.post(partial(self._drop, connection))
+
+    def _connection(self, address: str) -> Connection:
         with self._lock:
             if self._closing:
-                entry.future.set_exception(CancelledError("the control client is closed"))
-                return
-            asleep = not self._calls and not self._finishes
-            queue.append(entry)
-        if asleep:  # else somebody has woken the thread already, and it has not looked yet
-            self._thread.wake()
+                raise CancelledError("the control client is closed")
+            connection = self._connections.get(address)
+            if connection is None:
+                connection = Connection(self._context, address, self._options)
+                self._connections[address] = connection
+                self._mailbox.post(partial(self._watch, connection))
+            return connection
 
-    def _gather(self) -> list[Call[Any]]:
-        """What is to be sent now; waiting finishes are put together. Called on the thread."""
+    def _receive(self, connection: Connection) -> bool:
+        with connection.lock:
+            ended = connection.receive()
+        _end(ended)
+        return bool(ended)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _turn(self) -> float | None:
+        """Gives up calls that are overdue."""
+        now = time.monotonic()
+        # Before we look: whoever sends a call that we do not see compares its deadline with this.
+        planned, self._wakes_at = self._wakes_at, math.inf
         with self._lock:
-            calls, self._calls = self._calls, deque()
-            finishes, self._finishes = self._finishes, deque()
-        batches: dict[tuple[str, str], list[_Finishing]] = {}
-        for finishing in finishes:
-            key = (finishing.address, finishing.source_incarnation)
-            batches.setdefault(key, []).append(finishing)
-        joined = [
-            self._join(batch[first : first + _MAX_BATCH])
-            for batch in batches.values()
-            for first in range(0, len(batch), _MAX_BATCH)
-        ]
-        return [*joined, *calls]
+            connections = tuple(self._connections.values())
+        wakes_at = planned if planned > now else math.inf
+        for connection in connections:
+            with connection.lock:
+                ended = connection.expire(now) if connection.next_look <= now else []
+                wakes_at = min(wakes_at, connection.next_look)
+            _end(ended)
+        self._wakes_at = wakes_at
+        return None if wakes_at == math.inf else max(0.0, wakes_at - time.monotonic())
 
-    def _join(self, batch: list[_Finishing]) -> Call[tuple[FinishAnswer, ...]]:
-        """One call for finishes of the same source."""
-        request = Finishes(
-            id=0,
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
-            source_incarnation=batch[0].source_incarnation,
-            items=tuple(finishing.item for finishing in batch),
-        )
+    def _watch(self, connection: Connection) -> None:
+        for descriptor in connection.descriptors:
+            self._mailbox.watch(descriptor, partial(self._look, connection))
+        self._look(connection)  # what came before somebody looked is told by no descriptor
 
-        def read(reply: Reply) -> tuple[FinishAnswer, ...]:
-            answers = _expect(reply, FinishReply).answers
-            if len(answers) != len(batch):
-                raise ProtocolError(f"finish: {len(answers)} answers to {len(batch)} reports")
-            return answers
+    def _look(self, connection: Connection) -> None:
+        """Something may have come on a connection, or it broke."""
+        self._receive(connection)
+        with connection.lock:
+            is_lost = not connection.is_closed and connection.is_lost
+        if is_lost:
+            self._drop(connection)
 
-        def deliver(done: "Future[tuple[FinishAnswer, ...]]") -> None:
-            error = done.exception()
-            for index, finishing in enumerate(batch):
-                if error is not None:
-                    finishing.future.set_exception(error)
-                else:
-                    finishing.future.set_result(done.result()[index])
-
-        call = Call(batch[0].address, request, read)
-        call.future.add_done_callback(deliver)
-        return call
+    def _drop(self, connection: Connection) -> None:
+        if connection.is_closed:  # its descriptors may be another one's by now
+            return
+        for descriptor in connection.descriptors:
+            self._mailbox.unwatch(descriptor)
+        with self._lock:
+            if self._connections.get(connection.address) is connection:
+                del self._connections[connection.address]
+            self._broken.discard(connection)
+        with connection.lock:
+            ended = connection.end()
+        _end(ended)
 
 
 def fetch_status(
@@ -306,7 +361,7 @@ def fetch_status(
         ProtocolError: what answers does not speak this protocol.
     """
     options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = tcp_address(host, port).removeprefix("tcp://")
     with ControlClient(engine_id="status", incarnation="status", options=options) as client:
         return client.status(address).result()
 
@@ -337,15 +392,7 @@ def fetch_descriptions(
     return found
 
 
-def _expect(reply: Reply, kind: type[T]) -> T:
-    """The reply, if it is of the kind that answers the request.
-
-    Raises:
-        KVFerryError: the error that the peer answered instead.
-        ProtocolError: any other kind of reply.
-    """
-    if isinstance(reply, kind):
-        return reply
-    if isinstance(reply, ErrorReply):
-        raise _ERRORS.get(reply.name, ProtocolError)(f"the peer answers: {reply.message}")
-    raise ProtocolError(f"expected {kind.__name__}, the peer answered {type(reply).__name__}")
+def _end(ended: Ended) -> None:
+    """Completes the futures of calls, under no lock of ours: callbacks may ask again."""
+    for call, outcome in ended:
+        call.end(outcome)

@@ -21,14 +21,12 @@ whose blocks are filled), ``source_incarnation`` of the engine whose blocks are 
 """
 
 import enum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
 
-from kvferry.errors import DecodeError
 from kvferry.topology.description import EngineDescription
-
-T = TypeVar("T")
+from kvferry.transports.decoding import decode
 
 
 class LeaseAnswer(enum.StrEnum):
@@ -278,7 +276,7 @@ def decode_request(payload: bytes) -> Request:
     Raises:
         DecodeError: the bytes are not a request of this schema; the message says what is wrong.
     """
-    return decode_with(_requests, payload, "request")
+    return decode(_requests, payload, "request")
 
 
 def decode_reply(payload: bytes) -> Reply:
@@ -287,17 +285,4 @@ def decode_reply(payload: bytes) -> Reply:
     Raises:
         DecodeError: the bytes are not a reply of this schema.
     """
-    return decode_with(_replies, payload, "reply")
-
-
-def decode_with(decoder: msgspec.msgpack.Decoder[T], payload: bytes, what: str) -> T:
-    """Runs a decoder over bytes that somebody else wrote.
-
-    Raises:
-        DecodeError: for whatever such bytes can provoke: schema errors, bad UTF-8 and recursion
-            (msgspec raises three unrelated classes for these).
-    """
-    try:
-        return decoder.decode(payload)
-    except (ValueError, RecursionError) as error:
-        raise DecodeError(f"{what} of {len(payload)} bytes does not decode: {error}") from error
+    return decode(_replies, payload, "reply")

@@ -1,8 +1,11 @@
 """Every timeout and limit of the control channel, with unit and default; and the CURVE keys."""
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from kvferry.errors import ConfigError
+if TYPE_CHECKING:
+    from kvferry.zeromq import Socket
 
 
 class CurveKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,18 +100,34 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
         return num_blocks * 3 // 4 if self.max_leased_blocks is None else self.max_leased_blocks
 
 
+def configure(socket: "Socket", options: ControlOptions, *, is_server: bool) -> None:
+    """Sets what the options say of a socket, before it is bound or connected.
+
+    Raises:
+        ConfigError: a key is not Z85, or this libzmq was built without CURVE.
+    """
+    import zmq
+
+    from kvferry.zeromq import use_curve
+
+    heartbeat_ms = max(1, round(options.heartbeat_s * 1000))
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, round(options.request_timeout_s * 1000)))
+    if (keys := options.curve) is not None:
+        servers = None if is_server else keys.server_key or keys.public_key
+        use_curve(socket, keys.public_key, keys.secret_key, servers)
+
+
 def make_keys() -> CurveKeys:
     """A new CURVE key pair for a cluster.
 
     Raises:
         ConfigError: the installed libzmq was built without CURVE.
     """
-    import zmq
+    from kvferry.zeromq import curve_keypair
 
-    try:
-        public, secret = zmq.curve_keypair()
-    except zmq.ZMQError as error:
-        raise ConfigError(
-            "this libzmq was built without CURVE; install pyzmq from its wheels"
-        ) from error
-    return CurveKeys(public_key=public.decode(), secret_key=secret.decode())
+    public_key, secret_key = curve_keypair()
+    return CurveKeys(public_key=public_key, secret_key=secret_key)

@@ -1,73 +1,309 @@
-"""The listening end of the control channel: one thread, one ROUTER socket."""
+"""The answering end of the control channel: what is answered, and the socket it comes in at.
 
+:class:`ControlService` decides and knows no sockets: it turns the bytes of any request into the
+bytes of a reply and never raises, whatever they are. :class:`ControlServer` has the one thread and
+the one ROUTER socket that requests arrive at; that thread answers each by itself, so that nothing
+is handed on between the arrival of a request and its reply.
+"""
+
+import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvferry.control import messages
-from kvferry.control.desk import ControlDesk, ErrorLog, TransferProvider
-from kvferry.control.leases import LeaseTable
-from kvferry.control.messages import ErrorReply, StatusReport
-from kvferry.control.options import ControlOptions, CurveKeys
-from kvferry.control.peers import PeerTable
-from kvferry.control.sockets import (
-    Listener,
-    bind_error,
-    bound_port,
-    configure,
-    configure_curve,
-    endpoint,
+from kvferry.control.handshake import compare, validate
+from kvferry.control.leases import LeaseTable, check_rank
+from kvferry.control.messages import (
+    DescriptionReply,
+    DescriptionRequest,
+    ErrorEvent,
+    ErrorReply,
+    FinishAnswer,
+    Finishes,
+    FinishReply,
+    Handshake,
+    HandshakeReply,
+    Refused,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    StatusReply,
+    StatusReport,
+    TransferStatus,
+)
+from kvferry.control.options import ControlOptions, CurveKeys, configure
+from kvferry.control.peers import Peer, PeerTable
+from kvferry.errors import (
+    DecodeError,
+    HandshakeNeededError,
+    IncompatibleError,
+    KVFerryError,
+    NotReadyError,
 )
 from kvferry.lifetimes import Closing
-from kvferry.topology.description import EngineDescription
+from kvferry.mailbox import Mailbox
+from kvferry.topology.description import EngineDescription, without_endpoints
+from kvferry.zeromq import Context, listen
+
+TransferLister = Callable[[], Iterable[TransferStatus]]
 
 _BURST = 64  # messages answered between two looks at whether to stop
+
+
+class _ErrorLog:
+    """The last errors with their times, and how many there were of each kind. Thread-safe."""
+
+    def __init__(self, limit: int) -> None:
+        self._lock = threading.Lock()
+        self._events: deque[ErrorEvent] = deque(maxlen=limit)
+        self._counts: Counter[str] = Counter()
+
+    def note(self, kind: str, message: str) -> None:
+        """Counts an error of a kind and keeps its message."""
+        with self._lock:
+            self._counts[f"errors.{kind}"] += 1
+            # Peers choose parts of a message; a long one must not fill the memory.
+            self._events.append(ErrorEvent(time=time.time(), message=message[:2000]))
+
+    def events(self) -> tuple[ErrorEvent, ...]:
+        """The kept errors, oldest first."""
+        with self._lock:
+            return tuple(self._events)
+
+    def counts(self) -> dict[str, int]:
+        """Errors since the start, by ``errors.<kind>``."""
+        with self._lock:
+            return dict(self._counts)
+
+
+class ControlService:
+    """Answers every request to one engine. :meth:`handle` is called from one thread, the other
+    methods from any.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine_id: str,
+        incarnation: str,
+        role: str,
+        leases: LeaseTable,
+        options: ControlOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        engine_id: this engine.
+        incarnation: this start of it.
+        role: its ``kv_role``, to be shown by ``kvferry status``.
+        leases: the leases on this engine's blocks.
+        options: timeouts, limits, keys.
+        clock: seconds that never run backwards; tells how long peers have been silent.
+        """
+        options = options or ControlOptions()
+        self.engine_id = engine_id
+        self.incarnation = incarnation
+        self.role = role
+        self.leases = leases
+        self.peers = PeerTable(
+            max_peers=options.max_peers, twin_silence_s=options.lease_duration_s, clock=clock
+        )
+        """The engines that have shaken hands with this one."""
+        self._description: EngineDescription | None = None  # while the engine is starting
+        self._list_transfers: TransferLister = tuple
+        self._started = time.monotonic()
+        self._errors = _ErrorLog(options.remembered_errors)
+        self._counts: Counter[str] = Counter()
+
+    def set_description(self, description: EngineDescription) -> None:
+        """From now on handshakes are answered with this.
+
+        Raises:
+            ValueError: it describes another engine or start.
+            ProtocolError: it is inconsistent.
+        """
+        ours = (self.engine_id, self.incarnation)
+        if (description.engine_id, description.incarnation) != ours:
+            raise ValueError(
+                f"description: is of {description.engine_id!r} ({description.incarnation}), this "
+                f"is {self.engine_id!r} ({self.incarnation})"
+            )
+        validate(description)
+        self._description = description
+
+    def set_transfers(self, lister: TransferLister) -> None:
+        """``lister`` lists the loads under way whenever somebody asks for the status.
+
+        It runs on the thread that answers and must not block; what it raises is noted and harms
+        nothing.
+        """
+        self._list_transfers = lister
+
+    def note_error(self, kind: str, message: str) -> None:
+        """Adds an error to the counters and to the last errors of the status."""
+        self._errors.note(kind, message)
+
+    def handle(self, payload: bytes) -> bytes:
+        """The reply to a request; whatever the request is, there is a reply and no exception."""
+        try:
+            request = messages.decode_request(payload)
+        except DecodeError as error:
+            return messages.encode(self._refusal(0, error))
+        self._counts[f"requests.{type(request).__name__}"] += 1
+        reply: Reply
+        try:
+            reply = self._answer(request)
+        except KVFerryError as error:
+            reply = self._refusal(request.id, error)
+        except Exception as error:  # a bug of ours must not end the listener for all peers
+            self.note_error("internal", f"{type(request).__name__}: {error!r}")
+            reply = ErrorReply(id=request.id, name="ProtocolError", message=f"bug: {error!r}")
+        return messages.encode(reply)
+
+    def status(self) -> StatusReport:
+        """What ``kvferry status`` shows. Thread-safe."""
+        leases = {f"leases.{key}": value for key, value in self.leases.counters().items()}
+        return StatusReport(
+            engine_id=self.engine_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            ready=self._description is not None,
+            uptime_s=time.monotonic() - self._started,
+            peers=self.peers.snapshot(),
+            leases=self.leases.snapshot(),
+            transfers=self._transfers(),
+            counters=dict(self._counts) | leases | self._errors.counts(),
+            errors=self._errors.events(),
+        )
+
+    def _answer(self, request: Request) -> Reply:
+        match request:
+            case Handshake():
+                return self._shake_hands(request)
+            case Renew():
+                self._target(request)
+                states = self.leases.renew(
+                    request.engine_id, request.incarnation, request.lease_ids
+                )
+                return Renewed(id=request.id, states=states)
+            case Finishes():
+                return FinishReply(id=request.id, answers=self._finish(request))
+            case Release():
+                self._target(request)
+                self.leases.release(
+                    request.engine_id, request.incarnation, request.lease_ids, keep=request.keep
+                )
+                return Released(id=request.id)
+            case DescriptionRequest():
+                return DescriptionReply(
+                    id=request.id, role=self.role, description=without_endpoints(self._described())
+                )
+            case _:
+                return StatusReply(id=request.id, report=self.status())
+
+    def _shake_hands(self, request: Handshake) -> HandshakeReply | Refused:
+        ours, theirs = self._described(), request.description
+        validate(theirs)
+        mismatches = compare(ours, theirs)
+        if not mismatches:
+            try:
+                self.peers.admit(theirs)
+            except IncompatibleError as error:
+                mismatches = list(error.mismatches)
+            else:
+                self.leases.drop_older(theirs.engine_id, theirs.incarnation)
+                return HandshakeReply(id=request.id, description=ours)
+        reason = str(IncompatibleError(theirs.engine_id, mismatches))
+        self.peers.refuse(theirs, reason)
+        self.note_error("IncompatibleError", reason)
+        return Refused(id=request.id, engine_id=self.engine_id, mismatches=tuple(mismatches))
+
+    def _described(self) -> EngineDescription:
+        if self._description is None:
+            raise NotReadyError(
+                f"engine {self.engine_id!r} is still starting; ask again in a moment"
+            )
+        return self._description
+
+    def _target(self, request: Renew | Finishes | Release) -> Peer:
+        """The peer that speaks.
+
+        Raises:
+            HandshakeNeededError: it speaks to an earlier start of ours, or we know another of its.
+        """
+        if request.source_incarnation != self.incarnation:
+            raise HandshakeNeededError(
+                f"source_incarnation: engine {self.engine_id!r} now runs as {self.incarnation}, "
+                f"the message is for {request.source_incarnation}, whose leases are gone; "
+                "handshake again"
+            )
+        return self.peers.current(request.engine_id, request.incarnation)
+
+    def _finish(self, request: Finishes) -> tuple[FinishAnswer, ...]:
+        try:
+            peer = self._target(request)
+        except HandshakeNeededError:
+            # Ranks do not shake hands. Whichever side was restarted, the answer is final:
+            # nothing read across a restart counts.
+            return (FinishAnswer.REVOKED,) * len(request.items)
+        for item in request.items:  # all of them before any is applied
+            check_rank(request.engine_id, item.rank, peer.world_size)
+        return tuple(
+            self.leases.finish(
+                item.lease_id,
+                request.engine_id,
+                request.incarnation,
+                rank=item.rank,
+                ok=item.ok,
+                world_size=peer.world_size,
+            )
+            for item in request.items
+        )
+
+    def _refusal(self, request_id: int, error: KVFerryError) -> ErrorReply:
+        if not isinstance(error, NotReadyError):  # asking too early is no error
+            self.note_error(type(error).__name__, str(error))
+        return ErrorReply(id=request_id, name=type(error).__name__, message=str(error))
+
+    def _transfers(self) -> tuple[TransferStatus, ...]:
+        try:
+            return tuple(self._list_transfers())
+        except Exception as error:  # the connector's code; the status is shown without it
+            self.note_error("status", f"transfers cannot be listed: {error!r}")
+            return ()
 
 
 class _AllowedKeys:
     """Decides which clients may connect; called by pyzmq's authenticator thread."""
 
-    def __init__(self, keys: CurveKeys, errors: ErrorLog) -> None:
+    def __init__(self, keys: CurveKeys, note_error: Callable[[str, str], None]) -> None:
         self._allowed = {keys.public_key, *keys.allowed_keys}
-        self._errors = errors
+        self._note_error = note_error
 
     def callback(self, domain: str, key: bytes) -> bool:
         text = key.decode("ascii", "replace")
         if text in self._allowed:
             return True
-        self._errors.note("curve", f"a client with the unknown public key {text} was refused")
+        self._note_error("curve", f"a client with the unknown public key {text} was refused")
         return False
 
 
-class ControlServer(Closing):
-    """Answers handshakes, renewals, finishes, releases and status requests of one engine.
+class ControlServer(ControlService, Closing):
+    """Listens, and answers handshakes, renewals, finishes, releases and status requests.
 
-    It answers as soon as it is open; handshakes are put off until :meth:`set_description`. All
-    methods may be called from any thread.
+    It answers as soon as it is made; handshakes are put off until :meth:`set_description`. All
+    methods but :meth:`handle`, which its own thread calls, may be called from any thread.
     """
 
     def __init__(
         self,
-        desk: ControlDesk,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        router: "zmq.Socket[bytes]",
-        authenticator: ThreadAuthenticator | None,
-        address: tuple[str, int],
-    ) -> None:
-        """Use :meth:`open`."""
-        self._desk = desk
-        self._context = context
-        self._router = router
-        self._authenticator = authenticator
-        self.host, self.port = address
-        self._listener = Listener("kvferry-control", router, self._answer, on_end=self._let_go)
-
-    @classmethod
-    def open(
-        cls,
         *,
         engine_id: str,
         incarnation: str,
@@ -77,7 +313,7 @@ class ControlServer(Closing):
         port: int = 0,
         options: ControlOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ) -> "ControlServer":
+    ) -> None:
         """Listens on ``host:port`` and returns.
 
         Args:
@@ -96,127 +332,64 @@ class ControlServer(Closing):
             ConfigError: a CURVE key is wrong.
         """
         options = options or ControlOptions()
-        errors = ErrorLog(options.remembered_errors)
-        peers = PeerTable(
-            max_peers=options.max_peers, twin_silence_s=options.lease_duration_s, clock=clock
-        )
-        desk = ControlDesk(
+        super().__init__(
             engine_id=engine_id,
             incarnation=incarnation,
             role=role,
             leases=leases,
-            peers=peers,
-            errors=errors,
+            options=options,
+            clock=clock,
         )
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        authenticator = None
+        self._context: Context = zmq.Context()
+        self._authenticator = ThreadAuthenticator(self._context)
         try:
-            router = context.socket(zmq.ROUTER)
-            configure(router, host, options)
+            self._router = self._context.socket(zmq.ROUTER)
+            configure(self._router, options, is_server=True)
             if options.curve is not None:
-                configure_curve(router, options.curve, server=True)
-                authenticator = _authenticate(context, options.curve, errors)
-            bound = _bind(router, host, port)
+                self._authenticate(options.curve)
+            self.port = listen(self._router, host, port, "kv_port")
+            """TCP port it listens on."""
         except BaseException:
-            if authenticator is not None:
-                authenticator.stop()
-            context.destroy(linger=0)
+            self._let_go()
             raise
-        return cls(desk, context, router, authenticator, (host, bound))
-
-    @property
-    def leases(self) -> LeaseTable:
-        """The leases on this engine's blocks."""
-        return self._desk.leases
-
-    @property
-    def peers(self) -> PeerTable:
-        """The engines that have shaken hands with this one."""
-        return self._desk.peers
-
-    def set_description(self, description: EngineDescription) -> None:
-        """From now on handshakes are answered.
-
-        Raises:
-            ValueError: it describes another engine or start.
-            ProtocolError: it is inconsistent.
-        """
-        self._desk.set_description(description)
-
-    def set_transfers(self, provider: TransferProvider) -> None:
-        """``provider`` lists the loads under way for the status.
-
-        It runs on the server's thread and must not block; what it raises is noted and harms
-        nothing.
-        """
-        self._desk.set_transfers(provider)
-
-    def note_error(self, kind: str, message: str) -> None:
-        """Adds an error to the counters and to the last errors of the status."""
-        self._desk.errors.note(kind, message)
-
-    def status(self) -> StatusReport:
-        """What ``kvferry status`` shows of this engine."""
-        return self._desk.status()
+        self._mailbox = Mailbox("control", poller=zmq.Poller())
+        self._mailbox.watch(self._router, self._serve)
+        self._mailbox.start()
 
     def close(self) -> None:
         """Stops listening and frees the port. Idempotent."""
-        self._listener.close()
+        self._mailbox.close()
+        self._let_go()
 
     def _let_go(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        self._authenticator.stop()
         self._context.destroy(linger=0)
 
-    def _answer(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:  # a bug of ours must not end the listener
-            self._desk.errors.note("internal", f"serving: {error!r}")
+    def _authenticate(self, keys: CurveKeys) -> None:
+        self._authenticator.start()
+        provider: Any = _AllowedKeys(keys, self.note_error)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
 
     def _serve(self) -> None:
+        """Answers what has come; on the thread."""
         for _ in range(_BURST):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError as error:
-                self._desk.errors.note("zmq", f"receiving: {error}")
+                self.note_error("zmq", f"receiving: {error}")
                 return
-            self._reply(frames)
+            reply = self._reply(frames[1:])
+            try:
+                self._router.send_multipart((frames[0], reply), zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                self.note_error("zmq", f"replying: {error}")
 
-    def _reply(self, frames: list[bytes]) -> None:
-        """Answers one message; frames are the sender's routing id and what it sent."""
-        if len(frames) == 2:
-            reply = self._desk.handle(frames[1])
-        else:
-            message = f"a message has one frame, this one has {len(frames) - 1}"
-            self._desk.errors.note("ProtocolError", message)
-            reply = messages.encode(ErrorReply(id=0, name="ProtocolError", message=message))
-        try:
-            self._router.send_multipart((frames[0], reply), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._desk.errors.note("zmq", f"replying: {error}")
-
-
-def _authenticate(
-    context: "zmq.Context[zmq.Socket[bytes]]", keys: CurveKeys, errors: ErrorLog
-) -> ThreadAuthenticator:
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    provider: Any = _AllowedKeys(keys, errors)
-    authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
-    return authenticator
-
-
-def _bind(router: "zmq.Socket[bytes]", host: str, port: int) -> int:
-    """Binds and returns the port.
-
-    Raises:
-        PortInUseError, HostError: see :meth:`ControlServer.open`.
-    """
-    try:
-        router.bind(endpoint(host, port or "*"))
-    except zmq.ZMQError as error:
-        raise bind_error(error, host, port) from error
-    return bound_port(router)
+    def _reply(self, frames: list[bytes]) -> bytes:
+        """The answer to the frames of one message."""
+        if len(frames) == 1:
+            return self.handle(frames[0])
+        message = f"a message has one frame, this one has {len(frames)}"
+        self.note_error("ProtocolError", message)
+        return messages.encode(ErrorReply(id=0, name="ProtocolError", message=message))

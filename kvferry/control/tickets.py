@@ -20,8 +20,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from kvferry.control.messages import decode_with
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
+from kvferry.transports.decoding import decode
 
 TICKET_VERSION = 2
 """The version that this release writes and reads."""
@@ -228,9 +228,9 @@ def _to_bytes(text: str) -> bytes:
 
 def _decode(payload: bytes) -> Ticket:
     try:
-        version = decode_with(_header, payload, "ticket").version
+        version = decode(_header, payload, "ticket").version
         if version == TICKET_VERSION:
-            return decode_with(_ticket, payload, "ticket")
+            return decode(_ticket, payload, "ticket")
     except DecodeError as error:
         raise TicketError(str(error)) from error
     raise TicketError(

@@ -136,7 +136,7 @@ def _open_events(config: EngineConfig) -> EventSink | None:
         return None
     from kvferry.control.cache_events import CacheEventPublisher
 
-    publisher = CacheEventPublisher.open(events)
+    publisher = CacheEventPublisher(events)
     logger.info(
         "engine %r publishes KV cache events on %s, replays on %s",
         config.name,

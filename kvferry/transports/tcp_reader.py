@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -35,23 +34,13 @@ from kvferry.transports.tcp_wire import (
     encode,
 )
 from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader
-from kvferry.transports.zmq_seam import tcp_address, zmq_errors
+from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, tcp_address, zmq_errors
 
 logger = logging.getLogger(__name__)
-
-Socket: TypeAlias = "zmq.Socket[bytes]"
-Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 _MESSAGES_PER_TURN = 32
 _LONGEST_MS = 2**31 - 1
 """The longest timeout that a ZeroMQ socket takes."""
-_LOST_EVENTS = (
-    zmq.EVENT_CLOSED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +57,7 @@ class TcpPeer(WirePeer[TcpRead]):
     def __init__(self, endpoint: Endpoint, reader: "TcpReader", socket: Socket) -> None:
         super().__init__(endpoint, reader)
         self.socket = socket
-        self.monitor: Socket = socket.get_monitor_socket(_LOST_EVENTS)
+        self.monitor: Socket = socket.get_monitor_socket(sum(CONNECTION_LOST))
         self.window_bytes = 0
         """The server's window; 0 until it has welcomed us."""
         self._reader: TcpReader = reader
@@ -129,7 +118,6 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
         with zmq_errors(f"cannot connect to {address}"):
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
-            socket.ipv6 = ":" in endpoint.host
             socket.maxmsgsize = MAX_CHUNK_BYTES
             socket.rcvhwm = 0  # the window bounds what is under way
             socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
@@ -139,7 +127,7 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
             socket.tcp_keepalive = 1
             peer = TcpPeer(endpoint, self, socket)
             try:
-                socket.connect(address)
+                connect(socket, endpoint.host, endpoint.port)
             except zmq.ZMQError:
                 peer.monitor.close()
                 socket.close()

@@ -36,7 +36,7 @@ from kvferry.transports.tcp_wire import (
     decode_request,
     encode,
 )
-from kvferry.transports.zmq_seam import tcp_address, zmq_errors
+from kvferry.zeromq import listen
 
 logger = logging.getLogger(__name__)
 
@@ -148,19 +148,14 @@ class TcpServer:
         self._socket.linger = 0
         self._socket.router_mandatory = True
         self._socket.maxmsgsize = MAX_REQUEST_BYTES
-        self._socket.ipv6 = ":" in host
         self._socket.tcp_keepalive = 1
         try:
-            with zmq_errors(f"cannot listen on {host} port {port or '(any)'}"):
-                self._socket.bind(tcp_address(host, port or "*"))
+            self.port = listen(self._socket, host, port, "port")
+            """The TCP port it listens on."""
         except KVFerryError:
             self._socket.close()
             os.close(self._wake)
             raise
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
-        """The TCP port it listens on."""
         self._thread = threading.Thread(target=self._run, name="kvferry-tcp-server", daemon=True)
         self._thread.start()
 

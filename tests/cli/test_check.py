@@ -59,7 +59,7 @@ def engine():
         def run(engine_id, role, *, ready=True, **values):
             description = describe(engine_id, **values)
             server = stack.enter_context(
-                ControlServer.open(
+                ControlServer(
                     engine_id=engine_id,
                     incarnation=description.incarnation,
                     role=role,

@@ -213,7 +213,7 @@ def control():
     from kvferry.control.server import ControlServer
 
     leases = LeaseTable(max_blocks=100, duration_s=30.0)
-    server = ControlServer.open(
+    server = ControlServer(
         engine_id="p7", incarnation="abcdef0123456789", role="kv_producer", leases=leases
     )
     with server:

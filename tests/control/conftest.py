@@ -190,7 +190,7 @@ def serve() -> Iterator[Callable[..., Served]]:
         engine_id = engine_id or f"prefill-{next(numbers)}"
         description = _description(engine_id, incarnation or secrets.token_hex(4), pp=2)
         leases = leases or LeaseTable(max_blocks=1000, duration_s=30.0)
-        server = ControlServer.open(
+        server = ControlServer(
             engine_id=engine_id,
             incarnation=description.incarnation,
             role="kv_producer",

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from kvferry.control import messages
 from kvferry.control.client import fetch_status
-from kvferry.control.desk import ControlDesk, ErrorLog
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
     DescriptionRequest,
@@ -27,7 +26,7 @@ from kvferry.control.messages import (
     StatusRequest,
 )
 from kvferry.control.options import ControlOptions
-from kvferry.control.peers import PeerTable
+from kvferry.control.server import ControlService
 from kvferry.errors import DecodeError
 
 WAIT = 20
@@ -194,25 +193,23 @@ def test_a_peer_that_reads_no_answers_stops_nobody(serve, describe):
 
 
 @pytest.fixture(scope="module")
-def desk(describe, requests):
+def service(describe, requests):
     """Answers requests; its engine knows a target `d` in start `i` with two ranks."""
-    desk = ControlDesk(
+    service = ControlService(
         engine_id="p",
         incarnation="s",
         role="kv_producer",
         leases=LeaseTable(max_blocks=1000),
-        peers=PeerTable(),
-        errors=ErrorLog(8),
     )
-    desk.set_description(describe("p", "s"))
-    desk.handle(messages.encode(requests[0]))
-    return desk
+    service.set_description(describe("p", "s"))
+    service.handle(messages.encode(requests[0]))
+    return service
 
 
 @given(payload=st.binary(max_size=400))
-def test_any_bytes_are_answered(desk, payload):
-    messages.decode_reply(desk.handle(payload))
-    assert "errors.internal" not in desk.status().counters
+def test_any_bytes_are_answered(service, payload):
+    messages.decode_reply(service.handle(payload))
+    assert "errors.internal" not in service.status().counters
 
 
 anything = st.recursive(
@@ -228,7 +225,7 @@ anything = st.recursive(
 
 
 @given(data=st.data())
-def test_any_value_in_any_field_is_answered(desk, requests, data):
+def test_any_value_in_any_field_is_answered(service, requests, data):
     request = data.draw(st.sampled_from(requests))
     values = msgspec.msgpack.decode(messages.encode(request))
     place = values
@@ -241,8 +238,8 @@ def test_any_value_in_any_field_is_answered(desk, requests, data):
             break
         place = deeper
     place[key] = data.draw(anything)
-    reply = messages.decode_reply(desk.handle(msgspec.msgpack.encode(values)))
-    assert "errors.internal" not in desk.status().counters, (reply, desk.status().errors)
+    reply = messages.decode_reply(service.handle(msgspec.msgpack.encode(values)))
+    assert "errors.internal" not in service.status().counters, (reply, service.status().errors)
 
 
 @pytest.mark.parametrize(

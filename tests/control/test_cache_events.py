@@ -29,7 +29,7 @@ def open_publisher():
 
     def open_one(**changes):
         config = KVEventsConfig(**({"endpoint": FREE, "replay_endpoint": FREE} | changes))
-        opened.append(CacheEventPublisher.open(config))
+        opened.append(CacheEventPublisher(config))
         return opened[-1]
 
     yield open_one
@@ -44,9 +44,7 @@ def subscribe():
     def open_one(publisher, *, replay=True, **options):
         replay_endpoint = publisher.replay_endpoint if replay else None
         opened.append(
-            CacheEventSubscriber.open(
-                publisher.endpoint, replay_endpoint=replay_endpoint, **options
-            )
+            CacheEventSubscriber(publisher.endpoint, replay_endpoint=replay_endpoint, **options)
         )
         return opened[-1]
 
@@ -206,7 +204,7 @@ def test_bad_replay_request_is_ignored_and_others_are_served(open_publisher, sub
 def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        with CacheEventSubscriber.open(f"tcp://127.0.0.1:{port}") as subscriber:
+        with CacheEventSubscriber(f"tcp://127.0.0.1:{port}") as subscriber:
             good = (b"", bytes(8), msgspec.msgpack.encode(KVEventBatch(ts=1.0, events=[])))
             deadline = time.monotonic() + TIMEOUT_S
             while subscriber.receive(0.02) is None:
@@ -226,7 +224,7 @@ def test_silent_replay_socket_does_not_hold_batches_back(open_publisher, subscri
     publisher.publish([removed(0)])
     with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
         port = mute.bind_to_random_port("tcp://127.0.0.1")
-        with CacheEventSubscriber.open(
+        with CacheEventSubscriber(
             publisher.endpoint, replay_endpoint=f"tcp://127.0.0.1:{port}", replay_timeout_s=0.05
         ) as subscriber:
             _, received = first_heard(publisher, subscriber)
@@ -238,12 +236,12 @@ def test_taken_port_is_a_named_error(open_publisher, key):
     first = open_publisher()
     addresses = {"endpoint": FREE, "replay_endpoint": FREE, key: first.endpoint}
     with pytest.raises(PortInUseError, match=rf"kv_events\.{key}: .* is taken"):
-        CacheEventPublisher.open(KVEventsConfig(**addresses))
+        CacheEventPublisher(KVEventsConfig(**addresses))
 
 
 def test_address_of_another_machine_is_a_named_error():
     with pytest.raises(HostError, match=r"cannot listen on '192\.0\.2\.1'"):
-        CacheEventPublisher.open(KVEventsConfig(endpoint="tcp://192.0.2.1:0"))
+        CacheEventPublisher(KVEventsConfig(endpoint="tcp://192.0.2.1:0"))
 
 
 def test_closing_twice_is_harmless_and_frees_the_ports(open_publisher):

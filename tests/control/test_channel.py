@@ -11,6 +11,7 @@ import zmq
 
 from kvferry.control import messages
 from kvferry.control.client import fetch_status
+from kvferry.control.connection import MOST_MESSAGES
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, TransferStatus
 from kvferry.control.options import ControlOptions
@@ -124,7 +125,7 @@ def test_a_peer_whose_memory_leaves_its_regions_is_refused_by_either_side(serve,
     client = served.client(description)
     with pytest.raises(ProtocolError, match="spans bytes"):
         client.handshake(served.address, broken).result(WAIT)
-    served.server._desk._description = msgspec.structs.replace(
+    served.server._description = msgspec.structs.replace(
         broken, engine_id=served.description.engine_id
     )
     with pytest.raises(ProtocolError, match="spans bytes"):
@@ -134,7 +135,7 @@ def test_a_peer_whose_memory_leaves_its_regions_is_refused_by_either_side(serve,
 def test_an_engine_that_does_not_fit_only_in_our_eyes_is_not_used(serve, describe, fingerprint):
     """The peer may be of a release that compares less than we do."""
     served = serve()
-    served.server._desk._shake_hands = lambda request: messages.HandshakeReply(
+    served.server._shake_hands = lambda request: messages.HandshakeReply(
         id=request.id, description=served.description
     )
     description = describe("decode-0", model=fingerprint(rope="x"))
@@ -240,23 +241,37 @@ def test_a_rank_that_the_target_does_not_have_is_an_error_and_changes_nothing(se
     assert served.leases.snapshot()[0].target == ""
 
 
-def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answer(
-    serve, describe, monkeypatch
-):
-    served = serve()
-    client = target(served, describe)
-    good = [served.grant() for _ in range(500)]
-    with monkeypatch.context() as patch:
-        patch.setattr(client._thread, "wake", lambda: None)  # it sleeps on
+def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answer(serve, describe):
+    client = serve().client(describe("decode-0"))
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.rcvtimeo = WAIT * 1000
+        address = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
         futures = [
-            client.finish(served.address, served.incarnation, asked, rank=0, ok=True)
-            for lease_id in good
-            for asked in (lease_id, f"not-{lease_id}")
+            client.finish(address, "i", f"lease-{number}", rank=0, ok=number % 2 == 0)
+            for number in range(1000)
         ]
-    client._thread.wake()
-    answers = [future.result(WAIT) for future in futures]
-    assert answers == [FinishAnswer.HELD, FinishAnswer.REVOKED] * 500
-    assert served.server.status().counters["requests.Finishes"] == 1
+        asked = [router.recv_multipart() for _ in range(MOST_MESSAGES)]
+        assert not router.poll(100)  # the others wait for one of these
+        counts = []
+        while asked:
+            who, payload = asked.pop(0)
+            finishes = messages.decode_request(payload)
+            counts.append(len(finishes.items))
+            router.send_multipart([who, messages.encode(confirmed(finishes))])
+            if not asked and sum(counts) < 1000:
+                asked.append(router.recv_multipart())
+        answers = [future.result(WAIT) for future in futures]
+        assert answers == [FinishAnswer.HELD, FinishAnswer.REVOKED] * 500
+    assert counts == [1] * MOST_MESSAGES + [1000 - MOST_MESSAGES]
+
+
+def confirmed(finishes):
+    """The answer of a source that confirms what was ok."""
+    answer = {True: FinishAnswer.HELD, False: FinishAnswer.REVOKED}
+    return messages.FinishReply(
+        id=finishes.id, answers=tuple(answer[item.ok] for item in finishes.items)
+    )
 
 
 def test_the_status_shows_everything_an_operator_asks_for(serve, describe):
@@ -322,7 +337,7 @@ def test_a_port_taken_by_something_else_is_in_use_too():
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(PortInUseError):
-            ControlServer.open(
+            ControlServer(
                 engine_id="p",
                 incarnation="i",
                 role="kv_both",
@@ -333,7 +348,7 @@ def test_a_port_taken_by_something_else_is_in_use_too():
 
 def test_an_address_that_is_not_of_this_machine_is_a_host_error():
     with pytest.raises(HostError, match="an address of this machine"):
-        ControlServer.open(
+        ControlServer(
             engine_id="p",
             incarnation="i",
             role="kv_both",

@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 )
 
 from kvferry.control import messages
-from kvferry.control.desk import ControlDesk, ErrorLog
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import (
     ErrorReply,
@@ -33,7 +32,8 @@ from kvferry.control.messages import (
     Release,
     Renew,
 )
-from kvferry.control.peers import PeerTable
+from kvferry.control.options import ControlOptions
+from kvferry.control.server import ControlService
 
 DURATION = 30.0
 ENGINES = {"x": 2, "y": 3}  # engine id -> ranks
@@ -99,15 +99,15 @@ class World(RuleBasedStateMachine):
         self.starts["p"] += 1
         self.incarnation = f"p{self.starts['p']}"
         self.table = self.table_class(duration_s=DURATION, max_blocks=1000, clock=self.clock)
-        self.desk = ControlDesk(
+        self.service = ControlService(
             engine_id="p",
             incarnation=self.incarnation,
             role="kv_producer",
             leases=self.table,
-            peers=PeerTable(clock=self.clock, twin_silence_s=DURATION),
-            errors=ErrorLog(10),
+            options=ControlOptions(lease_duration_s=DURATION),
+            clock=self.clock,
         )
-        self.desk.set_description(self.descriptions("p", self.incarnation))
+        self.service.set_description(self.descriptions("p", self.incarnation))
 
     def descriptions(self, engine_id, incarnation, tp=1):
         return self.describe(engine_id, incarnation, tp=tp, num_layers=1)
@@ -238,7 +238,7 @@ class World(RuleBasedStateMachine):
 
     def hand_over(self, sent):
         self.step += 1
-        reply = messages.decode_reply(self.desk.handle(sent.payload))
+        reply = messages.decode_reply(self.service.handle(sent.payload))
         if isinstance(reply, messages.Renewed):
             for lease_id, answer in reply.states.items():
                 if answer is LeaseAnswer.HELD:

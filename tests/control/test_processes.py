@@ -28,7 +28,7 @@ from kvferry.topology.description import EngineDescription
 description = msgspec.json.decode(sys.stdin.readline(), type=EngineDescription)
 leases = LeaseTable(max_blocks=100, duration_s=float(sys.argv[1]))
 names = {"engine_id": "p", "incarnation": "p1", "role": "kv_producer"}
-with ControlServer.open(**names, leases=leases) as server:
+with ControlServer(**names, leases=leases) as server:
     server.set_description(description)
     print(server.port, *(leases.grant("r", 1).lease_id for _ in range(2)), flush=True)
     sys.stdin.readline()

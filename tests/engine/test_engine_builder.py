@@ -125,7 +125,7 @@ def test_engine_publishes_what_later_requests_will_hit(folder, prompts, caplog):
         ) as engine,
     ):
         addresses = re.findall(r"tcp://127\.0\.0\.1:\d+", caplog.text)
-        with CacheEventSubscriber.open(addresses[0], replay_endpoint=addresses[1]) as subscriber:
+        with CacheEventSubscriber(addresses[0], replay_endpoint=addresses[1]) as subscriber:
             (done,) = engine.generate([prompt], sampling)
             hits, received = set(), None
             while received is None:  # until the subscription has arrived; the rest is replayed

@@ -38,7 +38,7 @@ from kvferry.transports.tcp_wire import (
     decode_request,
     encode,
 )
-from kvferry.transports.zmq_seam import error_of, tcp_address, zmq_errors
+from kvferry.zeromq import error_of, tcp_address, zmq_errors
 
 NBYTES = 1 << 16
 CHUNK = 1 << 13

@@ -2,9 +2,9 @@
 
 from kvferry.connectors.base import RequestView
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.control.sockets import split_address
 from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, verify
 from kvferry.errors import TicketError
+from kvferry.zeromq import split_address
 
 
 class TicketGate:

@@ -26,10 +26,10 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
-from kvferry.control.sockets import split_address
 from kvferry.control.tickets import Ticket, prompt_digest, sign
 from kvferry.errors import ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription
+from kvferry.zeromq import split_address
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class PullScheduler(SchedulerConnector):
             )
         options = control_options(extra)
         leases = LeaseTable.from_options(options, context.num_blocks)
-        server = ControlServer.open(
+        server = ControlServer(
             engine_id=config.engine_id,
             incarnation=context.incarnation,
             host=extra.host,

@@ -1,0 +1,317 @@
+"""One connection of a :class:`~kvferry.control.client.ControlClient`, with the calls open on it."""
+
+import itertools
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry import errors
+from kvferry.control import messages
+from kvferry.control.messages import (
+    ErrorReply,
+    FinishAnswer,
+    Finishes,
+    FinishReply,
+    Reply,
+    Request,
+)
+from kvferry.control.options import ControlOptions, configure
+from kvferry.errors import (
+    DecodeError,
+    IncompatibleError,
+    KVFerryError,
+    PeerLostError,
+    ProtocolError,
+)
+from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, split_address
+
+T = TypeVar("T")
+
+MOST_FINISHES = 1024
+"""Finishes that share one message."""
+MOST_MESSAGES = 4
+"""Messages with finishes under way on a connection; more finishes wait, and share the next one."""
+SECOND_LOOK_S = 0.05
+"""Seconds between the two looks for an answer after which a call is given up."""
+
+#: Errors that a server may send by name: those that are built from a message alone.
+_ERRORS: dict[str, type[KVFerryError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type)
+    and issubclass(kind, KVFerryError)
+    and not issubclass(kind, IncompatibleError)
+}
+
+
+@dataclass(slots=True, eq=False)
+class Call(Generic[T]):
+    """One request, from the moment it is asked until its future is completed."""
+
+    request: Request
+    """Its id is filled in when it is sent."""
+    read: Callable[[Reply], T]
+    """Turns a reply into the future's result, or raises what the future is to raise."""
+    future: "Future[T]" = field(default_factory=Future)
+    deadline: float = 0.0
+    """``time.monotonic()`` after which it counts as lost; set when it is sent or begins to wait."""
+
+    def __post_init__(self) -> None:
+        self.future.set_running_or_notify_cancel()  # only we end it
+
+    def end(self, outcome: Reply | Exception) -> None:
+        """Completes the future with what came of the call."""
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            result = self.read(outcome)
+        except Exception as error:  # whatever an answer provokes, the thread goes on
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+Ended: TypeAlias = list[tuple[Call[Any], Reply | Exception]]
+"""Calls that are over, each with what came of it. Whoever gets them calls their ``end``."""
+
+
+class Connection:
+    """A DEALER socket, the monitor that tells when it breaks, and the open calls.
+
+    Any thread may send and receive: whatever is called here, except the constructor, is called
+    with :attr:`lock` held, which nobody keeps while waiting. No future is completed under it: the
+    calls that a method has ended it returns, and its caller completes them after the lock.
+
+    One thread sleeps on :attr:`descriptors`. They are ZeroMQ's, and tell of *news* only: a
+    descriptor becomes readable when ZeroMQ puts something into a socket whose owner has looked
+    (``EVENTS``) and found nothing, and any use of the socket, by whichever thread, may make it
+    unreadable again though an answer lies in the socket. So nobody may give the lock back before
+    having looked last of all: :meth:`receive` goes on until there is nothing, and who has only
+    sent asks :attr:`has_news` and wakes the thread if there is some.
+    """
+
+    def __init__(self, context: Context, address: str, options: ControlOptions) -> None:
+        """Begins to connect.
+
+        Raises:
+            ConfigError: a CURVE key is wrong.
+            PeerLostError: ``address`` names no host.
+        """
+        self.address = address
+        self.lock = threading.Lock()
+        self.is_closed = False
+        self.calls: dict[int, Call[Any]] = {}
+        """Sent and not answered, by id. Deadlines ascend: all calls have the same patience."""
+        self._waiting: deque[Call[FinishAnswer]] = deque()
+        """Finishes that are not sent yet, oldest first."""
+        self._lost = ""
+        """Why nothing comes any more; empty as long as something may."""
+        self._looked = math.inf
+        """When something was first seen to be overdue; infinite if nothing is."""
+        self._options = options
+        self._ids = itertools.count(1)
+        self._socket = context.socket(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
+        try:
+            configure(self._socket, options, is_server=False)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(options.request_timeout_s * 1000))
+            connect(self._socket, *split_address(address))
+        except zmq.ZMQError as error:
+            self._close()
+            raise PeerLostError(f"{address}: {error}") from error
+        except BaseException:
+            self._close()
+            raise
+        self.descriptors: tuple[int, int] = (
+            self._socket.getsockopt(zmq.FD),  # type: ignore[assignment]
+            self._monitor.getsockopt(zmq.FD),
+        )
+
+    # ---- sending ------------------------------------------------------------------------------
+
+    def send(self, call: Call[Any]) -> Ended:
+        """Sends a call at once, or ends it."""
+        id = next(self._ids)
+        try:
+            payload = messages.encode(msgspec.structs.replace(call.request, id=id))
+            if len(payload) > self._options.max_message_bytes:
+                raise ProtocolError(
+                    f"max_message_bytes: the message has {len(payload)} bytes, allowed are "
+                    f"{self._options.max_message_bytes}; raise it on both sides"
+                )
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:
+            return [(call, PeerLostError(f"{self.address}: it takes no more messages"))]
+        except zmq.ZMQError as error:
+            return [(call, PeerLostError(f"{self.address}: {error}"))]
+        except (KVFerryError, ValueError, OverflowError) as error:
+            return [(call, error)]
+        call.deadline = self._patience_ends()
+        self.calls[id] = call
+        return []
+
+    def send_finish(self, call: Call[FinishAnswer]) -> Ended:
+        """Sends a finish at once while few are under way; else it shares a message with others."""
+        call.deadline = self._patience_ends()
+        self._waiting.append(call)
+        return self._send_waiting()
+
+    def _send_waiting(self) -> Ended:
+        ended: Ended = []
+        while self._waiting and self._finishes_under_way() < MOST_MESSAGES:
+            ended += self.send(_joined(list(self._next_batch())))
+        return ended
+
+    def _next_batch(self) -> Iterator[Call[FinishAnswer]]:
+        """The oldest finishes that wait, as far as they are for one start of the source."""
+        source = _finishes(self._waiting[0]).source_incarnation
+        for _ in range(MOST_FINISHES):
+            if not self._waiting or _finishes(self._waiting[0]).source_incarnation != source:
+                return
+            yield self._waiting.popleft()
+
+    def _finishes_under_way(self) -> int:
+        return sum(isinstance(call.request, Finishes) for call in self.calls.values())
+
+    def _patience_ends(self) -> float:
+        return time.monotonic() + self._options.request_timeout_s
+
+    # ---- receiving ----------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether an answer lies in the socket, or the connection broke and nobody has noted it."""
+        return self._can_receive(self._socket) or self._can_receive(self._monitor)
+
+    def receive(self) -> Ended:
+        """Takes all answers that have come, and sends the finishes that waited for them."""
+        ended: Ended = []
+        while not self.is_closed and self._can_receive(self._socket):
+            payload = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+            try:
+                reply = messages.decode_reply(payload)
+            except DecodeError:
+                continue  # whose answer it was cannot be told; that call runs into its timeout
+            call = self.calls.pop(reply.id, None)
+            if call is not None:  # else it came after its timeout
+                ended.append((call, reply))
+                ended += self._send_waiting()
+        return ended
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing comes any more; looks at the monitor."""
+        if not self._lost and self._can_receive(self._monitor):
+            self._lost = CONNECTION_LOST[recv_monitor_message(self._monitor)["event"]]
+        return bool(self._lost)
+
+    @property
+    def next_look(self) -> float:
+        """``time.monotonic()`` at which :meth:`expire` is to be called; infinite without calls."""
+        first = itertools.chain(itertools.islice(self.calls.values(), 1), self._waiting)
+        deadline = min((call.deadline for call in first), default=math.inf)
+        return deadline if self._looked == math.inf else self._looked + SECOND_LOOK_S
+
+    def expire(self, now: float) -> Ended:
+        """Gives up the calls for which no answer came in time, not even until a second look.
+
+        A process that did not run for a while finds its calls overdue though they are answered:
+        the answers lie in the socket, or ZeroMQ's own thread is just about to put them there.
+        """
+        ended = self.receive()
+        if now < self.next_look:
+            return ended
+        looked, self._looked = self._looked, now
+        if looked == math.inf:
+            return ended
+        self._looked = math.inf
+        overdue = [id for id, call in self.calls.items() if call.deadline <= looked]
+        calls = [self.calls.pop(id) for id in overdue]
+        while self._waiting and self._waiting[0].deadline <= looked:
+            calls.append(self._waiting.popleft())
+        patience = f"request_timeout_s ({self._options.request_timeout_s} s)"
+        lost = PeerLostError(f"{self.address}: no answer within {patience}")
+        ended += [(call, lost) for call in calls]
+        return ended + self._send_waiting() + self.receive()
+
+    def end(self, error: KVFerryError | None = None) -> Ended:
+        """Closes the connection; open calls end with ``error``, or with why it was lost."""
+        ended = self.receive()  # answers that came before the end are good
+        calls = [*self.calls.values(), *self._waiting]
+        self.calls.clear()
+        self._waiting.clear()
+        self._close()
+        reason = error or PeerLostError(f"{self.address}: {self._lost}")
+        return ended + [(call, reason) for call in calls]
+
+    def _close(self) -> None:
+        self.is_closed = True
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    @staticmethod
+    def _can_receive(socket: Socket) -> bool:
+        return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def expect(reply: Reply, kind: type[T]) -> T:
+    """The reply, if it is of the kind that answers the request.
+
+    Raises:
+        KVFerryError: the error that the peer answered instead.
+        ProtocolError: any other kind of reply.
+    """
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, ErrorReply):
+        raise _ERRORS.get(reply.name, ProtocolError)(f"the peer answers: {reply.message}")
+    raise ProtocolError(f"expected {kind.__name__}, the peer answered {type(reply).__name__}")
+
+
+def finish_answers(reply: Reply, count: int) -> tuple[FinishAnswer, ...]:
+    """The answers to so many finishes.
+
+    Raises:
+        ProtocolError: it has more or fewer, or is no answer to finishes.
+    """
+    answers = expect(reply, FinishReply).answers
+    if len(answers) != count:
+        raise ProtocolError(f"finish: {len(answers)} answers to {count} reports")
+    return answers
+
+
+def _finishes(call: Call[FinishAnswer]) -> Finishes:
+    assert isinstance(call.request, Finishes)  # only such calls wait
+    return call.request
+
+
+def _joined(calls: Sequence[Call[FinishAnswer]]) -> Call[Any]:
+    """One call for finishes of the same source."""
+    if len(calls) == 1:
+        return calls[0]
+    items = tuple(item for call in calls for item in _finishes(call).items)
+    request = msgspec.structs.replace(_finishes(calls[0]), items=items)
+
+    def deliver(done: "Future[tuple[FinishAnswer, ...]]") -> None:
+        error = done.exception()
+        for index, call in enumerate(calls):
+            if error is not None:
+                call.future.set_exception(error)
+            else:
+                call.future.set_result(done.result()[index])
+
+    joined = Call(request, partial(finish_answers, count=len(calls)))
+    joined.future.add_done_callback(deliver)
+    return joined

@@ -1,0 +1,185 @@
+"""ZeroMQ in one place: addresses, keys, listening, and its errors as errors of ours.
+
+The control channel, the publisher of KV cache events and the ``tcp`` transport stand on it.
+"""
+
+import errno
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import zmq
+
+from kvferry.errors import (
+    ConfigError,
+    HostError,
+    KVFerryError,
+    PeerLostError,
+    PortInUseError,
+    TransferError,
+)
+
+Socket: TypeAlias = "zmq.Socket[bytes]"
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+CONNECTION_LOST: dict[int, str] = {
+    zmq.Event.CLOSED: "nobody listens there",
+    zmq.Event.DISCONNECTED: "the connection broke",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
+        "the connection broke before it was set up: the other side was just ending, or the two "
+        "have different curve keys (give both the same ones, or neither)"
+    ),
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: (
+        "it does not speak our protocol; give both sides curve keys, or neither"
+    ),
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "it does not admit our curve key; add it to its allowed_keys",
+}
+"""Events of a connection after which nothing comes back on it, and what they mean."""
+
+_HOST_ERRNOS = frozenset(
+    {errno.EADDRNOTAVAIL, errno.ENODEV, errno.EINVAL, errno.EACCES, errno.EMFILE, errno.ENOMEM}
+)
+_LOST_ERRNOS = frozenset(
+    {
+        errno.EHOSTUNREACH,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENETRESET,
+        errno.ENOTCONN,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def error_of(error: zmq.ZMQError, doing: str) -> KVFerryError:
+    """Our error for one of ZeroMQ's; ``doing`` says what was tried, and on what."""
+    text = f"{doing}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return PortInUseError(f"{text}; end what listens there, or configure another port (0: any)")
+    if error.errno in _HOST_ERRNOS:
+        return HostError(text)
+    if error.errno in _LOST_ERRNOS:
+        return PeerLostError(text)
+    return TransferError(text)
+
+
+@contextmanager
+def zmq_errors(doing: str) -> Iterator[None]:
+    """Raises every ``ZMQError`` of the block as the error of ours that it means."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise error_of(error, doing) from error
+
+
+def tcp_address(host: str, port: int | str) -> str:
+    """``tcp://host:port``, an IPv6 address in brackets; ``port`` may be ``*``."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+@functools.lru_cache(maxsize=1024)  # asked with every request
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` (or ``[host]:port``) as host and port.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit():
+        raise ValueError(f"address: {address!r} is not host:port")
+    if not 1 <= int(port) <= 65535:
+        raise ValueError(f"address: {address!r}: the port is not one of 1 to 65535")
+    return host, int(port)
+
+
+def listen(socket: Socket, host: str, port: int, key: str) -> int:
+    """Binds a socket to a TCP port and returns the port.
+
+    Args:
+        socket: not yet bound.
+        host: an address of this machine, or ``*`` for all of them.
+        port: 0 takes a free one.
+        key: the configuration key under which the user wrote the port.
+
+    Raises:
+        PortInUseError: the port is taken.
+        HostError: the address is not of this machine, or the port needs privileges.
+    """
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    try:
+        socket.bind(tcp_address(host, port or "*"))
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"{key}: {host} port {port} is taken by another process; give this engine "
+                "another port, or 0 to take a free one"
+            ) from error
+        if error.errno == errno.EACCES:
+            raise HostError(
+                f"{key}: {host} port {port} needs privileges that this process lacks; take a "
+                "port above 1023"
+            ) from error
+        raise HostError(
+            f"host: cannot listen on {host!r}, port {port}: {error}; name an address of this "
+            "machine, or * for all of them"
+        ) from error
+    last = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(last, bytes)  # what this option is
+    return int(last.rstrip(b"\0").rpartition(b":")[2])
+
+
+def connect(socket: Socket, host: str, port: int) -> None:
+    """Begins to connect a socket; returns at once.
+
+    Raises:
+        ZMQError: the host is no name and no address.
+    """
+    socket.setsockopt(zmq.IPV6, ":" in host)
+    socket.connect(tcp_address(host, port))
+
+
+def use_curve(
+    socket: Socket, public_key: str, secret_key: str, server_key: str | None = None
+) -> None:
+    """Encrypts what a socket sends and receives, before it is bound or connected.
+
+    Args:
+        socket: of either end.
+        public_key: its own, 40 characters of Z85.
+        secret_key: likewise.
+        server_key: public key of the server that it connects to; ``None`` for a server's socket.
+
+    Raises:
+        ConfigError: a key is not Z85, or this libzmq was built without CURVE.
+    """
+    try:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, public_key.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key.encode())
+        if server_key is None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"curve: libzmq refuses a key ({error}); make keys with `kvferry keys`"
+        ) from error
+
+
+def curve_keypair() -> tuple[str, str]:
+    """A new public and secret key.
+
+    Raises:
+        ConfigError: the installed libzmq was built without CURVE.
+    """
+    try:
+        public, secret = zmq.curve_keypair()
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            "this libzmq was built without CURVE; install pyzmq from its wheels"
+        ) from error
+    return public.decode(), secret.decode()
