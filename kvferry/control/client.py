@@ -321,7 +321,6 @@ class ControlClient(Closing):
     def _watch(self, connection: Connection) -> None:
         for descriptor in connection.descriptors:
             self._mailbox.watch(descriptor, partial(self._look, connection))
-        self._look(connection)  # what came before somebody looked is told by no descriptor
 
     def _look(self, connection: Connection) -> None:
         """Something may have come on a connection, or it broke."""
