@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from kvferry import errors
 from kvferry.cli.app import app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
-from kvferry.cluster.engine_metrics import EngineMetrics
-from kvferry.cluster.metrics import RouterMetrics
+from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
 from kvferry.explain.models import KNOWN_MODELS

@@ -13,7 +13,7 @@ from kvferry.cli.console import PartProgress, make_console
 from kvferry.cli.rank_map import show_all
 from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cli.strategies import Movers, choose_for_pair
-from kvferry.cluster.model_shape import model_shape
+from kvferry.cluster.preflight import model_shape
 from kvferry.config import ClusterConfig, load_cluster
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError

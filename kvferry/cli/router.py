@@ -12,11 +12,11 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import make_console
-from kvferry.cluster.child import listen
-from kvferry.cluster.http_server import serve
+from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
+from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
-from kvferry.cluster.settings import EngineAddress, Role, RouterSettings
-from kvferry.cluster.text import TextCodec
+from kvferry.cluster.web import serve
 
 
 def router(

@@ -1,16 +1,137 @@
-"""All choices of one client's request, run side by side and turned into text."""
+"""All choices of one client's request: run side by side, turned into text, in OpenAI's two forms.
+
+Tokens become text one by one, with stop strings. Two things are held back from the client: bytes
+that are not yet a whole character, and text that may still become a stop string.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import msgspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
-from kvferry.cluster.engines import Wording
-from kvferry.cluster.life import Delta, Lives
+from kvferry.cluster.engines import BodyFields
 from kvferry.cluster.openai import ApiError, Generation
-from kvferry.cluster.text import TextCodec, TextStream
+from kvferry.cluster.prefill_decode import Delta, PrefillDecode
+from kvferry.errors import ModelError
+
+
+class TextStream:
+    """The text of one answer, fed token by token."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.stopped = False
+        """Whether a stop string has been met; nothing may be pushed after it."""
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._tokens: list[int] = []
+        self._decoded = 0
+        """Characters that `_stream` has given so far."""
+        self._held = ""
+        """Decoded text that may be the start of a stop string."""
+        self._stream = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that is now certain, often none."""
+        self._tokens.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id) or ""
+        self._decoded += len(text)
+        return self._release(text)
+
+    def finish(self) -> str:
+        """The text still held back, once no token follows; incomplete characters become U+FFFD."""
+        if self.stopped:
+            return ""
+        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+        text = self._release(whole[self._decoded :])
+        held, self._held = self._held, ""  # empty when that met a stop string
+        return text + held
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.stopped = True
+            self._held = ""
+            return text[: min(found)]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a proper start of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class TextCodec:
+    """The tokenizer and the chat template of a model folder."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Takes a fast tokenizer of transformers."""
+        self._chat = tokenizer
+        self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "TextCodec":
+        """Loads the tokenizer of ``folder``.
+
+        Raises:
+            ModelError: there is none, or it is not a fast one.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{folder}: no tokenizer can be loaded: {error}") from error
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(f"{folder}: the tokenizer is not a fast one (tokenizer.json)")
+        return cls(tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that the tokenizer knows, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the special tokens the tokenizer puts around it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's answer.
+
+        Raises:
+            ValueError: there is no chat template, or it refuses these messages.
+        """
+        import jinja2
+
+        if not self._chat.chat_template:
+            raise ValueError("this model has no chat template; use /v1/completions")
+        try:
+            text = self._chat.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``, special tokens left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+        """The text of a new answer, token by token."""
+        return TextStream(self._tokenizer, stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +153,10 @@ class Answer:
         prompts: Sequence[Sequence[int]],
         generation: Generation,
         *,
-        lives: Lives,
+        engines: PrefillDecode,
         codec: TextCodec,
         timeout_s: float,
-        wording: Wording,
+        named: BodyFields,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
@@ -43,10 +164,10 @@ class Answer:
         self.cached_tokens = 0
         self._prompts = prompts
         self._generation = generation
-        self._lives = lives
+        self._engines = engines
         self._codec = codec
         self._timeout_s = timeout_s
-        self._wording = wording
+        self._named = named
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage of what has passed so far: each prompt once, however many choices."""
@@ -103,7 +224,7 @@ class Answer:
         only_one = len(self._prompts) * self._generation.n == 1
         request_id = self.request_id if only_one else f"{self.request_id}-{index}"
         text = self._codec.stream(self._generation.stop)
-        run = self._lives.run(request_id, prompt, sampling, self._timeout_s, self._wording)
+        run = self._engines.run(request_id, prompt, sampling, self._timeout_s, self._named)
         async with aclosing(run) as deltas:
             async for delta in deltas:
                 if sample == 0:
@@ -129,3 +250,90 @@ def _absorb(index: int, delta: Delta, text: TextStream) -> ChoiceDelta:
         pieces.append(text.finish())
     finish_reason = "stop" if text.stopped else delta.finish_reason
     return ChoiceDelta(index, "".join(pieces), delta.token_ids[:taken], finish_reason)
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice as it adds up."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Takes news of this choice."""
+        self.text.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+
+
+@dataclass(slots=True)
+class Shape:
+    """The form of one answer."""
+
+    kind: str
+    """``"completion"`` or ``"chat"``."""
+    request_id: str
+    model: str
+    include_usage: bool
+    return_token_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)
+    """Choices of a chat whose role has been sent."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a chat's form."""
+        return self.kind == "chat"
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, object]) -> dict[str, Any]:
+        """The answer of a request without streaming."""
+        return {
+            **self._head("chat.completion" if self.is_chat else "text_completion"),
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": usage,
+        }
+
+    def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
+        """The chunk of ``delta``; ``None`` when there is nothing to tell the client yet."""
+        first = self.is_chat and delta.index not in self._begun
+        has_tokens = self.return_token_ids and delta.token_ids
+        if not (delta.text or delta.finish_reason or first or has_tokens):
+            return None
+        self._begun.add(delta.index)
+        choice: dict[str, Any] = {"index": delta.index}
+        if self.is_chat:
+            role = {"role": "assistant"} if first else {}
+            content = {"content": delta.text} if delta.text or first else {}
+            choice["delta"] = {**role, **content}
+        else:
+            choice["text"] = delta.text
+        choice["logprobs"] = None
+        choice["finish_reason"] = delta.finish_reason
+        if self.return_token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        usage = {"usage": None} if self.include_usage else {}
+        return {**self._chunk_head(), "choices": [choice], **usage}
+
+    def usage_chunk(self, usage: dict[str, object]) -> dict[str, Any]:
+        """The last chunk of a stream that asked for its usage."""
+        return {**self._chunk_head(), "choices": [], "usage": usage}
+
+    def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        text = "".join(choice.text)
+        body: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            body["message"] = {"role": "assistant", "content": text}
+        else:
+            body["text"] = text
+        body["logprobs"] = None
+        body["finish_reason"] = choice.finish_reason
+        if self.return_token_ids:
+            body["token_ids"] = choice.token_ids
+        return body
+
+    def _chunk_head(self) -> dict[str, Any]:
+        return self._head("chat.completion.chunk" if self.is_chat else "text_completion")
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.request_id, "object": kind, "created": self.created, "model": self.model}

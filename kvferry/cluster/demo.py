@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from kvferry.cluster import sse
-from kvferry.cluster.engine_records import Records, RequestSummary
+from kvferry.cluster import web
 from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.metrics import Records, RequestSummary
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
@@ -279,7 +279,7 @@ async def _ask(
 
 
 async def _chunks(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
-    async for payload in sse.payloads(lines):
+    async for payload in web.sse_payloads(lines):
         if payload != b"[DONE]":
             yield msgspec.json.decode(payload)
 

@@ -1,16 +1,18 @@
-"""The HTTP server of one engine, in its scheduler process.
+"""The scheduler process of one engine, and its HTTP server.
 
-It speaks the part of vLLM's ``/v1/completions`` that a router between prefill and decode engines
-needs: token ids in, token ids out, ``kv_transfer_params`` both ways. Text is the router's job. It
-trusts its clients: only the router may reach it.
+The server speaks the part of vLLM's ``/v1/completions`` that a router between prefill and decode
+engines needs: token ids in, token ids out, ``kv_transfer_params`` both ways. Text is the router's
+job. It trusts its clients: only the router may reach it.
 """
 
 import asyncio
+import logging
+import socket
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,16 +20,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.cluster import sse, web
-from kvferry.cluster.engine_metrics import EngineMetrics
-from kvferry.cluster.engine_records import Records, RequestSummary
+from kvferry.cluster import web
+from kvferry.cluster.messages import EngineSettings, Ready
+from kvferry.cluster.metrics import EngineMetrics, Records, RequestSummary
 from kvferry.cluster.openai import ApiError
-from kvferry.config import parse_struct
+from kvferry.cluster.process import Reporter
+from kvferry.config import EngineConfig, parse_struct
 from kvferry.connectors.base import TransferRecord
+from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, SamplingParams
+from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, KVFerryError
+
+logger = logging.getLogger(__name__)
 
 REMEMBERED_REQUESTS = 4096
 """Ended requests that ``/kvferry/records`` tells of."""
@@ -244,12 +251,12 @@ class EngineServer:
         output = first
         while True:
             if output.new_token_ids or run.is_over:
-                yield sse.event(self._reply(run, output.new_token_ids))
+                yield web.sse_event(self._reply(run, output.new_token_ids))
             if run.is_over:
                 break
             output = await self._next(run)
-        yield sse.event({**self._head(run), "choices": [], "usage": run.usage()})
-        yield sse.DONE
+        yield web.sse_event({**self._head(run), "choices": [], "usage": run.usage()})
+        yield web.SSE_DONE
 
     def _reply(
         self, run: _Run, token_ids: Sequence[int], usage: Mapping[str, object] | None = None
@@ -359,3 +366,63 @@ def _parse(body: Any) -> EngineRequestBody:
         return parse_struct(EngineRequestBody, body, "request")
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
+
+
+def run_engine(settings: EngineSettings, listener: socket.socket, report: Reporter) -> None:
+    """Runs an engine and its HTTP server until SIGTERM, or until the engine cannot go on.
+
+    Raises:
+        KVFerryError: it could not start, or could not go on.
+    """
+    config = settings.engine
+    report.loading(f"starting {config.tp * config.pp} ranks", 0.2)
+    engine = build_engine(config, settings.model_folder, dtype=settings.dtype)
+    failure = asyncio.run(_run(engine, settings, listener, report))
+    if failure is not None:
+        raise failure
+
+
+@runtime_checkable
+class _ListensForPeers(Protocol):
+    """A connector half with a control channel."""
+
+    @property
+    def port(self) -> int:
+        """TCP port of the control channel."""
+
+
+def _control_address(engine: Engine, config: EngineConfig) -> str | None:
+    """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
+    connector = engine.connector
+    if not isinstance(connector, _ListensForPeers):
+        return None
+    extra = config.transfer_config().kv_connector_extra_config
+    return f"{extra.get('host', '127.0.0.1')}:{connector.port}"
+
+
+async def _run(
+    engine: Engine, settings: EngineSettings, listener: socket.socket, report: Reporter
+) -> KVFerryError | None:
+    """Serves; returns why the engine ended by itself, if it did."""
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_failure(error: KVFerryError) -> None:
+        logger.error("the engine cannot go on: %s", error)
+        loop.call_soon_threadsafe(ended.set)
+
+    model = load_model_config(settings.model_folder)
+    control = _control_address(engine, settings.engine)
+    engine_loop = EngineLoop.open(engine, on_failure)
+    try:
+        server = EngineServer(
+            engine_loop,
+            name=settings.engine.name,
+            model_name=settings.model_name,
+            max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
+        )
+        report.send(Ready(control=control))
+        await web.serve(server.app(), listener, ended)
+    finally:
+        await asyncio.to_thread(engine_loop.close)
+    return engine_loop.failure

@@ -2,6 +2,15 @@
 
 Nothing here is particular to the reference engine: the fields on the wire are those of vLLM's
 ``/v1/completions`` (``return_token_ids``, ``kv_transfer_params``), plus ``seed_offset``.
+
+Connections are kept for later requests. A server may close a connection that was idle for too long
+at the very moment at which a request is on its way. It has not seen the request and is well; from
+here it looks like a server that died. So
+
+- a connection is kept for less time than servers keep it,
+- a request that fails on a kept connection before its answer began is sent once more, over a new
+  connection to the same server, and only if that fails too the server is to blame,
+- a request that must not come twice never goes over a kept connection.
 """
 
 import asyncio
@@ -13,11 +22,89 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvferry.cluster import sse
-from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster import web
+from kvferry.cluster.messages import Role
 from kvferry.cluster.openai import ApiError
-from kvferry.cluster.settings import Role
 from kvferry.engine.messages import SamplingParams
+
+CONNECT_TIMEOUT_S = 5.0
+"""Seconds for an engine to accept a connection, and to answer a health check."""
+KEPT_S = 2.0
+"""Seconds for which an idle connection is kept; uvicorn's servers, vLLM's too, close it after 5."""
+KEPT_CONNECTIONS = 64
+
+
+class EngineClient:
+    """The router's client of all engines. Errors are httpx's."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        """Connects with the first request; ``headers`` go with every one."""
+        self._kept = _client(headers, KEPT_CONNECTIONS)
+        self._new = _client(headers, 0)
+
+    async def get(self, url: str) -> httpx.Response:
+        """The whole answer; it must come within :data:`CONNECT_TIMEOUT_S`."""
+        request = self._kept.build_request("GET", url, timeout=CONNECT_TIMEOUT_S)
+        response = await self._send(request)
+        try:
+            await response.aread()
+        finally:
+            await response.aclose()
+        return response
+
+    async def post(
+        self, url: str, body: Mapping[str, Any], request_id: str, *, once: bool
+    ) -> httpx.Response:
+        """An answer of which nothing but the head was read; the caller closes it.
+
+        Args:
+            url: where to.
+            body: sent as JSON.
+            request_id: in the header ``x-request-id``; a second try has one of its own.
+            once: whether the server must not see the request twice.
+        """
+        headers = {"content-type": "application/json", "x-request-id": request_id}
+        content = msgspec.json.encode(body)
+        request = self._kept.build_request("POST", url, content=content, headers=headers)
+        if once:
+            return await self._new.send(request, stream=True)
+        return await self._send(request)
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._kept.aclose()
+        await self._new.aclose()
+
+    async def _send(self, request: httpx.Request) -> httpx.Response:
+        """Sends a request that may come twice."""
+        connected = False
+
+        async def trace(event: str, _: Mapping[str, Any]) -> None:
+            nonlocal connected
+            connected = connected or event.startswith("connection.connect")
+
+        request.extensions["trace"] = trace
+        try:
+            return await self._kept.send(request, stream=True)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):
+            if connected:
+                raise
+        # The id is another one: should the first have arrived, it may still be known by it.
+        if "x-request-id" in request.headers:
+            request.headers["x-request-id"] += "-again"
+        return await self._new.send(request, stream=True)
+
+
+def _client(headers: Mapping[str, str], kept: int) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        headers=headers,
+        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=kept, keepalive_expiry=KEPT_S
+        ),
+        trust_env=False,  # a proxy of the environment must not get between us and the engines
+    )
+
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
@@ -174,7 +261,7 @@ class Engine:
                 if response.status_code != 200:
                     self._raise_for_status(response.status_code, await response.aread())
                 ended = False
-                async for payload in sse.payloads(response.aiter_lines()):
+                async for payload in web.sse_payloads(response.aiter_lines()):
                     if payload == b"[DONE]":
                         ended = True
                         break
@@ -283,8 +370,8 @@ def _reason(error: httpx.HTTPError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Wording:
-    """What an engine is told beside the prompt."""
+class BodyFields:
+    """Which fields an engine's request body names beside the prompt."""
 
     only: frozenset[str] | None = None
     """Sampling fields to name; all of them if ``None``. An engine with defaults of its own is told
@@ -297,7 +384,7 @@ def completion_body(
     prompt: Sequence[int],
     sampling: SamplingParams,
     kv_transfer_params: Mapping[str, Any] | None,
-    wording: Wording,
+    named: BodyFields,
 ) -> dict[str, Any]:
     """The body of an engine's ``/v1/completions``."""
     fields = {
@@ -305,11 +392,11 @@ def completion_body(
         for name, value in msgspec.to_builtins(sampling).items()
         if value is not None
         and value != []
-        and (wording.only is None or name in wording.only or name == "max_tokens")
+        and (named.only is None or name in named.only or name == "max_tokens")
     }
     body: dict[str, Any] = {"prompt": list(prompt), "return_token_ids": True, **fields}
-    if wording.model is not None:
-        body["model"] = wording.model
+    if named.model is not None:
+        body["model"] = named.model
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = dict(kv_transfer_params)
     return body

@@ -14,17 +14,19 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvferry.cluster.child import Bound, Failed, Loading, Ready
-from kvferry.cluster.connector_keys import with_cluster_key
-from kvferry.cluster.preflight import check_cluster, check_shapes
-from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
-from kvferry.cluster.settings import (
+from kvferry.cluster.messages import (
+    Bound,
     ConvertSettings,
     EngineAddress,
     EngineSettings,
+    Failed,
+    Loading,
+    Ready,
     Role,
     RouterSettings,
 )
+from kvferry.cluster.preflight import check_cluster, check_shapes, with_cluster_key
+from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError

@@ -9,9 +9,15 @@ import contextlib
 import logging
 import sys
 
-from kvferry.cluster.child import Bound, Failed, Ready, Reporter, Terminated, begin, listen
-from kvferry.cluster.http_server import serve
-from kvferry.cluster.settings import ConvertSettings, EngineSettings, RouterSettings
+from kvferry.cluster.messages import (
+    Bound,
+    ConvertSettings,
+    EngineSettings,
+    Failed,
+    Ready,
+    RouterSettings,
+)
+from kvferry.cluster.process import Reporter, Terminated, begin, listen
 from kvferry.errors import KVFerryError
 
 logger = logging.getLogger("kvferry.cluster")
@@ -42,7 +48,7 @@ def main() -> int:
 
 
 def _convert(report: Reporter) -> None:
-    from kvferry.cluster.model_shape import convert
+    from kvferry.cluster.preflight import convert
 
     settings = begin(ConvertSettings)
     report.send(Ready(folder=str(convert(settings.model, report.loading))))
@@ -52,8 +58,9 @@ def _router(report: Reporter) -> None:
     settings = begin(RouterSettings)
     with contextlib.closing(listen(settings.host, settings.port, "router")) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
+        from kvferry.cluster.answer import TextCodec
         from kvferry.cluster.router import Router
-        from kvferry.cluster.text import TextCodec
+        from kvferry.cluster.web import serve
 
         assert settings.model_folder is not None  # the launcher names the converted model
         router = Router(settings, TextCodec.open(settings.model_folder))
@@ -66,9 +73,9 @@ def _engine(report: Reporter) -> None:
     who = f"engine {settings.engine.name!r}"
     with contextlib.closing(listen(settings.host, settings.engine.port, who)) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
-        from kvferry.cluster.engine_process import run_engine
+        from kvferry.cluster.engine_server import run_engine
 
-        run_engine(settings, listener, report, serve)
+        run_engine(settings, listener, report)
 
 
 if __name__ == "__main__":

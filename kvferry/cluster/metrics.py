@@ -1,12 +1,174 @@
-"""Prometheus metrics of the router."""
+"""What engines and router tell of themselves: Prometheus metrics, and an engine's records."""
 
 from collections.abc import Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.engines import Engine
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine.engine import EngineStats
+from kvferry.engine.messages import RequestTimings
+
+
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended request, as ``/kvferry/records`` tells it."""
+
+    request_id: str
+    prompt_tokens: int
+    token_ids: list[int]
+    gaps: list[float]
+    """For each token, the difference of the two best logits."""
+    finish_reason: str
+    error: str
+    num_cached_tokens: int
+    num_external_tokens: int
+    timings: RequestTimings | None
+
+
+class Records(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``/kvferry/records``."""
+
+    engine: str
+    transfers: list[TransferRecord]
+    requests: list[RequestSummary]
+
+
+LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 10)
+
+
+class EngineMetrics:
+    """Counters of one engine, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._gauges = _StatsGauges()
+        self.registry.register(self._gauges)
+        self._step_age_s = Gauge(
+            "kvferry_engine_step_age_seconds",
+            "For how long the step under way has run; 0 between steps",
+            registry=self.registry,
+        )
+        self._requests = Counter(
+            "kvferry_engine_requests",
+            "Ended requests",
+            ["finish_reason"],
+            registry=self.registry,
+        )
+        self._prompt_tokens = Counter(
+            "kvferry_engine_prompt_tokens",
+            "Prompt tokens by where their KV came from",
+            ["source"],
+            registry=self.registry,
+        )
+        self._output_tokens = Counter(
+            "kvferry_engine_output_tokens", "Tokens drawn", registry=self.registry
+        )
+        self._first_token_s = Histogram(
+            "kvferry_engine_time_to_first_token_seconds",
+            "From a request's arrival to its first token here",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._transfer_s = Histogram(
+            "kvferry_engine_transfer_seconds",
+            "Duration of one rank's loads",
+            ["peer", "ok"],
+            buckets=TRANSFER_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._transfer_bytes = Counter(
+            "kvferry_engine_transfer_bytes",
+            "KV bytes that ranks have loaded",
+            ["peer"],
+            registry=self.registry,
+        )
+
+    def count(self, request: RequestSummary) -> None:
+        """Takes in an ended request."""
+        self._requests.labels(request.finish_reason).inc()
+        self._output_tokens.inc(len(request.token_ids))
+        local = request.prompt_tokens - request.num_cached_tokens - request.num_external_tokens
+        for source, tokens in (
+            ("cache", request.num_cached_tokens),
+            ("peer", request.num_external_tokens),
+            ("computed", max(0, local)),
+        ):
+            self._prompt_tokens.labels(source).inc(tokens)
+        timings = request.timings
+        if timings is not None and timings.first_token is not None:
+            self._first_token_s.observe(timings.first_token - timings.arrival)
+
+    def count_transfer(self, record: TransferRecord) -> None:
+        """Takes in what one rank has loaded."""
+        if record.direction != "recv":
+            return
+        self._transfer_s.labels(record.peer, str(record.ok).lower()).observe(
+            record.finished - record.started
+        )
+        if record.ok:
+            self._transfer_bytes.labels(record.peer).inc(record.nbytes)
+
+    def render(self, stats: EngineStats | None, step_age_s: float = 0.0) -> bytes:
+        """Prometheus' text form.
+
+        Args:
+            stats: the latest snapshot of the engine; ``None`` before the first.
+            step_age_s: for how long the step under way has run; 0 between steps.
+        """
+        self._gauges.stats = stats
+        self._step_age_s.set(step_age_s)
+        return generate_latest(self.registry)
+
+
+class _StatsGauges(Collector):
+    """Made from the engine's latest snapshot."""
+
+    stats: EngineStats | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self.stats
+        if stats is None:
+            return
+        scheduler = stats.scheduler
+        requests = GaugeMetricFamily(
+            "kvferry_engine_live_requests", "Live requests by state", labels=["state"]
+        )
+        for state in ("running", "waiting", "loading", "lent"):
+            requests.add_metric([state], getattr(scheduler, state))
+        yield requests
+        blocks = GaugeMetricFamily(
+            "kvferry_engine_kv_blocks", "KV blocks of the pool", labels=["state"]
+        )
+        blocks.add_metric(["free"], scheduler.free_blocks)
+        blocks.add_metric(["used"], scheduler.usable_blocks - scheduler.free_blocks)
+        yield blocks
+        yield CounterMetricFamily(
+            "kvferry_engine_preemptions",
+            "Requests that gave their blocks up",
+            value=scheduler.preemptions,
+        )
+        yield CounterMetricFamily(
+            "kvferry_engine_failed_loads",
+            "Requests whose KV did not come from outside",
+            value=scheduler.failed_loads,
+        )
+        counters = CounterMetricFamily(
+            "kvferry_engine_connector", "Counters of the connector", labels=["name"]
+        )
+        for name, value in sorted(stats.connector.items()):
+            counters.add_metric([name], value)
+        yield counters
+        gauges = GaugeMetricFamily(
+            "kvferry_engine_connector_state", "Gauges of the connector", labels=["name"]
+        )
+        for name, value in sorted(stats.connector_gauges.items()):
+            gauges.add_metric([name], value)
+        yield gauges
+
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 

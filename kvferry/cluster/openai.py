@@ -4,7 +4,7 @@ A field that would change the answer and that we do not serve is refused with a 
 so that nobody takes an ordinary answer for a constrained one. Fields that cannot change the
 answer are ignored. Unknown fields are refused with the nearest known name.
 
-Served by running one prefill/decode life per choice: ``n`` and lists of prompts. Refused: log
+Served by one prefill and one decode per choice: ``n`` and lists of prompts. Refused: log
 probabilities, structured output, tools, penalties, ``logit_bias``, ``echo``, ``suffix``.
 """
 

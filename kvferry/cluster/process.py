@@ -1,10 +1,16 @@
-"""One process that the launcher started: its events, its log, its end."""
+"""A process that the launcher starts: the process's own end, then the launcher's.
+
+A child reads its settings as one line of JSON from stdin and reports over a pipe of its own. Stdin
+stays open: its end means that the launcher is gone, and the child ends too.
+"""
 
 import datetime as dt
+import errno
 import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,12 +19,84 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from kvferry import errors
-from kvferry.cluster.child import Event, Failed
-from kvferry.errors import KVFerryError, WorkerDiedError
+from kvferry.cluster.messages import Event, Failed, Loading
+from kvferry.errors import HostError, KVFerryError, PortInUseError, WorkerDiedError
+
+T = TypeVar("T")
+
+ORPHAN_GRACE_S = 10.0
+"""Seconds that a child whose launcher is gone has for a clean end."""
+
+
+class Reporter:
+    """Sends events to the launcher. Thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, event: Event) -> None:
+        """Reports; silent when the launcher is gone."""
+        with self._lock, suppress(BrokenPipeError):
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+    def loading(self, doing: str, done: float) -> None:
+        """Reports progress; fits where a ``Progress`` callback is wanted."""
+        self.send(Loading(doing=doing, done=done))
+
+
+class Terminated(SystemExit):
+    """SIGTERM arrived; unwinds the stack so that everything is closed."""
+
+
+def begin(kind: type[T]) -> T:
+    """Reads the settings, and from then on ends with the launcher. SIGTERM raises.
+
+    Raises:
+        msgspec.DecodeError: the launcher is of another release.
+    """
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
+    signal.signal(signal.SIGTERM, _terminate)
+    # A Ctrl-C at the terminal is the launcher's to handle, in its order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_follow_launcher, name="kvferry-launcher-watch", daemon=True).start()
+    return settings
+
+
+def _terminate(_signal: int, _frame: object) -> None:
+    raise Terminated(0)
+
+
+def _follow_launcher() -> None:
+    os.read(0, 1)  # returns at the end of the pipe: the launcher never writes a second line
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(1)
+
+
+def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
+    """A listening TCP socket. ``who`` and ``key`` say where the user wrote the port.
+
+    Raises:
+        PortInUseError: the port is taken.
+        HostError: the address is not of this machine, or the port needs privileges.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUseError(
+                f"{who}: {key} {port} on {host or '*'} is in use; "
+                "write another one, or 0 for a free one"
+            ) from error
+        raise HostError(f"{who}: cannot listen on {host}:{port}: {error.strerror}") from error
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,17 +23,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.cluster import sse, web
-from kvferry.cluster.answer import Answer, ChoiceDelta
-from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.engines import Engine, EnginePool, Wording
-from kvferry.cluster.life import Lives
+from kvferry.cluster import web
+from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec, WholeChoice
+from kvferry.cluster.engines import BodyFields, Engine, EngineClient, EnginePool
+from kvferry.cluster.messages import Role, RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
-from kvferry.cluster.pass_through import PassThrough
-from kvferry.cluster.settings import Role, RouterSettings
-from kvferry.cluster.shapes import Shape, WholeChoice
-from kvferry.cluster.text import TextCodec
+from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
 
 
 class Router:
@@ -49,7 +45,7 @@ class Router:
         self.prefill = self._pool("prefill")
         self.decode = self._pool("decode")
         self._engines = self.prefill.engines + self.decode.engines
-        self._lives = Lives(self.prefill, self.decode)
+        self._prefill_decode = PrefillDecode(self.prefill, self.decode)
         self._pass_through = PassThrough(self.prefill, self.decode, settings.request_timeout_s)
         self._metrics = RouterMetrics(self._engines)
 
@@ -119,10 +115,10 @@ class Router:
             f"{prefix}-{uuid.uuid4().hex}",
             prompts,
             generation,
-            lives=self._lives,
+            engines=self._prefill_decode,
             codec=codec,
             timeout_s=self._settings.request_timeout_s,
-            wording=self._wording(generation),
+            named=self._named_fields(generation),
         )
         shape = Shape(
             generation.kind,
@@ -156,18 +152,18 @@ class Router:
         async with aclosing(deltas):
             chunk = shape.chunk(first)
             if chunk is not None:
-                yield sse.event(chunk)
+                yield web.sse_event(chunk)
             try:
                 async for delta in deltas:
                     chunk = shape.chunk(delta)
                     if chunk is not None:
-                        yield sse.event(chunk)
+                        yield web.sse_event(chunk)
             except ApiError as error:
                 self._count_error(error)
                 raise
             if shape.include_usage:
-                yield sse.event(shape.usage_chunk(answer.usage()))
-            yield sse.DONE
+                yield web.sse_event(shape.usage_chunk(answer.usage()))
+            yield web.SSE_DONE
 
     async def _measured(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
         """The answer's deltas, counted and timed."""
@@ -194,10 +190,10 @@ class Router:
         if not secrets.compare_digest(shown.encode(), wanted.encode()):
             raise ApiError(401, "authorization: not the bearer token of this router")
 
-    def _wording(self, generation: Generation) -> Wording:
+    def _named_fields(self, generation: Generation) -> BodyFields:
         if not self._settings.foreign:
-            return Wording()
-        return Wording(only=generation.written, model=generation.model)
+            return BodyFields()
+        return BodyFields(only=generation.written, model=generation.model)
 
     def _model_name(self, generation: Generation) -> str:
         return self._settings.model_name or generation.model or self._first_model() or ""

@@ -1,17 +1,23 @@
-"""What both HTTP servers of a cluster share: JSON in and out, event streams, disconnects."""
+"""What both HTTP servers of a cluster share: JSON, event streams, disconnects, and the server."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+import contextlib
+import signal
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.cluster import sse
 from kvferry.cluster.openai import ApiError
+
+if TYPE_CHECKING:
+    import uvicorn
+
 
 T = TypeVar("T")
 
@@ -149,6 +155,56 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except ApiError as error:
-                body = sse.event(error.body()) + sse.DONE
+                body = sse_event(error.body()) + SSE_DONE
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def sse_event(payload: object) -> bytes:
+    """One event with a JSON payload."""
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
+
+
+async def sse_payloads(lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """The payloads of a stream's lines, in order, ``[DONE]`` included."""
+    async for line in lines:
+        if line.startswith("data:"):
+            yield line[5:].strip().encode()
+
+
+SHUTDOWN_GRACE_S = 3
+"""Seconds that open requests have at the end."""
+
+
+async def serve(app: Any, listener: socket.socket, until: "asyncio.Event | None" = None) -> None:
+    """Serves the ASGI application ``app`` until SIGTERM, or until the event is set."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+    )
+    server = uvicorn.Server(config)
+    # uvicorn would take the signals for itself and raise them again when it has ended.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop, server)
+    watcher = asyncio.create_task(_stop_when(server, until)) if until is not None else None
+    await server.serve(sockets=[listener])
+    if watcher is not None:
+        watcher.cancel()
+
+
+def _stop(server: "uvicorn.Server") -> None:
+    server.should_exit = True
+
+
+async def _stop_when(server: "uvicorn.Server", event: asyncio.Event) -> None:
+    await event.wait()
+    _stop(server)

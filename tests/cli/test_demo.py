@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.cli.demo import _verdict
+from kvferry.cli.demo import _verdict, draw_timeline, spans
 from kvferry.cluster.demo import (
     Answer,
     Difference,
@@ -14,8 +14,7 @@ from kvferry.cluster.demo import (
     load_prompts,
 )
 from kvferry.cluster.demo import compare as compare_all
-from kvferry.cluster.engine_records import Records, RequestSummary
-from kvferry.cluster.timeline import draw, spans
+from kvferry.cluster.metrics import Records, RequestSummary
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.messages import RequestTimings
 from kvferry.errors import ConfigError
@@ -154,7 +153,7 @@ def test_the_timeline_has_every_phase_and_is_a_png(records, tmp_path):
         "transfer": (pytest.approx(1.0), pytest.approx(1.5)),
         "decode": (pytest.approx(1.7), pytest.approx(3.0)),
     }
-    draw([result] * 3, tmp_path / "timeline.png")
+    draw_timeline([result] * 3, tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -18,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster import sse
+from kvferry.cluster import web
+from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
-from kvferry.cluster.settings import EngineAddress, RouterSettings
-from kvferry.cluster.text import TextCodec
 from kvferry.engine.weights_sources import write_tiny_tokenizer
 
 EOS = 256
@@ -112,14 +112,14 @@ class FakeEngine:
                 if count == self.break_after:
                     raise ConnectionResetError("as told by the test")
                 if count == self.error_after:
-                    yield sse.event({"error": {"message": "the load failed", "code": 500}})
+                    yield web.sse_event({"error": {"message": "the load failed", "code": 500}})
                     return
                 last = count == len(tokens) - 1
                 choice = {"token_ids": [token], "finish_reason": reason if last else None}
-                yield sse.event({"choices": [choice]})
+                yield web.sse_event({"choices": [choice]})
                 await asyncio.sleep(self.pause_s)
-            yield sse.event({"choices": [], "usage": {}})
-            yield sse.DONE
+            yield web.sse_event({"choices": [], "usage": {}})
+            yield web.SSE_DONE
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted.set()
             raise

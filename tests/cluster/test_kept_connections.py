@@ -9,8 +9,8 @@ import httpx
 import msgspec
 import pytest
 
+from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
-from kvferry.cluster.settings import EngineAddress, RouterSettings
 
 ANSWER = {"choices": [{"text": "yes"}]}
 

@@ -100,7 +100,7 @@ def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(clu
     import openai
     import torch
 
-    from kvferry.cluster.text import TextCodec
+    from kvferry.cluster.answer import TextCodec
     from kvferry.config import EngineConfig
     from kvferry.engine.builder import build_engine
     from kvferry.engine.messages import SamplingParams
@@ -400,8 +400,8 @@ def test_a_process_shows_its_name_to_ps_and_marks_its_start_in_the_log(cluster):
 def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypatch):
     import queue
 
+    from kvferry.cluster.messages import ConvertSettings
     from kvferry.cluster.process import ChildProcess
-    from kvferry.cluster.settings import ConvertSettings
     from kvferry.config import ModelConfig
 
     log = tmp_path / "x.log"
@@ -419,8 +419,8 @@ def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypat
 def test_a_kill_from_outside_points_at_the_oom_killer(tmp_path):
     import queue
 
+    from kvferry.cluster.messages import ConvertSettings
     from kvferry.cluster.process import ChildProcess
-    from kvferry.cluster.settings import ConvertSettings
     from kvferry.config import ModelConfig
 
     settings = ConvertSettings(model=ModelConfig(source="tiny"))
@@ -437,7 +437,7 @@ def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkey
     import subprocess
 
     from kvferry.cluster import process as module
-    from kvferry.cluster.settings import ConvertSettings
+    from kvferry.cluster.messages import ConvertSettings
     from kvferry.config import ModelConfig
 
     class DeadAtOnce(subprocess.Popen):

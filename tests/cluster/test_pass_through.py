@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
-from kvferry.cluster.settings import EngineAddress, RouterSettings
 
 ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
 EVENTS = [

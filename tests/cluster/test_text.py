@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.cluster.text import TextCodec
+from kvferry.cluster.answer import TextCodec
 from kvferry.errors import ModelError
 
 EOS = 256

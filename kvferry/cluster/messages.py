@@ -1,6 +1,6 @@
-"""What the launcher tells the processes it starts."""
+"""What the launcher tells the processes it starts, and what they tell it."""
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -53,3 +53,37 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 0
     request_timeout_s: float = 600.0
+
+
+class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the child does before it is ready."""
+
+    doing: str
+    done: float
+    """Fraction of the whole, 0 to 1."""
+
+
+class Bound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The child listens on its HTTP port; requests wait until it is ready."""
+
+    port: int
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The child serves, or has done what it was started for."""
+
+    control: str | None = None
+    """``host:port`` of an engine's control channel."""
+    folder: str | None = None
+    """What a conversion made."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The child cannot go on and is about to end."""
+
+    name: str
+    """Class name of the error."""
+    message: str
+
+
+Event: TypeAlias = Loading | Bound | Ready | Failed

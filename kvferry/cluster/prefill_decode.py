@@ -1,0 +1,341 @@
+"""How a request is run over a prefill and a decode engine.
+
+Either way the prefill engine computes the prompt and keeps its KV, and the decode engine loads it.
+
+:class:`PrefillDecode` runs requests that the router understands. The prefill engine draws the first
+token, which is passed on at once. The decode engine gets the prompt plus that token and draws the
+rest. Where the first token is the last one, no decode engine is asked, and the prefill engine is
+not asked to keep anything.
+
+:class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
+more than this router does: tools, structured output, log probabilities. Such a body is not taken
+apart. The decode engine gets it as it came plus the transfer parameters, draws every token, the
+first one included, and its answer is relayed byte for byte::
+
+    client ── body ──▶ router ── body, 1 token, do_remote_decode ──▶ prefill engine
+                         │◀───────────── kv_transfer_params ──────────────┘
+                         └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvferry.cluster import web
+from kvferry.cluster.engines import (
+    BodyFields,
+    Engine,
+    EngineDownError,
+    EnginePool,
+    Forwarded,
+    Reply,
+    completion_body,
+)
+from kvferry.cluster.openai import ApiError
+from kvferry.engine.messages import SamplingParams
+
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+    "keep_first_token": True,
+}
+"""What asks a prefill engine to keep the prompt's KV for another engine. ``keep_first_token`` tells
+it that its token counts: where that one ends the answer, nothing has to be kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of an answer."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """``stop`` (the last token is a stop token) or ``length``, once it has ended."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefill engine already had; with the first token."""
+
+
+class _StartAgainError(Exception):
+    """The decode engine died with the lease in its hands: prefill anew."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tries:
+    """What has been tried for a request, and must not be tried again."""
+
+    request_id: str
+    prefill_tried: set[Engine] = field(default_factory=set)
+    decode_tried: set[Engine] = field(default_factory=set)
+    attempt: int = 1
+
+    @property
+    def engine_request_id(self) -> str:
+        """The id for engines, new for each attempt: the old one may still hold blocks."""
+        return self.request_id if self.attempt == 1 else f"{self.request_id}-try{self.attempt}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _TokenRequest(_Tries):
+    """A request of token ids, and the tokens that were drawn for it so far."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    named: BodyFields
+    drawn: list[int] = field(default_factory=list)
+
+    def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
+        """An engine's request for the next ``max_tokens`` tokens."""
+        sampling = msgspec.structs.replace(
+            self.sampling, max_tokens=max_tokens, seed_offset=len(self.drawn)
+        )
+        prompt = (*self.prompt, *self.drawn)
+        return completion_body(prompt, sampling, kv_transfer_params, self.named)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.sampling.max_tokens - len(self.drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecode:
+    """Runs requests of token ids over the two pools."""
+
+    prefill: EnginePool
+    decode: EnginePool
+
+    async def run(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        timeout_s: float,
+        named: BodyFields,
+    ) -> AsyncGenerator[Delta, None]:
+        """Yields the answer's tokens as they are drawn; must be consumed within one task.
+
+        An engine that cannot be reached, or dies before its first token, is replaced by another.
+
+        Raises:
+            ApiError: the request is refused or failed, no engine is left, or time is up.
+        """
+        request = _TokenRequest(
+            request_id=request_id, prompt=tuple(prompt), sampling=sampling, named=named
+        )
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        steps = self._steps(request)
+        async with aclosing(steps):
+            while True:
+                async with web.deadline(deadline, timeout_s):
+                    delta = await anext(steps, None)
+                if delta is None:
+                    return
+                yield delta
+
+    async def _steps(self, request: _TokenRequest) -> AsyncGenerator[Delta, None]:
+        while True:
+            reply = await self._prefill(request)
+            token = _only_token(reply)
+            request.drawn.append(token)
+            usage = reply.usage or {}
+            details = usage.get("prompt_tokens_details") or {}
+            cached = int(details.get("cached_tokens") or 0)
+            stopped = reply.finish_reason == "stop"
+            ended = stopped or request.tokens_left == 0
+            yield Delta((token,), reply.finish_reason if ended else None, cached)
+            if ended:
+                return
+            try:
+                async with aclosing(self._decode(request, reply.kv_transfer_params)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            except _StartAgainError:
+                request.attempt += 1
+                continue
+            return
+
+    async def _prefill(self, request: _TokenRequest) -> Reply:
+        # With one token left nothing follows, so nothing has to be kept.
+        keep = REMOTE_DECODE if request.tokens_left > 1 else None
+        while True:
+            engine = self.prefill.pick(request.prefill_tried)
+            try:
+                return await engine.complete(request.body(1, keep), request.engine_request_id)
+            except EngineDownError:
+                request.prefill_tried.add(engine)
+
+    async def _decode(
+        self, request: _TokenRequest, kv_transfer_params: dict[str, Any] | None
+    ) -> AsyncGenerator[Delta, None]:
+        while True:
+            engine = self.decode.pick(request.decode_tried)
+            body = request.body(request.tokens_left, kv_transfer_params)
+            began = False
+            try:
+                async with aclosing(engine.stream(body, request.engine_request_id)) as replies:
+                    async for reply in replies:
+                        if reply.choices:
+                            began = True
+                            request.drawn.extend(reply.token_ids)
+                            yield Delta(tuple(reply.token_ids), reply.finish_reason)
+                return
+            except EngineDownError as error:
+                if began:
+                    raise
+                request.decode_tried.add(engine)
+                if error.reached:
+                    raise _StartAgainError from error
+
+
+def _only_token(reply: Reply) -> int:
+    if len(reply.token_ids) != 1:
+        raise ApiError(
+            502, f"a prefill engine returned {len(reply.token_ids)} tokens where one was asked for"
+        )
+    return reply.token_ids[0]
+
+
+_ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
+"""Fields that shape an answer of which the prefill engine's part is thrown away."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _BodyRequest(_Tries):
+    """A request in the client's own words."""
+
+    path: str
+    body: Mapping[str, Any]
+    deadline: float
+    """On the event loop's clock."""
+
+
+class _RefusedError(Exception):
+    """A prefill engine refused the request: its words are the answer."""
+
+    def __init__(self, status: int, content: bytes) -> None:
+        self.status = status
+        self.content = content
+        super().__init__(f"status {status}")
+
+
+@dataclass(frozen=True, slots=True)
+class PassThrough:
+    """Relays requests over the two pools."""
+
+    prefill: EnginePool
+    decode: EnginePool
+    timeout_s: float
+    """For a whole answer."""
+
+    async def answer(self, request: Request, path: str, body: Any) -> Response:
+        """The response for a client; an engine that goes away before its first byte is replaced.
+
+        Raises:
+            ApiError: the body is no JSON object, no engine is left, or time is up.
+            ClientGoneError: the client went before the first byte.
+        """
+        if not isinstance(body, Mapping):
+            raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
+        asked = _BodyRequest(
+            request_id=f"kvferry-{uuid.uuid4().hex}",
+            path=path,
+            body={name: value for name, value in body.items() if name != "kv_transfer_params"},
+            deadline=asyncio.get_running_loop().time() + self.timeout_s,
+        )
+        try:
+            return await web.until_disconnect(request.receive, self._answer(asked))
+        except _RefusedError as refused:
+            return Response(refused.content, refused.status, media_type="application/json")
+
+    async def _answer(self, request: _BodyRequest) -> Response:
+        headers = {"x-request-id": request.request_id}
+        async with web.deadline(request.deadline, self.timeout_s):
+            forwarded, first = await self._open(request)
+        chunks = _chunks(forwarded, first, request, self.timeout_s)
+        if forwarded.is_stream:
+            return web.EventStream(chunks, headers)
+        async with aclosing(chunks):
+            content = b"".join([chunk async for chunk in chunks])
+        return Response(content, forwarded.status, headers, media_type="application/json")
+
+    async def _open(self, request: _BodyRequest) -> tuple[Forwarded, bytes]:
+        """The decode engine's answer and its first bytes."""
+        params = await self._prefill(request)
+        while True:
+            engine = self.decode.pick(request.decode_tried)
+            body = dict(request.body)
+            if params is not None:
+                body["kv_transfer_params"] = params
+            try:
+                forwarded = await engine.forward(request.path, body, request.engine_request_id)
+                return forwarded, await forwarded.first_bytes()
+            except EngineDownError as error:
+                request.decode_tried.add(engine)
+                if error.reached:  # the lease may be in its hands: prefill anew
+                    request.attempt += 1
+                    params = await self._prefill(request)
+
+    async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
+        """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
+        if not _has_one_answer(request.body):
+            return None
+        body = {name: value for name, value in request.body.items() if name not in _ONLY_DECODE}
+        body |= {"max_tokens": 1, "stream": False}
+        if "max_completion_tokens" in body:
+            body["max_completion_tokens"] = 1
+        if "min_tokens" in body:
+            body["min_tokens"] = 0
+        # The prefill engine's token does not count: it may not end the answer.
+        body["kv_transfer_params"] = {
+            name: value for name, value in REMOTE_DECODE.items() if name != "keep_first_token"
+        }
+        while True:
+            engine = self.prefill.pick(request.prefill_tried)
+            try:
+                forwarded = await engine.forward(request.path, body, request.engine_request_id)
+                content = await forwarded.read()
+            except EngineDownError:
+                request.prefill_tried.add(engine)
+                continue
+            if forwarded.status != 200:
+                raise _RefusedError(forwarded.status, content)
+            try:
+                return msgspec.json.decode(content, type=Reply).kv_transfer_params
+            except msgspec.DecodeError as error:
+                raise ApiError(
+                    502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
+                ) from error
+
+
+def _has_one_answer(body: Mapping[str, Any]) -> bool:
+    """Whether the request is one sequence: transfer parameters stand for one prompt, used once."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and (
+        len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+    )
+    return not several and body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+
+
+async def _chunks(
+    forwarded: Forwarded, first: bytes, request: _BodyRequest, timeout_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The engine's bytes as they come."""
+    try:
+        yield first
+        while True:
+            async with web.deadline(request.deadline, timeout_s):
+                chunk = await forwarded.next_bytes()
+            if not chunk:
+                return
+            yield chunk
+    finally:
+        await forwarded.aclose()
