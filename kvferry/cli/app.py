@@ -30,6 +30,9 @@ Keys = Annotated[
     typer.Option(help="File of CURVE keys, where the channel has some.", show_default=False),
 ]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait.")]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", help="Where the decode engine's KV cache lies: cuda say.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")]
 
 
@@ -183,43 +186,18 @@ def plan(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Show the strategies over this transport in full.",
-            show_default="all in short",
+            help="Show the way of the cells over this transport alone.",
+            show_default="all that are installed",
         ),
     ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Costs that `bench --calibrate` measured.",
-            show_default="those of this machine, if it was calibrated",
-        ),
-    ] = None,
+    device: Device = "cpu",
 ) -> None:
     """Show who reads what from whom, what it costs, and what would be cheaper. Starts nothing."""
     from kvferry.cli.plan import PlanSource
     from kvferry.cli.plan import plan as command
 
     source = PlanSource(file, prefill, decode, model)
-    command(source, tokens, as_json, picture, transport, costs)
-
-
-@app.command()
-def bench(
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure what strategies are chosen by.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="File for the costs.", show_default="in the user's cache folder"
-        ),
-    ] = None,
-) -> None:
-    """Measure what copies and transports cost on this machine, in less than a minute."""
-    from kvferry.cli.bench import bench as command
-
-    command(calibrate, output)
+    command(source, tokens, as_json, picture, transport, device)
 
 
 @app.command()
@@ -235,12 +213,13 @@ def check(
     keys: Keys = None,
     timeout: Timeout = 5.0,
     tokens: Tokens = 2048,
+    device: Device = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Ask running engines whether, and how, each prefill/decode pair will work. Exit code 1: no."""
     from kvferry.cli.check import check as command
 
-    command(addresses, keys, timeout, tokens, as_json)
+    command(addresses, keys, timeout, tokens, device, as_json)
 
 
 @app.command()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry.cli.console import make_console
-from kvferry.cli.rank_map import show_explained
+from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.status import load_keys, parse_address
-from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.control.client import fetch_descriptions
 from kvferry.control.handshake import common_transports, compare
 from kvferry.control.messages import DescriptionReply
@@ -44,7 +43,12 @@ class _Verdict:
 
 
 def check(
-    addresses: Sequence[str], keys: Path | None, timeout_s: float, tokens: int, as_json: bool
+    addresses: Sequence[str],
+    keys: Path | None,
+    timeout_s: float,
+    tokens: int,
+    device: str,
+    as_json: bool,
 ) -> None:
     """Prints whether and how each pair of a producer and a consumer will work.
 
@@ -54,7 +58,7 @@ def check(
         SystemExit: 1 if a pair does not fit.
     """
     verdicts = [
-        _judge(prefill.description, decode.description, tokens)
+        _judge(prefill.description, decode.description, tokens, device)
         for prefill, decode in _pairs(_ask(addresses, keys, timeout_s))
     ]
     if as_json:
@@ -110,13 +114,14 @@ def _pairs(answers: Sequence[DescriptionReply]) -> list[tuple[DescriptionReply, 
     return pairs
 
 
-def _judge(prefill: EngineDescription, decode: EngineDescription, tokens: int) -> _Verdict:
+def _judge(
+    prefill: EngineDescription, decode: EngineDescription, tokens: int, device: str
+) -> _Verdict:
     mismatches = tuple(compare(prefill, decode))
     pair = None
     if not mismatches:
-        engines = _engine(prefill), _engine(decode)
-        choices = choose_for_pair(*engines, tokens, Movers.wanted(None, None))
-        pair = replace(explain_pair(*engines, tokens), strategies=choices)
+        transports = load_transports(sorted(common_transports(prefill, decode)))
+        pair = explain_pair(_engine(prefill), _engine(decode), tokens, transports, device)
     return _Verdict(prefill, decode, mismatches, pair)
 
 

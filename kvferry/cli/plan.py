@@ -1,6 +1,6 @@
 """``kvferry plan``."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.rank_map import show_all
+from kvferry.cli.rank_map import load_transports, show_all
 from kvferry.cli.specs import find_model, parse_spec
-from kvferry.cli.strategies import Movers, choose_for_pair
 from kvferry.cluster.preflight import model_shape
 from kvferry.config import ClusterConfig, load_cluster
 from kvferry.engine.model_config import DecoderConfig
@@ -20,7 +19,10 @@ from kvferry.errors import ConfigError, HostError
 from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import PlannedEngine, explain_pair, pair_as_json
 from kvferry.explain.picture import check_drawable, draw_pairs
+from kvferry.plugins import TRANSPORTS, installed_plugins
 from kvferry.topology import EngineGeometry
+from kvferry.transports.base import Transport
+from kvferry.transports.registry import transport_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +48,23 @@ def plan(
     as_json: bool,
     picture: Path | None,
     transport: str | None,
-    costs: Path | None,
+    device: str,
 ) -> None:
     """Prints, and draws, who reads what from whom.
 
     Raises:
-        ConfigError: the options, the cluster file, a spec or the file of costs cannot be used.
+        ConfigError: the options, the cluster file or a spec cannot be used.
         PluginError: a transport that is neither known nor installed.
         ModelError: the model's files cannot be read.
         HostError: the picture cannot be written.
     """
-    movers = Movers.wanted(transport, costs)
+    transports = _transports(transport)
     engines = _from_cluster(wanted) if wanted.file is not None else _from_specs(wanted)
     if picture is not None:
         check_drawable([*engines.prefill, *engines.decode])
     try:
         pairs = [
-            replace(
-                explain_pair(prefill, decode, tokens),
-                strategies=choose_for_pair(prefill, decode, tokens, movers),
-            )
+            explain_pair(prefill, decode, tokens, transports, device)
             for prefill in engines.prefill
             for decode in engines.decode
         ]
@@ -129,6 +128,17 @@ def model_text(model: ModelInfo) -> str:
     windows = f", {len(shape.layer_windows)} of them with a window" * bool(shape.layer_windows)
     windows += f", {len(shape.layer_states)} of them recurrent" * bool(shape.layer_states)
     return f"{model.name}: {shape.num_layers} layers{windows}, {cells} (from {model.source})"
+
+
+def _transports(name: str | None) -> list[type[Transport]]:
+    """One transport, or all that are installed; what does not load is told of and left out.
+
+    Raises:
+        PluginError: the transport that was named is unknown or does not load.
+    """
+    if name is not None:
+        return [transport_class(name)]
+    return load_transports(installed_plugins(TRANSPORTS))
 
 
 def _from_cluster(wanted: PlanSource) -> _Plan:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvferry.cache.cache_shape import STATE_BLOCK_SIZE
-from kvferry.cli.strategies import show_strategies
-from kvferry.explain.pairs import EnginePair, PlannedEngine
+from kvferry.errors import PluginError
+from kvferry.explain.pairs import EnginePair, GroupWay, PlannedEngine
 from kvferry.explain.sentences import (
     balance_texts,
     bytes_text,
@@ -20,6 +21,9 @@ from kvferry.explain.sentences import (
     staging_text,
 )
 from kvferry.topology import ranges_text
+from kvferry.transports.base import Transport
+from kvferry.transports.registry import transport_class
+from kvferry.transports.ways import Way
 
 MAX_ROWS = 64
 """Pairs of ranks that a table lists; ``--json`` has them all."""
@@ -37,7 +41,19 @@ def show_explained(pair: EnginePair, console: Console) -> None:
     _say_list(console, "Balance", balance_texts(pair))
     _say_list(console, "Staging", [staging_text(pair)])
     _say_list(console, "Cheaper", saving_texts(pair) or ["nothing that was tried"])
-    show_strategies(pair.strategies, console)
+    if pair.ways:
+        console.print(_ways_table(pair))
+
+
+def load_transports(names: Iterable[str]) -> list[type[Transport]]:
+    """The transports of some names; standard error says which of them cannot be loaded here."""
+    found = []
+    for name in names:
+        try:
+            found.append(transport_class(name))
+        except PluginError as error:
+            typer.echo(f"{name}: its way is not told: {error}", err=True)
+    return found
 
 
 def show_pair(pair: EnginePair, console: Console) -> None:
@@ -93,6 +109,24 @@ def _group_table(engine: PlannedEngine) -> Table:
             kept_text(group),
             str(group.block_size) if group.block_size < STATE_BLOCK_SIZE else "one per request",
         )
+    return table
+
+
+def _ways_table(pair: EnginePair) -> Table:
+    """A row per transport, or several where not all layers come the same way."""
+    table = Table(
+        "transport", "layers", "way", "mean segment", "why",
+        title="How cells come to the decode engine's memory",
+        title_justify="left",
+    )  # fmt: skip
+    for name, groups in pair.ways.items():
+        alike: dict[Way, list[GroupWay]] = {}
+        for group in groups:
+            alike.setdefault(group.way, []).append(group)
+        for way, those in alike.items():
+            layers = sorted(layer for group in those for layer in group.layers)
+            shortest = min(group.segment_bytes for group in those)
+            table.add_row(name, ranges_text(layers), str(way), bytes_text(shortest), way.reason)
     return table
 
 

@@ -12,9 +12,12 @@ from kvferry.topology.description import RankMemory
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.groups import pair_groups
 from kvferry.topology.plan import TransferPlan, plan_transfer
-from kvferry.topology.strategies import StrategyWork
-from kvferry.topology.strategy_work import strategy_work
-from kvferry.topology.typical import count_copies, dense_memory_of, typical_copies
+from kvferry.topology.typical import (
+    count_copies,
+    dense_memory_of,
+    mean_segment_bytes,
+    typical_copies,
+)
 
 Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
 """An engine's one group, or its groups."""
@@ -150,16 +153,19 @@ def explain_transfer(
 
 
 @dataclass(frozen=True, slots=True)
-class PlanWork:
-    """What one target rank has to move for one pair of groups."""
+class SegmentLength:
+    """How long the segments of one pair of groups are."""
 
-    target_rank: int
     layers: tuple[int, ...]
     """The model's layers, ascending."""
-    work: StrategyWork
+    mean_bytes: float
+    """Bytes of a contiguous copy on average, after merging, if both block tables are shuffled: of
+    the target rank that has the shortest."""
+    conversion: tuple[str, str] | None
+    """Source dtype and target dtype, where they differ."""
 
 
-def transfer_work(
+def segment_lengths(
     *,
     source: Groups,
     target: Groups,
@@ -167,10 +173,9 @@ def transfer_work(
     target_engine_id: str = "",
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
-    convert: bool = False,
     target_ranks: Sequence[int] | None = None,
-) -> tuple[PlanWork, ...]:
-    """The numbers by which strategies are chosen, one entry per target rank and pair of groups.
+) -> tuple[SegmentLength, ...]:
+    """The lengths by which the ways of cells are chosen, one entry per pair of groups.
 
     Args:
         source: see :func:`explain_transfer`, like what follows.
@@ -179,21 +184,22 @@ def transfer_work(
         target_engine_id: see there.
         source_memory: see there.
         target_memory: see there.
-        convert: see :func:`~kvferry.topology.plan.plan_transfer`.
         target_ranks: only what these read; all of them if left out.
 
     Raises:
         ValueError, ProtocolError, BoundsError: see :func:`explain_transfer`.
     """
-    return tuple(
-        PlanWork(
-            part.plan.target_rank,
-            tuple(sorted({piece.layer for piece in part.plan.pieces})),
-            part.work(source_memory, target_memory),
-        )
-        for part in _parts(source, target, num_tokens, target_engine_id, target_ranks, convert)
-        if part.plan.pieces
-    )
+    found: dict[tuple[int, int], SegmentLength] = {}
+    for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
+        if not part.plan.pieces:
+            continue
+        groups = part.source_group, part.target_group
+        layers = {piece.layer for piece in part.plan.pieces}
+        mean = mean_segment_bytes(part.tiles(source_memory, target_memory), part.copies(seed=0))
+        if (other := found.get(groups)) is not None:
+            layers, mean = layers.union(other.layers), min(mean, other.mean_bytes)
+        found[groups] = SegmentLength(tuple(sorted(layers)), mean, part.plan.conversion)
+    return tuple(found.values())
 
 
 def count_segments(
@@ -239,19 +245,6 @@ class _Part:
     target_group: int
     first_token: int
     num_tokens: int
-
-    def work(self, source: Memories | None, target: Memories | None) -> StrategyWork:
-        return strategy_work(
-            self.plan,
-            source_memory=None
-            if source is None
-            else {rank: source[rank][self.source_group] for rank in self.plan.source_ranks},
-            target_memory=None
-            if target is None
-            else target[self.plan.target_rank][self.target_group],
-            num_tokens=self.num_tokens,
-            first_token=self.first_token,
-        )
 
     def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
         plan = self.plan
@@ -307,7 +300,6 @@ def _parts(
     num_tokens: int,
     target_engine_id: str,
     target_ranks: Sequence[int] | None = None,
-    convert: bool = False,
 ) -> Iterator[_Part]:
     """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
 
@@ -320,7 +312,7 @@ def _parts(
     targets = (target,) if isinstance(target, EngineGeometry) else target
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
-    for pair in pair_groups(sources, targets, convert=convert):
+    for pair in pair_groups(sources, targets):
         first_token = pair.first_kept_token(num_tokens)
         if first_token == num_tokens:
             continue
@@ -331,6 +323,5 @@ def _parts(
                 target_rank=target_rank,
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
-                convert=convert,
             )
             yield _Part(plan, pair.source_group, pair.target_group, first_token, num_tokens)

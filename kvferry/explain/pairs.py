@@ -1,6 +1,6 @@
 """A pair of engines and what a request between them costs, for people and for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,11 +12,14 @@ from kvferry.explain.costs import (
     balance_over_sources,
     balance_over_targets,
     explain_transfer,
+    segment_lengths,
 )
-from kvferry.explain.savings import Saving, SideChange, find_savings
+from kvferry.explain.savings import TRIAL_RANKS, Saving, SideChange, find_savings
 from kvferry.layouts import LAYOUT_NAMES, Layout
+from kvferry.layouts.arrays import HOST
 from kvferry.topology import EngineGeometry
-from kvferry.topology.strategies import StrategyChoice
+from kvferry.transports.base import Transport
+from kvferry.transports.ways import Way, choose_way
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
 
@@ -39,12 +42,14 @@ class PlannedEngine:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupChoice:
-    """How a decode rank reads the layers that two groups share."""
+class GroupWay:
+    """How the cells of the layers that two groups share come to the decode ranks."""
 
     layers: tuple[int, ...]
-    """Those of them that the rank has, ascending."""
-    choice: StrategyChoice
+    """The model's layers, ascending."""
+    segment_bytes: float
+    """See ``SegmentLength.mean_bytes``."""
+    way: Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,8 @@ class EnginePair:
     costs: tuple[PairCost, ...]
     """One entry per pair of ranks."""
     savings: tuple[Saving, ...] = ()
-    strategies: Mapping[str, Sequence[GroupChoice]] = field(default_factory=dict)
-    """Transport → how the slowest decode rank would read, one entry per pair of groups."""
+    ways: Mapping[str, Sequence[GroupWay]] = field(default_factory=dict)
+    """Transport → the way of the cells of each pair of groups."""
 
     @property
     def prefill_balance(self) -> Balance:
@@ -84,15 +89,69 @@ class EnginePair:
         return tuple(nbytes)
 
 
-def explain_pair(prefill: PlannedEngine, decode: PlannedEngine, num_tokens: int) -> EnginePair:
-    """The costs of one request, and what would lower them.
+def explain_pair(
+    prefill: PlannedEngine,
+    decode: PlannedEngine,
+    num_tokens: int,
+    transports: Iterable[type[Transport]] = (),
+    device: str = HOST,
+) -> EnginePair:
+    """The costs of one request, what would lower them, and the way of its cells per transport.
+
+    Args:
+        prefill: the engine that is read from.
+        decode: the engine that reads.
+        num_tokens: tokens of the request.
+        transports: those of which the way is told.
+        device: of the decode engine's memory.
 
     Raises:
         ValueError: the two can never exchange KV.
         ProtocolError, BoundsError: the memory that an engine described does not fit its groups.
     """
-    savings = find_savings(prefill.groups, decode.groups, num_tokens)
-    return EnginePair(prefill, decode, num_tokens, _costs(prefill, decode, num_tokens), savings)
+    return EnginePair(
+        prefill,
+        decode,
+        num_tokens,
+        _costs(prefill, decode, num_tokens),
+        find_savings(prefill.groups, decode.groups, num_tokens),
+        _ways(prefill, decode, num_tokens, transports, device),
+    )
+
+
+def _ways(
+    prefill: PlannedEngine,
+    decode: PlannedEngine,
+    num_tokens: int,
+    transports: Iterable[type[Transport]],
+    device: str,
+) -> dict[str, tuple[GroupWay, ...]]:
+    """See ``EnginePair.ways``. Of larger engines a sample of the ranks is looked at."""
+    lengths = segment_lengths(
+        source=prefill.groups,
+        target=decode.groups,
+        num_tokens=num_tokens,
+        target_engine_id=decode.engine_id,
+        source_memory=prefill.memory,
+        target_memory=decode.memory,
+        target_ranks=range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS)),
+    )
+    return {
+        kind.name: tuple(
+            GroupWay(
+                found.layers,
+                found.mean_bytes,
+                choose_way(
+                    kind,
+                    device=device,
+                    conversion=found.conversion,
+                    segment_bytes=found.mean_bytes,
+                ),
+            )
+            for found in lengths
+        )
+        for kind in transports
+    }
 
 
 def map_pairs(
@@ -154,7 +213,18 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
             "prefill": _engine_as_json(pair.prefill),
             "decode": _engine_as_json(pair.decode),
         },
-        "strategies": strategies_as_json(pair.strategies),
+        "ways": {
+            name: [
+                {
+                    "layers": group.layers,
+                    "way": str(group.way),
+                    "reason": group.way.reason,
+                    "segment_bytes": group.segment_bytes,
+                }
+                for group in groups
+            ]
+            for name, groups in pair.ways.items()
+        },
         "transfers": [
             {
                 "decode_rank": cost.target_rank,
@@ -182,30 +252,6 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
             for saving in pair.savings
         ],
     }
-
-
-def strategies_as_json(choices: Mapping[str, Sequence[GroupChoice]]) -> dict[str, Any]:
-    """Plain data of the choices."""
-    return {
-        name: [
-            {
-                "layers": group.layers,
-                "strategy": group.choice.strategy,
-                "seconds": group.choice.seconds,
-                "reason": group.choice.reason,
-                "alternatives": _alternatives(group.choice),
-            }
-            for group in groups
-        ]
-        for name, groups in choices.items()
-    }
-
-
-def _alternatives(choice: StrategyChoice) -> Sequence[dict[str, Any]]:
-    return [
-        {"strategy": cost.strategy, "seconds": cost.seconds, "reason": cost.reason}
-        for cost in choice.alternatives
-    ]
 
 
 def _engine_as_json(engine: PlannedEngine) -> dict[str, Any]:

@@ -87,6 +87,7 @@ def test_engines_that_fit_are_explained_and_end_with_0(kvferry, engine):
     assert "p0 → d0: will work, over tcp" in outcome.out
     assert "block: 16 tokens become 64; 4 prefill blocks fill a decode block" in outcome.out
     assert "d0 reads 64 tokens from p0" in outcome.out
+    assert "tcp writes the cells where they belong" in outcome.out
     assert "1 of 1 pairs will work" in outcome.out
 
 
@@ -126,6 +127,10 @@ def test_the_answer_for_programs(kvferry, engine):
     assert (bad["prefill"], bad["decode"], bad["fits"], bad["plan"]) == ("p0", "d0", False, None)
     assert [text.split(":")[0] for text in bad["mismatches"]] == ["model.weights_digest"]
     assert (good["decode"], good["fits"], good["transports"]) == ("d1", True, ["shm", "tcp"])
+    assert {name: way["way"] for name, (way,) in good["plan"]["ways"].items()} == {
+        "shm": "placed",
+        "tcp": "placed",
+    }
     assert [transfer["layers"] for transfer in good["plan"]["transfers"]] == [[0, 1], [2, 3]]
 
 
