@@ -59,7 +59,7 @@ def called(tmp_path, monkeypatch):
     call = tmp_path / "call"
     monkeypatch.setenv("CALL", str(call))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    for name in ("MODEL", "PORT"):
+    for name in ("MODEL", "PORT", "KV_CACHE_BYTES"):
         monkeypatch.delenv(name, raising=False)
     return lambda: call.read_text().removesuffix("\0").split("\0")
 
@@ -133,8 +133,9 @@ def test_the_pair_serves_a_request(tmp_path):
         "MODEL": str(prepare_model("smollm2")),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "KV_CACHE_BYTES": str(1 << 28),
     }
-    small = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(1 << 28)]
+    small = ["--enforce-eager", "--max-model-len", "1024"]
     subprocess.run([VLLM_BIN / "kvferry", "keys", "kvferry-keys"], cwd=tmp_path, check=True)
     with contextlib.ExitStack() as stack:
         for role, port in (("prefill", 8100), ("decode", 8200)):
