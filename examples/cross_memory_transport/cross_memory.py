@@ -28,9 +28,18 @@ from kvferry.errors import (
 from kvferry.layouts import check_bounds, num_bytes
 from kvferry.layouts.copier import expand, warm
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.topology import Addressing
-from kvferry.transports import ByteArray, Peer, Transfer, Transport, TransportOptions, Waitable
-from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports import (
+    Addressing,
+    ByteArray,
+    Peer,
+    Transfer,
+    Transfers,
+    TransferState,
+    Transport,
+    TransportOptions,
+    Waitable,
+)
+from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
 
 SPANS_PER_CALL = 1024  # the kernel's limit; between two calls a read can be cancelled
@@ -70,7 +79,7 @@ class CrossMemoryPeer(Peer):
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.landings: dict[Transfer, Landing] = {}
+        self.reads: set[Transfer] = set()
         self.closed = False
 
     def error(self) -> KVFerryError | None:
@@ -117,20 +126,36 @@ class CrossMemoryPeer(Peer):
     def close(self) -> None:
         """Fails what still reads from it."""
         self.closed = True
-        for landing in list(self.landings.values()):
-            landing.fail(PeerLostError("the connection was closed"))
+        for read in list(self.reads):
+            read.fail(PeerLostError("the connection was closed"))
+
+
+class CrossMemoryRead(Transfer):
+    """A read, which is over when nobody writes for it any more."""
+
+    def __init__(self, nbytes: int, transfers: Transfers, peer: CrossMemoryPeer) -> None:
+        super().__init__(nbytes, transfers)
+        self.peer = peer
+
+    def verify(self) -> KVFerryError | None:
+        """All bytes are there. Are they those of the peer?"""
+        return self.peer.error()
+
+    def ended(self, state: TransferState) -> None:
+        """The peer need not fail it any more."""
+        self.peer.reads.discard(self)
 
 
 class CrossMemoryTransport(Transport):
     """The plugin."""
 
     name = "cross_memory"
-    addressing = Addressing.BOTH
-    fences = True  # only our own movers write our memory, and a Landing counts them
+    addressing = Addressing.MOVERS
+    fences = True  # only our own movers write our memory, and the transfer counts them
     ExtraConfig = CrossMemoryConfig
 
     def __init__(self, options: TransportOptions) -> None:
-        self._regions, self._ledger = Regions(), Ledger()
+        self._regions, self._transfers = Regions(), Transfers()
         self._token = np.frombuffer(bytearray(secrets.token_bytes(16)), dtype=np.uint8)
         self._token_bytes = self._token.tobytes()
         self._pool = MoverPool("cross-memory", options.threads)
@@ -182,55 +207,49 @@ class CrossMemoryTransport(Transport):
     ) -> Transfer:
         assert isinstance(peer, CrossMemoryPeer)
         check_bounds(tiles, runs, peer.endpoint.nbytes, self._regions.nbytes)  # BoundsError
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(
-            transfer,
-            self._ledger,
-            verify=peer.error,
-            on_end=lambda _: peer.landings.pop(transfer, None),
-        )
-        if not self._ledger.enter(landing):
-            return transfer  # the transport is closed, and the transfer has failed
-        peer.landings[transfer] = landing
+        read = CrossMemoryRead(num_bytes(tiles, runs), self._transfers, peer)
+        peer.reads.add(read)
+        if not self._transfers.add(read):
+            return read  # the transport is closed, and the read has failed
         error = peer.error()
         if error is not None:
-            landing.fail(error)
+            read.fail(error)
         else:
-            begin = partial(self._begin, peer, landing, tiles, runs)
-            start_after(after, landing, lambda: self._pool.submit(begin))
-        return transfer
+            begin = partial(self._begin, read, tiles, runs)
+            start_after(after, read, lambda: self._pool.submit(begin))
+        return read
 
-    def _begin(self, peer: CrossMemoryPeer, landing: Landing, tiles: Tiles, runs: Runs) -> None:
+    def _begin(self, read: CrossMemoryRead, tiles: Tiles, runs: Runs) -> None:
         spans = expand(tiles, runs)  # single contiguous copies, after merging
         spans["source_region"] += 1  # what the peer's endpoint lists first is its token
-        self._step(peer, landing, spans)
+        self._step(read, spans)
 
-    def _step(self, peer: CrossMemoryPeer, landing: Landing, spans: npt.NDArray[Any]) -> None:
+    def _step(self, read: CrossMemoryRead, spans: npt.NDArray[Any]) -> None:
         """Copies one call's worth, then queues the rest, so that reads share the movers."""
-        if not landing.enter():
+        if not read.enter():
             return  # it was cancelled, or has failed: from here on nobody writes
         now, later = spans[:SPANS_PER_CALL], spans[SPANS_PER_CALL:]
         nbytes = 0
         try:
             target = self._regions.addresses[now["target_region"]] + now["target_offset"]
-            peer.copy(now["source_region"], now["source_offset"], target, now["nbytes"])
+            read.peer.copy(now["source_region"], now["source_offset"], target, now["nbytes"])
             nbytes = int(now["nbytes"].sum())
         except KVFerryError as error:
-            landing.fail(error)
+            read.fail(error)
         finally:
-            landing.leave(nbytes, len(now))
+            read.leave(nbytes, len(now))
         if len(later):
-            self._pool.submit(partial(self._step, peer, landing, later))
+            self._pool.submit(partial(self._step, read, later))
 
     def poll(self) -> list[Transfer]:
-        return self._ledger.poll()
+        return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        self._ledger.cancel(transfer)
+        self._transfers.cancel(transfer)
 
     def close(self) -> None:
         self._token[:] = 0  # readers see that what they read may be somebody else's by now
-        self._ledger.close()
+        self._transfers.close()
         for peer in self._peers:
             peer.close()
         self._pool.close()

@@ -97,6 +97,34 @@ class EndingConformance(TransportScenes):
         assert local.poll() == []
         scene.assert_exact()
 
+    @pytest.mark.parametrize("end", ["done", "cancelled", "closed", "lost"])
+    def test_the_end_of_a_read_is_told(
+        self, local: Transport, fresh_peer: PeerProcess, end: str
+    ) -> None:
+        """However it ended: once, when poll() reports it; at once to those who ask later."""
+        if end in ("closed", "lost") and not self.transport.fences:
+            return  # it need not end
+        scene = self.scene(local, fresh_peer, large_case(SMALL))
+        event, told = threading.Event(), threading.Semaphore(0)
+        if end == "lost":
+            self.wait(local, scene.read())
+            fresh_peer.kill()
+        transfer = scene.read(after=event)
+        transfer.on_end(lambda _: told.release())
+        if end in ("cancelled", "closed"):
+            assert not told.acquire(timeout=self.settle_s / 4), "told before the end"
+        if end == "cancelled":
+            local.cancel(transfer)
+        elif end == "closed":
+            scene.peer.close()
+        event.set()
+        assert told.acquire(timeout=self.patience_s), "the end was not told"
+        assert transfer in local.poll()
+        assert (transfer.error is None) == (end == "done"), transfer.error
+        transfer.on_end(lambda _: told.release())
+        assert told.acquire(timeout=0)
+        assert not told.acquire(timeout=self.settle_s / 4), "told twice"
+
     # Peers that die, stop, and come back.
 
     def test_reading_from_a_dead_peer_fails_as_lost(

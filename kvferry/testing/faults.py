@@ -10,6 +10,7 @@ What happens to the n-th read of a transport depends on the seed and n only.
 """
 
 import enum
+import functools
 import threading
 import time
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports.base import (
     Peer,
     Transfer,
+    Transfers,
     TransferState,
     Transport,
     TransportOptions,
@@ -94,6 +96,8 @@ class _Faulted:
     """What the second half waits for; set when all is over, so that no thread waits for ever."""
     running: set[Transfer]
     cancelled: bool = False
+    timed: bool = False
+    """Whether a timer will end it."""
 
     def verdict(self) -> tuple[TransferState, KVFerryError]:
         if self.cancelled:
@@ -116,7 +120,10 @@ class FaultyTransport(WrappedTransport):
         self._lock = threading.RLock()
         self._reads = 0
         self._faulted: dict[Transfer, _Faulted] = {}
-        self._ended: list[Transfer] = []
+        self._transfers = Transfers()
+        """Those that a fault befell."""
+        self._parts: set[Transfer] = set()
+        """Their halves, of which nobody else hears."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "FaultyTransport":
@@ -143,16 +150,24 @@ class FaultyTransport(WrappedTransport):
             except KVFerryError:
                 self._inner.cancel(rest)
                 raise
-            outer = Transfer(nbytes=half.nbytes + rest.nbytes)
-            self._faulted[outer] = _Faulted(outer, fault, half, rest, gate, {half, rest})
+            outer = Transfer(half.nbytes + rest.nbytes, self._transfers)
+            self._transfers.add(outer)
+            faulted = _Faulted(outer, fault, half, rest, gate, {half, rest})
+            self._faulted[outer] = faulted
+            for part in (half, rest):
+                self._parts.add(part)
+                part.on_end(functools.partial(self._part_ended, faulted))
             return outer
 
     def poll(self) -> list[Transfer]:
-        """As the inner transport; the clock of stalled reads runs here."""
+        """As the inner transport."""
         with self._lock:
-            self._settle()
-            ended, self._ended = self._ended, []
-            return ended
+            for faulted in list(self._faulted.values()):
+                self._advance(faulted)
+            polled = self._inner.poll()
+            ended = [transfer for transfer in polled if transfer not in self._parts]
+            self._parts.difference_update(polled)
+            return ended + self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """As the inner transport."""
@@ -162,47 +177,45 @@ class FaultyTransport(WrappedTransport):
                 self._inner.cancel(transfer)
                 return
             faulted.cancelled = True
-            for part in faulted.running:
+            for part in list(faulted.running):
                 self._inner.cancel(part)
 
-    def close(self) -> None:
-        """Closes the inner transport; what a fault kept running fails."""
-        self._inner.close()
+    def _part_ended(self, faulted: _Faulted, part: Transfer) -> None:
         with self._lock:
-            self._settle()
-
-    def _settle(self) -> None:
-        owners = {part: each for each in self._faulted.values() for part in each.running}
-        for ended in self._inner.poll():
-            owner = owners.get(ended)
-            if owner is None:
-                self._ended.append(ended)
-            else:
-                owner.running.discard(ended)
-        for faulted in list(self._faulted.values()):
+            faulted.running.discard(part)
             self._advance(faulted)
 
     def _advance(self, faulted: _Faulted) -> None:
         outer, half = faulted.outer, faulted.half
+        if outer not in self._faulted:
+            return
         if half.bytes_done > outer.bytes_done:
             outer.bytes_done, outer.segments = half.bytes_done, half.segments
             outer.progressed = half.progressed
         if faulted.running:
-            waited = time.monotonic() - max(outer.progressed, half.finished or 0.0)
             stalls = faulted.fault is Fault.STALL and half.error is None
-            if half.is_terminal and not (stalls and waited < self._stall_timeout_s):
+            if half.is_terminal and not (stalls and self._has_time_left(faulted)):
                 self._inner.cancel(faulted.rest)
             return
         del self._faulted[outer]
         faulted.gate.set()
-        state, outer.error = faulted.verdict()
+        state, error = faulted.verdict()
         if isinstance(faulted.rest.error, TransferError) and not isinstance(
             faulted.rest.error, CancelledError
         ):
-            outer.error = faulted.rest.error  # the connection or the transport was closed
-        outer.finished = time.monotonic()
-        outer.state = state
-        self._ended.append(outer)
+            error = faulted.rest.error  # the connection or the transport was closed
+        outer.stop(state, error)
+
+    def _has_time_left(self, faulted: _Faulted) -> bool:
+        """Whether a stalled read is not over yet. When it is, a timer ends what is left of it."""
+        since = max(faulted.outer.progressed, faulted.half.finished or 0.0)
+        left_s = since + self._stall_timeout_s - time.monotonic()
+        if left_s > 0 and not faulted.timed:
+            faulted.timed = True
+            timer = threading.Timer(left_s, self._inner.cancel, (faulted.rest,))
+            timer.daemon = True
+            timer.start()
+        return left_s > 0
 
 
 def faulty_transport(transport: type[Transport], faults: Faults) -> type[FaultyTransport]:

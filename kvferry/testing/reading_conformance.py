@@ -86,18 +86,6 @@ class ReadingConformance(TransportScenes):
         self.wait(local, scene.read())
         scene.assert_exact()
 
-    def test_the_end_of_a_read_is_told(self, local: Transport, healthy_peer: PeerProcess) -> None:
-        """Once, when it is terminal, so that nobody has to poll; at once if it was before."""
-        scene = self.scene(local, healthy_peer, large_case(SMALL))
-        transfer = scene.read()
-        told: list[TransferState] = []
-        transfer.on_end(lambda ended: told.append(ended.state))
-        self.wait(local, transfer)
-        self.wait_for(lambda: bool(told))
-        transfer.on_end(lambda ended: told.append(ended.state))
-        assert told == [TransferState.DONE] * 2
-        assert local.poll() == []
-
     def test_an_empty_read_is_done(self, local: Transport, healthy_peer: PeerProcess) -> None:
         """No runs, or no tiles: nothing to move."""
         scene = self.scene(local, healthy_peer, large_case(SMALL))

@@ -1,5 +1,6 @@
 """What the conformance tests of transports stand on: a case laid out, and how to wait for reads."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ class TransportScenes:
     def options(cls) -> TransportOptions:
         """What both sides are opened with."""
         return TransportOptions(
-            threads=cls.threads, stall_timeout_s=cls.stall_timeout_s, extra=cls.extra
+            threads=cls.threads,
+            stall_timeout_s=cls.stall_timeout_s,
+            extra=cls.extra,
         )
 
     @pytest.fixture(scope="class")
@@ -143,16 +146,19 @@ class TransportScenes:
         return Scene(local, peer, tiles, case.runs, sources, around, targets, before, regions[0])
 
     def wait(self, local: Transport, *transfers: Transfer) -> list[Transfer]:
-        """Polls until all of them are reported; returns everything that was."""
+        """Polls whenever it is told of an end, until all are reported; returns all that was."""
         reported: list[Transfer] = []
-        deadline = time.monotonic() + self.patience_s
-        while not all(transfer in reported for transfer in transfers):
-            assert time.monotonic() < deadline, (
-                f"not reported after {self.patience_s} s: "
+        told = threading.Semaphore(0)
+        for transfer in transfers:
+            transfer.on_end(lambda _: told.release())
+        for _ in transfers:
+            assert told.acquire(timeout=self.patience_s), (
+                f"no end was told for {self.patience_s} s; not reported: "
                 f"{[transfer for transfer in transfers if transfer not in reported]}"
             )
             reported += local.poll()
-            time.sleep(0.0005)
+        missing = [transfer for transfer in transfers if transfer not in reported]
+        assert not missing, f"the end was told, and poll() says nothing of {missing}"
         return reported
 
     def wait_for(self, condition: Callable[[], bool]) -> None:

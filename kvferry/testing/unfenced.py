@@ -14,6 +14,7 @@ the bytes from landing, and only when they have landed is the transfer terminal.
 """
 
 import threading
+from dataclasses import replace
 from typing import ClassVar
 
 from kvferry.errors import PeerLostError
@@ -22,7 +23,7 @@ from kvferry.testing.wrapped import WrappedTransport
 from kvferry.transports.base import (
     Peer,
     Transfer,
-    TransferState,
+    Transfers,
     Transport,
     TransportOptions,
     Waitable,
@@ -123,19 +124,13 @@ class UnfencedTransport(WrappedTransport):
         self._lock = threading.Lock()
         self._starts: dict[Transfer, _Start] = {}
         """What each read under way waits for."""
-        self._lost: list[Transfer] = []
-        """Reads over closed connections, not polled yet."""
+        self._lost = Transfers()
+        """Reads over closed connections, which never begin."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "UnfencedTransport":
         """Opens the inner transport; raises what that raises."""
-        patient = TransportOptions(
-            host=options.host,
-            threads=options.threads,
-            stall_timeout_s=NEVER_S,
-            extra=options.extra,
-        )
-        return cls(cls.inner_class.open(patient))
+        return cls(cls.inner_class.open(replace(options, stall_timeout_s=NEVER_S)))
 
     def connect(self, endpoint: bytes) -> Peer:
         """As the inner transport."""
@@ -155,16 +150,15 @@ class UnfencedTransport(WrappedTransport):
         return transfer
 
     def _lose(self) -> Transfer:
-        lost = Transfer(nbytes=0)
-        lost.end(TransferState.FAILED, PeerLostError("the connection was closed"))
-        with self._lock:
-            self._lost.append(lost)
+        lost = Transfer(0, self._lost)
+        self._lost.add(lost)
+        lost.fail(PeerLostError("the connection was closed"))
         return lost
 
     def poll(self) -> list[Transfer]:
         """Terminal are the reads of which everything has landed, or nothing ever will."""
         with self._lock:
-            ended, self._lost = self._inner.poll() + self._lost, []
+            ended = self._inner.poll() + self._lost.poll()
             for transfer in ended:
                 self._starts.pop(transfer, None)
             return ended

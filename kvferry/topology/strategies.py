@@ -34,7 +34,7 @@ class Strategy(enum.StrEnum):
 class Addressing(enum.StrEnum):
     """What a mover does with tiles × runs."""
 
-    BOTH = "both"
+    BOTH = "movers"
     """It reads source memory and writes target memory itself, in one pass."""
     PACKED = "packed"
     """Our code packs at the source and unpacks at the target; the wire between is dense."""

@@ -1,13 +1,15 @@
 """Moves bytes between registered regions; knows nothing of layers, heads or requests.
 
-:mod:`kvferry.transports.base` is the contract; ``shm``, ``vm`` and ``tcp`` fulfil it. Importing
+:mod:`kvferry.transports.base` is the contract; the other modules fulfil it. Importing
 this package loads no transport; :func:`open_transport` loads the one it is asked for.
 """
 
 from kvferry.transports.base import (
+    Addressing,
     ByteArray,
     Peer,
     Transfer,
+    Transfers,
     TransferState,
     Transport,
     TransportOptions,
@@ -16,10 +18,12 @@ from kvferry.transports.base import (
 from kvferry.transports.registry import open_transport, transport_class
 
 __all__ = [
+    "Addressing",
     "ByteArray",
     "Peer",
     "Transfer",
     "TransferState",
+    "Transfers",
     "Transport",
     "TransportOptions",
     "Waitable",

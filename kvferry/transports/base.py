@@ -19,14 +19,24 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import KVFerryError
+from kvferry.errors import CancelledError, KVFerryError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
-from kvferry.topology.strategies import Addressing
 
 logger = logging.getLogger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
+
+
+class Addressing(enum.StrEnum):
+    """What a transport does with tiles × runs."""
+
+    MOVERS = "movers"
+    """Its own threads read source memory and write target memory, in one pass."""
+    PACKED = "packed"
+    """The source packs chunks and the reader unpacks them; the wire between is dense."""
+    SEGMENTS = "segments"
+    """One operation of the wire per contiguous segment."""
 
 
 class Waitable(Protocol):
@@ -45,27 +55,48 @@ class TransferState(enum.Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(slots=True, eq=False)
 class Transfer:
-    """One read under way. Written by the transport's threads, read by anyone."""
+    """One read: how far it is, and the fence around the memory that it writes.
 
-    nbytes: int
-    """Bytes to move."""
-    state: TransferState = TransferState.RUNNING
-    bytes_done: int = 0
-    """Bytes already in place: the progress that tells slow from stalled."""
-    segments: int = 0
-    """Contiguous copies after merging, where the mover counts them."""
-    error: KVFerryError | None = None
-    """Why it failed; set before ``state`` becomes ``FAILED``."""
-    started: float = field(default_factory=time.monotonic)
-    """``time.monotonic()`` at the call of ``read``."""
-    progressed: float = field(default_factory=time.monotonic)
-    """``time.monotonic()`` of the last progress."""
-    finished: float | None = None
-    """``time.monotonic()`` when it became terminal."""
-    _callbacks: list[Callable[["Transfer"], object]] = field(default_factory=list, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    Everybody may look at it. The transport's threads write target memory between :meth:`enter`
+    and :meth:`leave` only. Once the transfer was stopped no thread is let in, and it becomes
+    terminal when the last one has left: **a terminal state proves that nothing of it lands any
+    more**. The first reason to stop stands.
+
+    A transport derives its own from it, to keep what belongs to one read, and for the two methods
+    that are called on the way to the end: :meth:`verify` and :meth:`ended`.
+    """
+
+    def __init__(self, nbytes: int, transfers: "Transfers | None" = None) -> None:
+        """A read of ``nbytes``; it counts from :meth:`Transfers.add` on."""
+        now = time.monotonic()
+        self.nbytes = nbytes
+        """Bytes to move."""
+        self.state = TransferState.RUNNING
+        self.bytes_done = 0
+        """Bytes already in place: the progress that tells slow from stalled."""
+        self.segments = 0
+        """Contiguous copies after merging, where the mover counts them."""
+        self.error: KVFerryError | None = None
+        """Why it failed; set before ``state`` becomes ``FAILED``."""
+        self.started = now
+        """``time.monotonic()`` at the call of ``read``."""
+        self.progressed = now
+        """``time.monotonic()`` of the last progress."""
+        self.finished: float | None = None
+        """``time.monotonic()`` when it became terminal."""
+        self._transfers = Transfers() if transfers is None else transfers
+        self._lock = self._transfers.lock
+        self._writers = 0
+        self._verdict: tuple[TransferState, KVFerryError | None] | None = None
+        self._ended = False
+        self._callbacks: list[Callable[[Transfer], object]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.state.value}, {self.bytes_done} of {self.nbytes} bytes, "
+            f"error={self.error!r})"
+        )
 
     @property
     def is_terminal(self) -> bool:
@@ -83,20 +114,143 @@ class Transfer:
                 return
         callback(self)
 
-    def end(self, state: TransferState, error: KVFerryError | None = None) -> bool:
-        """Makes it terminal, for its transport; false if it was already."""
+    # For the transport.
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nobody may enter any more."""
+        return self._verdict is not None
+
+    def enter(self) -> bool:
+        """Whether the calling thread may write now; if so it must call :meth:`leave`."""
         with self._lock:
-            if self.is_terminal:
+            if self._verdict is not None:
                 return False
-            self.error = error
-            self.finished = time.monotonic()
-            self.state = state  # last: whoever sees it sees the rest
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+            self._writers += 1
+            return True
+
+    def leave(self, nbytes: int, segments: int) -> None:
+        """The calling thread has written ``nbytes`` in ``segments`` copies and writes no more.
+
+        When all bytes are there the transfer is done, unless :meth:`verify` objects.
+        """
+        with self._lock:
+            self.bytes_done += nbytes
+            self.segments += segments
+            self.progressed = time.monotonic()
+            complete = self._verdict is None and self.bytes_done == self.nbytes
+            if complete:
+                self._verdict = (TransferState.DONE, None)
+            else:
+                self._writers -= 1
+                over = self._claim_end()
+        if complete:
+            # It still counts as a writer, so nothing shows before this is answered.
+            if (error := self.verify()) is not None:
+                self._verdict = (TransferState.FAILED, error)
+            with self._lock:
+                self._writers -= 1
+                over = self._claim_end()
+        if over:
+            self._end()
+
+    def stop(self, state: TransferState, error: KVFerryError | None = None) -> None:
+        """Lets nobody in any more; the first verdict stands. Idempotent, never waits."""
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = (state, error)
+            over = self._claim_end()
+        if over:
+            self._end()
+
+    def fail(self, error: KVFerryError) -> None:
+        """Stops as ``FAILED``."""
+        self.stop(TransferState.FAILED, error)
+
+    def verify(self) -> KVFerryError | None:
+        """Asked once all bytes are there: why they may be wrong all the same, or ``None``."""
+        return None
+
+    def ended(self, state: TransferState) -> None:
+        """Called once, by any thread, just before the terminal state shows. Must not raise."""
+
+    def _claim_end(self) -> bool:
+        """Whether the calling thread must make it terminal: said once. Under the lock."""
+        over = self._verdict is not None and not self._writers and not self._ended
+        self._ended = self._ended or over
+        return over
+
+    def _end(self) -> None:
+        assert self._verdict is not None
+        state, error = self._verdict
+        self.ended(state)
+        self._transfers.finish(self, state, error)
+        for callback in self._callbacks:
             try:
                 callback(self)
             except Exception:  # the thread that ended it has other transfers
                 logger.exception("who waited for a transfer failed")
+
+
+class Transfers:
+    """The transfers of one transport: those under way, and those that ended and were not polled.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        """Guards all of this and the counts of each transfer; held for a few lines at a time."""
+        self._running: set[Transfer] = set()
+        self._ended: list[Transfer] = []
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def add(self, transfer: Transfer) -> bool:
+        """Takes a transfer in; false, and the transfer has failed, if the transport is closed."""
+        with self.lock:
+            closed = self._closed
+            if not closed:
+                self._running.add(transfer)
+        if closed:
+            transfer.fail(TransferError("the transport is closed"))
+        return not closed
+
+    def finish(self, transfer: Transfer, state: TransferState, error: KVFerryError | None) -> None:
+        """Makes a transfer terminal. For :class:`Transfer`, which calls it once."""
+        with self.lock:
+            self._running.discard(transfer)
+            transfer.error = error
+            transfer.finished = time.monotonic()
+            transfer.state = state  # last: whoever sees it sees the rest
+            self._ended.append(transfer)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Stops a transfer if it is under way; terminal once those who write have left."""
+        with self.lock:
+            running = transfer in self._running
+        if running:
+            transfer.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+
+    def poll(self) -> list[Transfer]:
+        """Transfers that ended since the last call, each once."""
+        with self.lock:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def close(self) -> bool:
+        """Fails what is under way and lets nothing in any more; false if that was done before."""
+        with self.lock:
+            if self._closed:
+                return False
+            self._closed = True
+            running = list(self._running)
+        for transfer in running:
+            transfer.fail(TransferError("the transport was closed"))
         return True
 
 
@@ -201,7 +355,10 @@ class Transport(Closing):
 
     @abstractmethod
     def poll(self) -> list[Transfer]:
-        """Transfers that became terminal since the last call, each exactly once."""
+        """Transfers that became terminal since the last call, each exactly once.
+
+        Nobody needs to call it on a timer: :meth:`Transfer.on_end` says when.
+        """
 
     @abstractmethod
     def cancel(self, transfer: Transfer) -> None:

@@ -38,8 +38,14 @@ from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.copier import Int64s
 from kvferry.layouts.device import CopyStream
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.strategies import Addressing
-from kvferry.transports.base import ByteArray, Peer, Transfer, TransportOptions, Waitable
+from kvferry.transports.base import (
+    Addressing,
+    ByteArray,
+    Peer,
+    Transfer,
+    TransportOptions,
+    Waitable,
+)
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.device import DeviceTransport
@@ -179,7 +185,7 @@ class CudaIpcTransport(DeviceTransport):
     """CUDA IPC between the processes of one host, with NVLink or PCIe between its GPUs."""
 
     name = "cuda_ipc"
-    addressing = Addressing.BOTH
+    addressing = Addressing.MOVERS
     fences = True
     ExtraConfig = CudaIpcExtraConfig
 

@@ -8,15 +8,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from kvferry.errors import KVFerryError, PeerLostError
-from kvferry.transports.base import Peer, Transfer, Waitable
-from kvferry.transports.movers import (
-    ChunkedRead,
-    Chunks,
-    Landing,
-    Ledger,
-    MoverPool,
-    start_after,
-)
+from kvferry.transports.base import Peer, Transfer, Transfers, TransferState, Waitable
+from kvferry.transports.movers import Chunks, CopyTransfer, MoverPool, start_after
 
 _DEAD_PEERS_S = 1.0
 """Seconds between two looks for peers that have died."""
@@ -31,7 +24,7 @@ class LocalPeer(Peer):
         self.addresses = np.zeros(len(region_bytes), dtype=np.int64)
         """By region id, for the copier."""
         self.closed = False
-        self._reads: dict[Transfer, Landing] = {}
+        self._reads: set[LocalTransfer] = set()
         self._lock = threading.Lock()
 
     @abstractmethod
@@ -50,54 +43,50 @@ class LocalPeer(Peer):
             return PeerLostError("the connection was closed")
         return self.lost()
 
-    def start(
-        self,
-        copy: Chunks,
-        transfer: Transfer,
-        ledger: Ledger,
-        pool: MoverPool,
-        after: Waitable | None,
-    ) -> None:
-        """Lets the movers work on ``copy`` once ``after`` has happened.
-
-        The transfer fails if the peer is lost now, or is when the last byte has landed.
-        """
-        landing = Landing(
-            transfer,
-            ledger,
-            verify=self.error,
-            on_end=lambda _: self._forget(transfer),
-        )
+    def begin(self, read: "LocalTransfer") -> KVFerryError | None:
+        """Takes a read in; why it cannot be carried out, or ``None``."""
         with self._lock:
-            error = self.error()
-            self._reads[transfer] = landing
-        if not ledger.enter(landing):
-            return
-        if error is not None:
-            landing.fail(error)
-            return
-        start_after(after, landing, ChunkedRead(copy, landing, pool).start)
+            self._reads.add(read)
+            return self.error()
+
+    def forget(self, read: "LocalTransfer") -> None:
+        """A read has ended."""
+        with self._lock:
+            self._reads.discard(read)
+            self._release_if_idle()
 
     def close(self) -> None:
         """Running reads fail with ``PeerLostError``; then what the connection holds is let go."""
         with self._lock:
             self.closed = True
-            reads = list(self._reads.values())
-        for landing in reads:
-            landing.fail(PeerLostError("the connection was closed"))
+            reads = list(self._reads)
+        for read in reads:
+            read.fail(PeerLostError("the connection was closed"))
         with self._lock:
-            self._release_if_idle()
-
-    def _forget(self, transfer: Transfer) -> None:
-        """A read has ended."""
-        with self._lock:
-            self._reads.pop(transfer, None)
             self._release_if_idle()
 
     def _release_if_idle(self) -> None:
         # A mover may still be inside a chunk: what it reads through must outlive it.
         if self.closed and not self._reads:
             self.release()
+
+
+class LocalTransfer(CopyTransfer):
+    """A read from a peer of this host. It fails if that is lost when the last byte has landed."""
+
+    def __init__(
+        self, nbytes: int, transfers: Transfers, copy: Chunks, pool: MoverPool, peer: LocalPeer
+    ) -> None:
+        super().__init__(nbytes, transfers, copy, pool)
+        self._peer = peer
+
+    def verify(self) -> KVFerryError | None:
+        """See :meth:`Transfer.verify`."""
+        return self._peer.error()
+
+    def ended(self, state: TransferState) -> None:
+        """See :meth:`Transfer.ended`."""
+        self._peer.forget(self)
 
 
 PeerT = TypeVar("PeerT", bound=LocalPeer)
@@ -109,7 +98,7 @@ class LocalReads(Generic[PeerT]):
     def __init__(self, name: str, threads: int) -> None:
         """``threads`` movers are started; ``name`` is theirs."""
         self.movers = MoverPool(name, threads)
-        self._ledger = Ledger()
+        self._transfers = Transfers()
         self._peers: list[PeerT] = []
         self._lock = threading.Lock()
         self._next_look = 0.0
@@ -117,7 +106,7 @@ class LocalReads(Generic[PeerT]):
     @property
     def closed(self) -> bool:
         """Whether :meth:`close` was called."""
-        return self._ledger.closed
+        return self._transfers.closed
 
     def add(self, peer: PeerT) -> PeerT:
         """Takes a connection in, and lets go of dead ones first."""
@@ -127,26 +116,32 @@ class LocalReads(Generic[PeerT]):
         return peer
 
     def start(self, peer: PeerT, copy: Chunks, nbytes: int, after: Waitable | None) -> Transfer:
-        """See :meth:`LocalPeer.start`; ``copy`` is of ``nbytes``."""
-        transfer = Transfer(nbytes=nbytes)
-        peer.start(copy, transfer, self._ledger, self.movers, after)
-        return transfer
+        """Lets the movers work on ``copy``, of ``nbytes``, once ``after`` has happened."""
+        read = LocalTransfer(nbytes, self._transfers, copy, self.movers, peer)
+        error = peer.begin(read)
+        if not self._transfers.add(read):
+            return read
+        if error is not None:
+            read.fail(error)
+        else:
+            start_after(after, read, read.start)
+        return read
 
     def poll(self) -> list[Transfer]:
-        """See :meth:`Ledger.poll`. Now and then it lets go of what dead peers have left."""
+        """See :meth:`Transfers.poll`. Now and then it lets go of what dead peers have left."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _DEAD_PEERS_S
             self._drop_dead_peers()
-        return self._ledger.poll()
+        return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Ledger.cancel`."""
-        self._ledger.cancel(transfer)
+        """See :meth:`Transfers.cancel`."""
+        self._transfers.cancel(transfer)
 
     def close(self) -> bool:
         """Fails reads, then ends movers and connections; false if that was done before."""
-        if not self._ledger.close():
+        if not self._transfers.close():
             return False
         self.movers.close()
         with self._lock:

@@ -16,16 +16,17 @@ from kvferry.config import parse_struct
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import (
+    Addressing,
     ByteArray,
     Peer,
     Transfer,
+    Transfers,
     Transport,
     TransportOptions,
     Waitable,
 )
-from kvferry.transports.movers import Landing, Ledger, start_after
+from kvferry.transports.movers import start_after
 from kvferry.transports.nixl_agents import AgentOptions
 from kvferry.transports.nixl_service import NixlPeer, NixlRead, NixlService, cut
 from kvferry.transports.nixl_wire import Region, decode_endpoint, encode_endpoint
@@ -75,7 +76,7 @@ class NixlTransport(Transport):
     def __init__(self, extra: NixlExtraConfig) -> None:
         self._extra = extra
         self._regions = Regions()
-        self._ledger = Ledger()
+        self._transfers = Transfers()
         self._service = NixlService(
             AgentOptions(extra.backends, extra.backend_params, extra.num_threads), self._regions
         )
@@ -137,32 +138,30 @@ class NixlTransport(Transport):
         if not isinstance(peer, NixlPeer):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(transfer, self._ledger)
-        if not self._ledger.enter(landing):
-            return transfer
-        if not transfer.nbytes:
-            landing.enter()
-            landing.leave(0, 0)
-            return transfer
         requests = cut(
             tiles, runs, peer.endpoint, self._extra.chunk_bytes, self._extra.max_descriptors
         )
-        read = NixlRead(landing, requests)
-        start_after(after, landing, lambda: self._service.start(peer, read))
-        return transfer
+        read = NixlRead(num_bytes(tiles, runs), self._transfers, requests)
+        if not self._transfers.add(read):
+            return read
+        if not read.nbytes:
+            read.enter()
+            read.leave(0, 0)
+        else:
+            start_after(after, read, lambda: self._service.start(peer, read))
+        return read
 
     def poll(self) -> list[Transfer]:
         """See :meth:`Transport.poll`."""
-        return self._ledger.poll()
+        return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the READs that were posted are done."""
-        self._ledger.cancel(transfer)
+        self._transfers.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. READs under way end with their agents."""
-        if not self._ledger.close():
+        if not self._transfers.close():
             return
         self._service.close()
         if self._service.unproven:

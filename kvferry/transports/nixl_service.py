@@ -4,7 +4,7 @@ There is one agent that serves our memory and **one per connection** that reads.
 READ back; the one thing that ends it is the end of its agent (see
 :mod:`~kvferry.transports.nixl_agents`), and with an agent of its own a lost peer costs no other
 peer anything. A READ under way counts as a writer of its transfer's
-:class:`~kvferry.transports.movers.Landing`: a transfer that was cancelled or failed stays running
+:class:`~kvferry.transports.base.Transfer`: one that was cancelled or failed stays running
 until each of its READs is done, or its agent is gone.
 """
 
@@ -26,8 +26,7 @@ from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferE
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.copier import expand
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports.base import Peer
-from kvferry.transports.movers import Landing
+from kvferry.transports.base import Peer, Transfer, Transfers
 from kvferry.transports.nixl_agents import Agent, AgentOptions, Handle, Rows
 from kvferry.transports.nixl_wire import Endpoint
 from kvferry.transports.regions import Regions
@@ -44,20 +43,25 @@ _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 """Pauses between two looks; they double while nothing happens."""
 
 
-@dataclass(slots=True, eq=False)
-class NixlRead:
-    """One read: its fence, and the pieces that have not been posted yet."""
+class NixlRead(Transfer):
+    """One read, and the pieces that have not been posted yet."""
 
-    landing: Landing
-    requests: Iterator[tuple[str, npt.NDArray[np.void]]]
-    """Kind of the source's memory, and rows of ``SEGMENT_DTYPE`` of one READ."""
+    def __init__(
+        self,
+        nbytes: int,
+        transfers: Transfers,
+        requests: Iterator[tuple[str, npt.NDArray[np.void]]],
+    ) -> None:
+        """``requests``: kind of the source's memory, and rows of ``SEGMENT_DTYPE`` of one READ."""
+        super().__init__(nbytes, transfers)
+        self.requests = requests
 
 
 @dataclass(slots=True, eq=False)
 class _Post:
     """One READ under way."""
 
-    landing: Landing
+    read: NixlRead
     handle: Handle
     nbytes: int
     segments: int
@@ -171,10 +175,8 @@ class NixlService:
         peer.lost = lost = error if kept else PeerLostError(f"the connection is lost: {error}")
         if peer in self._peers:
             self._peers.remove(peer)
-        for landing in [read.landing for read in peer.turns] + [
-            post.landing for post in peer.posts
-        ]:
-            landing.fail(lost)
+        for read in [*peer.turns, *(post.read for post in peer.posts)]:
+            read.fail(lost)
         peer.turns.clear()
         posts, peer.posts = peer.posts, []
         agent, peer.agent = peer.agent, None
@@ -191,7 +193,7 @@ class NixlService:
             )
             return
         for post in posts:
-            post.landing.leave(0, 0)
+            post.read.leave(0, 0)
 
     def _run(self) -> None:
         pause_s = _SHORTEST_S
@@ -247,7 +249,7 @@ class NixlService:
         if peer.lost is None and peer.agent is None:
             self._open(peer)
         if peer.lost is not None:
-            read.landing.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
+            read.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
         else:
             peer.turns.append(read)
 
@@ -273,7 +275,7 @@ class NixlService:
             except KVFerryError:
                 peer.posts = running + peer.posts[number:]
                 raise
-            post.landing.leave(post.nbytes, post.segments)
+            post.read.leave(post.nbytes, post.segments)
         progressed = len(running) < len(peer.posts)
         peer.posts = running
         return progressed
@@ -284,14 +286,14 @@ class NixlService:
         while peer.turns and len(peer.posts) < _READS_AHEAD:
             read = peer.turns.popleft()
             request = next(read.requests, None)
-            if request is not None and read.landing.enter():
+            if request is not None and read.enter():
                 peer.turns.append(read)
-                self._post_one(peer, read.landing, *request)
+                self._post_one(peer, read, *request)
                 posted = True
         return posted
 
     def _post_one(
-        self, peer: NixlPeer, landing: Landing, memory: str, pieces: npt.NDArray[np.void]
+        self, peer: NixlPeer, read: NixlRead, memory: str, pieces: npt.NDArray[np.void]
     ) -> None:
         assert peer.agent is not None
         try:
@@ -300,13 +302,13 @@ class NixlService:
             target = _rows(pieces, "target", self._regions.addresses.astype(np.uint64), None)
             handle = peer.agent.prepare(peer.endpoint.agent, memory, source, target)
         except PeerLostError:
-            landing.leave(0, 0)
+            read.leave(0, 0)
             raise
         except KVFerryError as error:  # this read's fault, and nothing of it was posted
-            landing.fail(error.with_traceback(None))
-            landing.leave(0, 0)
+            read.fail(error.with_traceback(None))
+            read.leave(0, 0)
             return
-        post = _Post(landing, handle, int(pieces["nbytes"].sum()), len(pieces))
+        post = _Post(read, handle, int(pieces["nbytes"].sum()), len(pieces))
         peer.posts.append(post)  # first: whatever start() says, bytes may land from here on
         post.done = peer.agent.start(handle)
 

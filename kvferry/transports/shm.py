@@ -19,8 +19,8 @@ from kvferry.errors import (
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.strategies import Addressing
 from kvferry.transports.base import (
+    Addressing,
     ByteArray,
     Peer,
     Transfer,
@@ -97,7 +97,7 @@ class ShmTransport(Transport):
     """Shared memory between the processes of one host."""
 
     name = "shm"
-    addressing = Addressing.BOTH
+    addressing = Addressing.MOVERS
     fences = True
     ExtraConfig = ShmExtraConfig
 

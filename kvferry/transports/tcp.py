@@ -76,7 +76,7 @@ class TcpTransport(WireTransport):
         self._pool = MoverPool("tcp", options.threads)
         limits = WireLimits(extra.chunk_bytes, extra.window_bytes, options.stall_timeout_s)
         self._reader: TcpReader = TcpReader(
-            self._context, self._regions, self._ledger, self._pool, limits
+            self._context, self._regions, self._transfers, self._pool, limits
         )
 
     @classmethod
@@ -105,7 +105,7 @@ class TcpTransport(WireTransport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if not self._ledger.close():
+        if not self._transfers.close():
             return
         self._reader.close()
         self._pool.close()

@@ -9,14 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
-from kvferry.transports.base import TransferState
-from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.base import Transfers, TransferState
+from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
 from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import (
@@ -43,12 +43,13 @@ _LONGEST_MS = 2**31 - 1
 """The longest timeout that a ZeroMQ socket takes."""
 
 
-@dataclass(slots=True, eq=False)
 class TcpRead(WireRead):
     """A read, and which chunks have come."""
 
-    missing: set[int] = field(default_factory=set)
-    """Chunks that have not come yet."""
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.missing: set[int] = set()
+        """Chunks that have not come yet."""
 
 
 class TcpPeer(WirePeer[TcpRead]):
@@ -92,11 +93,11 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
         self,
         context: Context,
         regions: Regions,
-        ledger: Ledger,
+        transfers: Transfers,
         pool: MoverPool,
         limits: WireLimits,
     ) -> None:
-        super().__init__(regions, ledger, pool, limits)
+        super().__init__(regions, transfers, pool, limits)
         self._context = context
         self._poller = zmq.Poller()
         self._handlers: dict[object, Callable[[], object]] = {}

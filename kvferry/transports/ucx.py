@@ -68,7 +68,7 @@ class UcxTransport(WireTransport):
         self._server = UcxServer(self._regions, self._token, extra.max_readers)
         self._pool = MoverPool("ucx", options.threads)
         self._reader: UcxReader = UcxReader(
-            self._ucx, self._regions, self._ledger, self._pool, limits
+            self._ucx, self._regions, self._transfers, self._pool, limits
         )
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-ucx", daemon=True)
@@ -96,7 +96,7 @@ class UcxTransport(WireTransport):
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if not self._ledger.close():
+        if not self._transfers.close():
             return
         self._closing = True
         self._reader.tasks.post(lambda: None)

@@ -9,12 +9,13 @@ import secrets
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError
-from kvferry.transports.base import ByteArray, TransferState
-from kvferry.transports.movers import Ledger, MoverPool
+from kvferry.transports.base import ByteArray, Transfers, TransferState
+from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
 from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import Cancel, Endpoint, Read, encode
@@ -24,13 +25,14 @@ from kvferry.transports.ucx_wire import TAG_BYTES, Want, decode_refusal
 from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader
 
 
-@dataclass(slots=True, eq=False)
 class UcxRead(WireRead):
     """A read, and which chunks it has not asked for yet."""
 
-    asking: Request = None
-    """Of the read's own message: chunks are asked for once it has left."""
-    next_chunk: int = 0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asking: Request = None
+        """Of the read's own message: chunks are asked for once it has left."""
+        self.next_chunk = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,9 +68,9 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
     read_class = UcxRead
 
     def __init__(
-        self, ucx: Ucx, regions: Regions, ledger: Ledger, pool: MoverPool, limits: WireLimits
+        self, ucx: Ucx, regions: Regions, transfers: Transfers, pool: MoverPool, limits: WireLimits
     ) -> None:
-        super().__init__(regions, ledger, pool, limits)
+        super().__init__(regions, transfers, pool, limits)
         self._ucx = ucx
         self._limbo: list[_Bounce] = []
         """Bounce buffers of lost connections that UCX has not let go of yet."""
@@ -154,7 +156,7 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
                 break
             read = peer.turns.popleft()
             assert read.plan is not None
-            if read.landing.stopped or read.number not in peer.reads:
+            if read.stopped or read.number not in peer.reads:
                 continue
             if read.asking.completed:
                 self._ask_for(peer, read, read.plan)
@@ -184,11 +186,11 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
             peer.bytes_ahead -= bounce.buffer.nbytes
             bounce.request.check_error()
             whole = bounce.buffer[-TAG_BYTES:].view("<u8")[0] == bounce.tag
-            if whole and not bounce.read.landing.stopped:
+            if whole and not bounce.read.stopped:
                 chunk = bounce.buffer[:-TAG_BYTES]
                 self._pool.submit(
                     functools.partial(self._unpack, peer, bounce.read, bounce.chunk, chunk)
                 )
-            elif bounce.read.number in peer.reads and not bounce.read.landing.stopped:
+            elif bounce.read.number in peer.reads and not bounce.read.stopped:
                 raise DecodeError(f"{peer.address} sent chunk {bounce.chunk} cut short")
         return True

@@ -16,9 +16,9 @@ from kvferry.errors import DecodeError, KVFerryError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import CHUNK_BYTES
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.strategies import Addressing
 from kvferry.transports import vm_copy, vm_memory
 from kvferry.transports.base import (
+    Addressing,
     ByteArray,
     Peer,
     Transfer,
@@ -93,7 +93,7 @@ class VmTransport(Transport):
     """Reads between the processes of one host, out of any memory of the other side."""
 
     name = "vm"
-    addressing = Addressing.BOTH
+    addressing = Addressing.MOVERS
     fences = True
     ExtraConfig = VmExtraConfig
 

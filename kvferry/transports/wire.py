@@ -4,9 +4,15 @@ import secrets
 from typing import Any
 
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.topology.strategies import Addressing
-from kvferry.transports.base import ByteArray, Peer, Transfer, Transport, Waitable
-from kvferry.transports.movers import Ledger
+from kvferry.transports.base import (
+    Addressing,
+    ByteArray,
+    Peer,
+    Transfer,
+    Transfers,
+    Transport,
+    Waitable,
+)
 from kvferry.transports.regions import Regions, private_memory
 from kvferry.transports.tcp_wire import Endpoint, decode_endpoint, encode
 from kvferry.transports.wire_reader import WirePeer, WireReader
@@ -26,7 +32,7 @@ class WireTransport(Transport):
         self._host = host
         self._token = secrets.token_bytes(16)
         self._regions = Regions()
-        self._ledger = Ledger()
+        self._transfers = Transfers()
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`."""
@@ -66,8 +72,8 @@ class WireTransport(Transport):
 
     def poll(self) -> list[Transfer]:
         """See :meth:`Transport.poll`."""
-        return self._ledger.poll()
+        return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
-        self._ledger.cancel(transfer)
+        self._transfers.cancel(transfer)

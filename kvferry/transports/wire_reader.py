@@ -1,7 +1,7 @@
 """What the reading sides of tcp and ucx share: reads that a source sends in chunks.
 
 Only the movers write the target memory, each chunk inside its transfer's fence
-(:class:`~kvferry.transports.movers.Landing`): a terminal state proves that nothing lands any more,
+(:class:`~kvferry.transports.base.Transfer`): a terminal state proves that nothing lands any more,
 whatever a peer sends late.
 """
 
@@ -18,8 +18,15 @@ from kvferry.errors import KVFerryError, PeerLostError, StalledError, TransferEr
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.transports.base import ByteArray, Peer, Transfer, TransferState, Waitable
-from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.base import (
+    ByteArray,
+    Peer,
+    Transfer,
+    Transfers,
+    TransferState,
+    Waitable,
+)
+from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
 from kvferry.transports.tasks import Tasks
 from kvferry.transports.tcp_chunks import ChunkPlan, plan_chunks
@@ -62,16 +69,29 @@ class WireLimits:
         return min(1.0, max(0.02, self.stall_timeout_s / 8))
 
 
-@dataclass(slots=True, eq=False)
-class WireRead:
-    """One read: its fence and its tables."""
+class WireRead(Transfer):
+    """One read, with its tables."""
 
-    tiles: Tiles
-    runs: Runs
-    landing: Landing
-    number: int = -1
-    """The id under which the server knows it; -1 until it was sent."""
-    plan: ChunkPlan | None = None
+    def __init__(
+        self,
+        reader: "WireReader[Any, Any]",
+        peer: "WirePeer[Any]",
+        tiles: Tiles,
+        runs: Runs,
+        transfers: Transfers,
+    ) -> None:
+        super().__init__(num_bytes(tiles, runs), transfers)
+        self.tiles = tiles
+        self.runs = runs
+        self.number = -1
+        """The id under which the server knows it; -1 until it was sent."""
+        self.plan: ChunkPlan | None = None
+        self._reader = reader
+        self._peer = peer
+
+    def ended(self, state: TransferState) -> None:
+        """See :meth:`Transfer.ended`."""
+        self._reader.tasks.post(lambda: self._reader.end(self._peer, self, state))
 
 
 class WirePeer(Peer, Generic[ReadT]):
@@ -113,12 +133,12 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
     read_class: type[ReadT]
 
     def __init__(
-        self, regions: Regions, ledger: Ledger, pool: MoverPool, limits: WireLimits
+        self, regions: Regions, transfers: Transfers, pool: MoverPool, limits: WireLimits
     ) -> None:
         self.tasks = Tasks()
         """For its thread."""
         self._regions = regions
-        self._ledger = ledger
+        self._transfers = transfers
         self._pool = pool
         self._limits = limits
         self._peers: list[PeerT] = []
@@ -148,21 +168,15 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         if not isinstance(peer, self.peer_class):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        transfer = Transfer(nbytes=num_bytes(tiles, runs))
-        landing = Landing(
-            transfer,
-            self._ledger,
-            on_end=lambda state: self.tasks.post(lambda: self._end(peer, read, state)),
-        )
-        read = self.read_class(tiles, runs, landing)
-        if not self._ledger.enter(landing):
-            return transfer
-        if not transfer.nbytes:
-            landing.enter()
-            landing.leave(0, 0)
+        read = self.read_class(self, peer, tiles, runs, self._transfers)
+        if not self._transfers.add(read):
+            return read
+        if not read.nbytes:
+            read.enter()
+            read.leave(0, 0)
         else:
-            start_after(after, landing, lambda: self.tasks.post(lambda: self._start(peer, read)))
-        return transfer
+            start_after(after, read, lambda: self.tasks.post(lambda: self._start(peer, read)))
+        return read
 
     def lose(self, peer: PeerT, error: KVFerryError) -> None:
         """Fails everything that runs on the connection, and ends it."""
@@ -174,7 +188,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         peer.reads.clear()
         peer.waiting.clear()
         for read in reads:
-            read.landing.fail(error)
+            read.fail(error)
 
     def lose_all(self) -> None:
         """Ends the connections."""
@@ -186,9 +200,9 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         for peer in list(self._peers):
             for read in [*peer.reads.values(), *peer.waiting]:
                 # A read that waits for its turn behind others of this peer is not stalled.
-                since = now - max(peer.progressed, read.landing.transfer.progressed)
+                since = now - max(peer.progressed, read.progressed)
                 if since > self._limits.stall_timeout_s:
-                    read.landing.fail(
+                    read.fail(
                         StalledError(
                             f"{peer.address} has sent nothing for {since:.1f} s "
                             f"(stall_timeout_s: {self._limits.stall_timeout_s})"
@@ -197,10 +211,10 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
 
     def _start(self, peer: PeerT, read: ReadT) -> None:
         if peer.lost is not None:
-            read.landing.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
+            read.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
         elif len(peer.reads) >= MAX_READS:
             peer.waiting.append(read)
-        elif not read.landing.stopped:
+        elif not read.stopped:
             self._request(peer, read)
 
     def _request(self, peer: PeerT, read: ReadT) -> None:
@@ -211,10 +225,10 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             if not isinstance(error, KVFerryError):
                 logger.exception("a read cannot be planned")
                 error = TransferError(f"the read cannot be planned: {error!r}")
-            read.landing.fail(error)
+            read.fail(error)
             return
         read.plan, read.number = plan, peer.next_number
-        read.landing.transfer.progressed = time.monotonic()
+        read.progressed = time.monotonic()
         peer.reads[read.number] = read
         peer.next_number += 1
         self._send_read(peer, read, message)
@@ -229,7 +243,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             encode_steps(plan.runs),
         )
 
-    def _end(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
+    def end(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
         """A read has ended; its place at the server is free."""
         if peer.lost is not None:
             return
@@ -244,13 +258,13 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         if message.transfer is None:
             self.lose(peer, PeerLostError(f"{peer.address} ended the connection: {message.reason}"))
         elif message.transfer in peer.reads:
-            peer.reads.pop(message.transfer).landing.fail(refused_error(message, peer.address))
+            peer.reads.pop(message.transfer).fail(refused_error(message, peer.address))
 
     def _unpack(self, peer: PeerT, read: ReadT, chunk: int, buffer: memoryview | ByteArray) -> None:
         """Puts one chunk in place, on a mover."""
         data = np.frombuffer(buffer, dtype=np.uint8)
         assert read.plan is not None
-        if not read.landing.enter():
+        if not read.enter():
             peer.take(data.nbytes)
             return
         nbytes, segments = 0, 0
@@ -261,7 +275,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             nbytes = data.nbytes
         except Exception as error:  # a bug of ours: this read fails, the mover goes on
             logger.exception("unpacking failed")
-            read.landing.fail(TransferError(f"unpacking failed: {error!r}"))
+            read.fail(TransferError(f"unpacking failed: {error!r}"))
         finally:
             peer.take(data.nbytes)  # first, so that the end of the read reports all of it
-            read.landing.leave(nbytes, segments)
+            read.leave(nbytes, segments)

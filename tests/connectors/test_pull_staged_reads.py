@@ -114,7 +114,7 @@ def read(memory: TargetMemory, wire: _Wire) -> StagedRead:
 
 
 def end(transfer: Transfer, error: TransferError | None = None) -> None:
-    transfer.end(TransferState.DONE if error is None else TransferState.FAILED, error)
+    transfer.stop(TransferState.DONE if error is None else TransferState.FAILED, error)
 
 
 def finish(read: StagedRead) -> None:

@@ -287,7 +287,7 @@ class Connection(Peer):
         self.transfer = transfer
 
     def close(self) -> None:
-        self.transfer.end(TransferState.FAILED)
+        self.transfer.stop(TransferState.FAILED)
 
 
 def test_a_read_that_goes_on_for_too_long_in_quarantine_loses_its_connection() -> None:

@@ -91,7 +91,9 @@ class ChecksNothing(ShmTransport):
         try:
             return super().read(peer, tiles, runs, after=after)
         except BoundsError as error:
-            return Transfer(nbytes=0, state=TransferState.FAILED, error=error)
+            refused = Transfer(0)
+            refused.fail(error)
+            return refused
 
 
 class IgnoresTheEvent(ShmTransport):
@@ -150,6 +152,15 @@ class ForgetsTheCancelled(ShmTransport):
 
     def poll(self):
         return [each for each in super().poll() if each.state is not TransferState.CANCELLED]
+
+
+class TellsNobody(ShmTransport):
+    """Those who wait for a read would wait for ever."""
+
+    def read(self, peer, tiles, runs, *, after=None):
+        transfer = super().read(peer, tiles, runs, after=after)
+        transfer.on_end = lambda callback: None
+        return transfer
 
 
 class LeavesReadsRunning(ShmTransport):
@@ -223,6 +234,16 @@ def test_a_transport_that_closes_with_reads_running_fails(peer):
     with pytest.raises(AssertionError):
         suite.test_closing_the_transport_ends_its_reads_first(peer)
     time.sleep(0.5)
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "closed"])
+def test_a_transport_that_tells_no_end_fails(peer, end):
+    suite = broken_suite(TellsNobody)
+    with (
+        contextlib.closing(TellsNobody.open(suite.options())) as local,
+        pytest.raises(AssertionError, match="the end was not told"),
+    ):
+        suite.test_the_end_of_a_read_is_told(local, peer, end)
 
 
 def test_the_sound_transport_passes_the_same_calls(peer):

@@ -1,4 +1,4 @@
-"""The fence around landing, and the threads that copy."""
+"""The fence around transfer, and the threads that copy."""
 
 import threading
 import time
@@ -6,105 +6,169 @@ import time
 import pytest
 
 from kvferry.errors import CancelledError, PeerLostError, TransferError
-from kvferry.transports.base import Transfer, TransferState
-from kvferry.transports.movers import Landing, Ledger, MoverPool, start_after
+from kvferry.transports.base import Transfer, Transfers, TransferState
+from kvferry.transports.movers import MoverPool, start_after
 
 
 @pytest.fixture
-def ledger():
-    return Ledger()
+def transfers():
+    return Transfers()
 
 
 @pytest.fixture
-def landing(ledger):
-    return Landing(Transfer(nbytes=10), ledger)
+def transfer(transfers):
+    return begin(transfers, 10)
 
 
-def test_a_transfer_is_terminal_only_when_the_last_writer_has_left(ledger, landing):
-    assert landing.enter()
-    assert landing.enter()
-    landing.stop(TransferState.CANCELLED, CancelledError("x"))
-    assert not landing.transfer.is_terminal
-    landing.leave(4, 1)
-    assert not landing.transfer.is_terminal
-    assert ledger.poll() == []
-    landing.leave(4, 1)
-    assert landing.transfer.state is TransferState.CANCELLED
-    assert ledger.poll() == [landing.transfer]
-    assert ledger.poll() == []
+def begin(transfers, nbytes):
+    transfer = Transfer(nbytes, transfers)
+    assert transfers.add(transfer)
+    return transfer
 
 
-def test_nobody_enters_after_the_stop(landing):
-    landing.fail(PeerLostError("x"))
-    assert not landing.enter()
-    assert landing.transfer.state is TransferState.FAILED
+def test_a_transfer_is_terminal_only_when_the_last_writer_has_left(transfers, transfer):
+    assert transfer.enter()
+    assert transfer.enter()
+    transfer.stop(TransferState.CANCELLED, CancelledError("x"))
+    assert not transfer.is_terminal
+    transfer.leave(4, 1)
+    assert not transfer.is_terminal
+    assert transfers.poll() == []
+    transfer.leave(4, 1)
+    assert transfer.state is TransferState.CANCELLED
+    assert transfers.poll() == [transfer]
+    assert transfers.poll() == []
 
 
-def test_the_last_byte_makes_it_done_once_all_writers_have_left(ledger, landing):
-    assert landing.enter()
-    assert landing.enter()
-    landing.leave(10, 3)
-    assert not landing.transfer.is_terminal
-    assert not landing.enter()
-    landing.leave(0, 0)
-    assert landing.transfer.state is TransferState.DONE
-    assert (landing.transfer.bytes_done, landing.transfer.segments) == (10, 3)
-    assert ledger.poll() == [landing.transfer]
+def test_nobody_enters_after_the_stop(transfer):
+    transfer.fail(PeerLostError("x"))
+    assert not transfer.enter()
+    assert transfer.state is TransferState.FAILED
 
 
-def test_the_first_verdict_stands(ledger, landing):
+def test_the_last_byte_makes_it_done_once_all_writers_have_left(transfers, transfer):
+    assert transfer.enter()
+    assert transfer.enter()
+    transfer.leave(10, 3)
+    assert not transfer.is_terminal
+    assert not transfer.enter()
+    transfer.leave(0, 0)
+    assert transfer.state is TransferState.DONE
+    assert (transfer.bytes_done, transfer.segments) == (10, 3)
+    assert transfers.poll() == [transfer]
+
+
+def test_the_first_verdict_stands(transfers, transfer):
     first = PeerLostError("first")
-    landing.fail(first)
-    landing.fail(PeerLostError("second"))
-    landing.stop(TransferState.CANCELLED)
-    assert landing.transfer.error is first
-    assert ledger.poll() == [landing.transfer]
+    transfer.fail(first)
+    transfer.fail(PeerLostError("second"))
+    transfer.stop(TransferState.CANCELLED)
+    assert transfer.error is first
+    assert transfers.poll() == [transfer]
 
 
-def test_what_cannot_be_verified_fails_with_all_bytes_in_place(ledger):
-    error = PeerLostError("dead")
-    ends = []
-    landing = Landing(Transfer(nbytes=1), ledger, verify=lambda: error, on_end=ends.append)
-    landing.enter()
-    landing.leave(1, 1)
-    assert landing.transfer.state is TransferState.FAILED
-    assert landing.transfer.error is error
-    assert ends == [TransferState.FAILED]
+class Unsound(Transfer):
+    """Its peer is dead when all bytes are there."""
+
+    dead = PeerLostError("dead")
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.ends = []
+
+    def verify(self):
+        assert not self.is_terminal
+        return self.dead
+
+    def ended(self, state):
+        assert not self.is_terminal
+        self.ends.append(state)
 
 
-def test_many_threads_and_one_stop_make_one_report(ledger):
+def test_what_cannot_be_verified_fails_with_all_bytes_in_place(transfers):
+    transfer = Unsound(1, transfers)
+    transfers.add(transfer)
+    transfer.enter()
+    transfer.leave(1, 1)
+    assert transfer.state is TransferState.FAILED
+    assert transfer.error is Unsound.dead
+    assert transfer.ends == [TransferState.FAILED]
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled", "closed"])
+def test_each_end_is_told_once_and_then_there_is_something_to_poll(transfers, transfer, end):
+    polled = []
+    transfer.on_end(lambda ended: polled.append((ended, transfers.poll())))
+    transfer.enter()
+    if end == "done":
+        transfer.leave(10, 1)
+    elif end == "failed":
+        transfer.fail(PeerLostError("x"))
+    elif end == "cancelled":
+        transfers.cancel(transfer)
+    else:
+        assert transfers.close()
+    if end != "done":
+        assert polled == []
+        transfer.leave(0, 0)
+    assert polled == [(transfer, [transfer])]
+    transfers.cancel(transfer)
+    assert len(polled) == 1
+    transfer.on_end(polled.append)
+    assert polled[1:] == [transfer]
+
+
+def test_who_waits_and_fails_holds_up_nobody(transfer, caplog):
+    told = []
+    transfer.on_end(lambda _: 1 / 0)
+    transfer.on_end(told.append)
+    transfer.fail(PeerLostError("x"))
+    assert told == [transfer]
+    assert "who waited for a transfer failed" in caplog.text
+
+
+def test_nothing_begins_once_it_is_closed(transfers):
+    assert transfers.close()
+    assert not transfers.close()
+    late = Transfer(1, transfers)
+    assert not transfers.add(late)
+    assert isinstance(late.error, TransferError)
+    assert transfers.poll() == [late]
+
+
+def test_many_threads_and_one_stop_make_one_report(transfers):
     for _ in range(20):
-        landing = Landing(Transfer(nbytes=1 << 40), ledger)
+        transfer = begin(transfers, 1 << 40)
         inside = []
 
-        def write(landing=landing, inside=inside):
-            while landing.enter():
-                inside.append(landing.transfer.is_terminal)
-                landing.leave(1, 1)
+        def write(transfer=transfer, inside=inside):
+            while transfer.enter():
+                inside.append(transfer.is_terminal)
+                transfer.leave(1, 1)
 
         threads = [threading.Thread(target=write) for _ in range(4)]
         for thread in threads:
             thread.start()
         time.sleep(0.002)
-        landing.stop(TransferState.CANCELLED)
+        transfer.stop(TransferState.CANCELLED)
         for thread in threads:
             thread.join()
         assert not any(inside)
-        assert ledger.poll() == [landing.transfer]
+        assert transfers.poll() == [transfer]
 
 
-def test_a_failing_event_fails_the_transfer(landing):
+def test_a_failing_event_fails_the_transfer(transfer):
     class Broken:
         def wait(self):
             raise RuntimeError("the device is gone")
 
     started = []
-    start_after(Broken(), landing, lambda: started.append(1))
+    start_after(Broken(), transfer, lambda: started.append(1))
     deadline = time.monotonic() + 5
-    while not landing.transfer.is_terminal and time.monotonic() < deadline:
+    while not transfer.is_terminal and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert isinstance(landing.transfer.error, TransferError)
-    assert "the device is gone" in str(landing.transfer.error)
+    assert isinstance(transfer.error, TransferError)
+    assert "the device is gone" in str(transfer.error)
     assert not started
 
 

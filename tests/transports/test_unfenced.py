@@ -36,8 +36,7 @@ class _Liar(UnfencedTransport):
     """Takes the wish for the deed: a cancelled read is terminal at once."""
 
     def cancel(self, transfer):
-        transfer.end(TransferState.CANCELLED, CancelledError("so it says"))
-        self._lost.append(transfer)
+        self._lost.finish(transfer, TransferState.CANCELLED, CancelledError("so it says"))
 
 
 @pytest.fixture

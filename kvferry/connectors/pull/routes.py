@@ -29,6 +29,7 @@ from kvferry.topology.in_place import plan_repack
 from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.machine_costs import MachineCosts
 from kvferry.topology.strategies import (
+    Addressing,
     MoverTraits,
     Strategy,
     StrategyChoice,
@@ -324,7 +325,7 @@ def make_routes(
     if not memory.is_host:
         work = replace(work, in_place_obstacle="blocks are permuted in host memory only")
     places = memory.is_host or isinstance(transport, DeviceTransport)
-    mover = MoverTraits(transport.name, transport.addressing, transport.fences, places)
+    mover = MoverTraits(transport.name, Addressing(transport.addressing), transport.fences, places)
     # Beside one pass on the device there is only the way through the host, whatever the costs say.
     wanted = options.strategy or (None if memory.is_host else Strategy.STRIDED)
     choice = choose_strategy(work, mover, options.costs, wanted=wanted)
