@@ -22,7 +22,8 @@ from benchmarks.loads.shared import Loads, WrongBytesError
 ROOT = Path(__file__).parents[2]
 _UCX_TLS = {"shm": "all", "tcp": "tcp"}
 """``UCX_TLS``. Of all that UCX has it takes cross memory attach for a READ on one host."""
-_ANSWER_S = 120.0
+_OPEN_S, _CALL_S, _CLOSE_S = 600.0, 120.0, 10.0
+"""Seconds after which a process does not answer. The first start in a checkout compiles kernels."""
 _PR_SET_PDEATHSIG = 1
 _MODULES = {
     "Prefill": "benchmarks.loads.engines",
@@ -92,9 +93,9 @@ class Side:
         Raises:
             LoadsError: it cannot be made.
         """
-        self._answer()
+        self._answer(_OPEN_S)
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any, timeout_s: float = _CALL_S) -> Any:
         """Calls a method there and returns what it returned.
 
         Raises:
@@ -102,12 +103,12 @@ class Side:
         """
         with contextlib.suppress(OSError):  # the answer says that it has ended
             self._pipe.send((method, arguments))
-        return self._answer()
+        return self._answer(timeout_s)
 
-    def _answer(self) -> Any:
+    def _answer(self, timeout_s: float) -> Any:
         try:
-            if not self._pipe.poll(_ANSWER_S):
-                raise LoadsError(f"{self.name}: no answer in {_ANSWER_S:.0f} s")
+            if not self._pipe.poll(timeout_s):
+                raise LoadsError(f"{self.name}: no answer in {timeout_s:.0f} s")
             kind, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise LoadsError(f"{self.name}: the process ended") from error
@@ -124,7 +125,7 @@ class Side:
         if self._process.poll() is None:
             self.signal(signal.SIGCONT)
             with contextlib.suppress(LoadsError):
-                self.call("close")
+                self.call("close", timeout_s=_CLOSE_S)
         self._process.kill()
         self._process.wait()
         self._pipe.close()
