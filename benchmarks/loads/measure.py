@@ -104,9 +104,11 @@ class LoadsResults(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[LoadsRow, ...]
 
 
-def loads_per_round(nbytes: int) -> int:
-    """Enough for a p99 in ten rounds where a load is short, few where it is long."""
-    return 20 if nbytes <= 4 << 20 else 5 if nbytes <= 40 << 20 else 2
+def loads_per_round(tokens: int, nbytes: int) -> int:
+    """Enough of the shortest for a p99 in ten rounds, few where a load is long."""
+    if tokens == min(TOKENS):
+        return 20
+    return 10 if nbytes < 4 << 20 else 4 if nbytes < 64 << 20 else 2
 
 
 def measure(
@@ -208,7 +210,7 @@ def _measure_group(
         names = list(pairs)
         turn = number % len(names)
         for (tokens, busy), name in product(cases, names[turn:] + names[:turn]):
-            full = loads_per_round(cache.load_bytes(tokens))
+            full = loads_per_round(tokens, cache.load_bytes(tokens))
             count = 2 if quick or number == 0 else full
             loads = pairs[name].load(tokens, count, work_rounds if busy else 0)
             if number > 0:
