@@ -22,7 +22,12 @@ from kvferry.control.leases import Lease, LeaseTable
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.server import ControlServer
 from kvferry.topology import EngineGeometry, ParallelShape
-from kvferry.topology.description import EngineDescription, ModelFingerprint, RankDescription
+from kvferry.topology.description import (
+    EngineDescription,
+    ModelFingerprint,
+    RankDescription,
+    tagged_groups,
+)
 
 LEASES = 64
 
@@ -54,7 +59,7 @@ def describe(engine_id: str) -> EngineDescription:
         engine_id=engine_id,
         incarnation="benchmark",
         model=model,
-        groups=(geometry.description(),),
+        groups=tagged_groups([geometry]),
         ranks=(RankDescription(rank=0, endpoints={"shm": b""}, memory=(memory,)),),
     )
 

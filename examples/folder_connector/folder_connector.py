@@ -215,8 +215,10 @@ def extra_of(context: kv.ConnectorContext) -> FolderConfig:
 
 def shared_geometry(context: kv.ConnectorContext) -> EngineGeometry:
     """The geometry of every file: one rank, blocks of a chunk."""
+    (group,) = context.groups
+    assert isinstance(group, EngineGeometry)  # whoever does not support groups gets no states
     return replace(
-        context.groups[0],
+        group,
         parallel=ParallelShape(),
         layout=Layout.named("NHD"),
         block_size=extra_of(context).chunk_tokens,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvferry.cache.kv_cache_config import KVCacheGroupSpec
 from kvferry.cache.specs import (
@@ -14,12 +13,9 @@ from kvferry.cache.specs import (
 from kvferry.cache.specs_local import SlidingWindowSpec
 from kvferry.cache.specs_mamba import MambaSpec
 from kvferry.layouts.layout import Layout
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
-from kvferry.topology.layer_ranges import default_split, split_of_group
-from kvferry.topology.recurrent import recurrent_group
-
-if TYPE_CHECKING:
-    from kvferry.topology.description import StatePart
+from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape
+from kvferry.topology.sharding import default_split, split_of_group
+from kvferry.topology.states import StatePart, recurrent_group
 
 STATE_BLOCK_SIZE = 1 << 20
 """Tokens of the one block that holds a state: more than any request has."""
@@ -47,7 +43,7 @@ class CacheShape:
     layer_windows: Mapping[int, int] = field(default_factory=dict)
     """Layer → tokens that one of its tokens attends to, itself included; no layer that attends to
     all."""
-    layer_states: "Mapping[int, tuple[StatePart, ...]]" = field(default_factory=dict)
+    layer_states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
     """Layer → what it keeps; no layer of attention."""
 
     def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
@@ -90,7 +86,7 @@ class CacheShape:
         *,
         layout: Layout | str,
         parallel: ParallelShape,
-    ) -> tuple[EngineGeometry, ...]:
+    ) -> tuple[GroupGeometry, ...]:
         """The KV cache of an engine, one geometry per group.
 
         Args:
@@ -106,7 +102,7 @@ class CacheShape:
                 fit, see :class:`EngineGeometry`.
         """
         stages = default_split(self.num_layers, parallel.pp)
-        made = []
+        made: list[GroupGeometry] = []
         for group in groups:
             spec = group.kv_cache_spec
             layers = self._layers_of(group)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
-from kvferry.topology.parts import ITEMSIZES, dtype_name
+from kvferry.topology.tensors import ITEMSIZES, dtype_name
 
 
 def check_count(owner: object, *names: str, least: int = 1) -> None:

@@ -6,7 +6,7 @@ from math import prod
 from typing import Any
 
 from kvferry.cache.specs import CacheLimits, KVCacheSpec, check_count
-from kvferry.topology.parts import ITEMSIZES, dtype_name
+from kvferry.topology.tensors import ITEMSIZES, dtype_name
 
 MAMBA_CACHE_MODES = ("none", "all")
 

@@ -19,7 +19,6 @@ from kvferry.control.handshake import common_transports, compare
 from kvferry.control.messages import DescriptionReply
 from kvferry.errors import ConfigError, KVFerryError, NotReadyError, PeerLostError
 from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
-from kvferry.topology import EngineGeometry
 from kvferry.topology.description import EngineDescription
 
 FAILED_EXIT_CODE = 1
@@ -128,7 +127,7 @@ def _judge(
 def _engine(description: EngineDescription) -> PlannedEngine:
     return PlannedEngine(
         name=description.engine_id,
-        groups=tuple(EngineGeometry.from_description(group) for group in description.groups),
+        groups=description.geometries,
         engine_id=description.engine_id,
         memory=tuple(rank.memory for rank in description.ranks),
     )

@@ -20,7 +20,7 @@ from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import PlannedEngine, explain_pair, pair_as_json
 from kvferry.explain.picture import check_drawable, draw_pairs
 from kvferry.plugins import TRANSPORTS, installed_plugins
-from kvferry.topology import EngineGeometry
+from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
 from kvferry.transports.registry import transport_class
 
@@ -175,7 +175,7 @@ def _from_specs(wanted: PlanSource) -> _Plan:
     return _Plan(model, engines[:1], engines[1:])
 
 
-def _geometries(spec: str, where: str, model: ModelInfo) -> tuple[EngineGeometry, ...]:
+def _geometries(spec: str, where: str, model: ModelInfo) -> tuple[GroupGeometry, ...]:
     engine = parse_spec(spec, where)
     try:
         return engine.geometries(model.shape, model.dtype)

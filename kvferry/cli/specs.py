@@ -11,7 +11,7 @@ from kvferry.control.handshake import MAX_RANKS
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError
 from kvferry.explain.models import KNOWN_MODELS, ModelInfo, parse_model
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology import GroupGeometry, ParallelShape
 
 #: Key of a spec → what it may hold, for messages.
 SPEC_KEYS = {
@@ -41,7 +41,7 @@ class EngineSpec:
     """``None``: the model's."""
     hybrid: bool = True
 
-    def geometries(self, shape: CacheShape, dtype: str) -> tuple[EngineGeometry, ...]:
+    def geometries(self, shape: CacheShape, dtype: str) -> tuple[GroupGeometry, ...]:
         """The groups of such an engine that serves a model.
 
         Args:
@@ -55,7 +55,7 @@ class EngineSpec:
         groups = group_layers(specs, hybrid=self.hybrid)
         made = shape.geometries(groups, layout=self.layout, parallel=self.parallel)
         # Attention first: it is what the first group is shown for.
-        return tuple(sorted(made, key=lambda group: bool(group.states)))
+        return tuple(sorted(made, key=lambda group: group.is_recurrent))
 
 
 def parse_spec(text: str, where: str) -> EngineSpec:

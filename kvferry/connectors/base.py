@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from kvferry.config import KVTransferConfig
 from kvferry.topology.description import ModelFingerprint
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 
 
 class KVConnectorMetadata(msgspec.Struct):
@@ -191,7 +191,7 @@ class ConnectorContext:
     """``kv_connector_extra_config``, checked against the plugin's ``ExtraConfig``."""
     incarnation: str
     """Random per start of the engine; the same in all its processes."""
-    groups: tuple[EngineGeometry, ...]
+    groups: tuple[GroupGeometry, ...]
     """One geometry per KV cache group."""
     model: ModelFingerprint
     num_blocks: int

@@ -10,8 +10,8 @@ from kvferry.connectors.base import ConnectorContext, KVConnector, KVConnectorMe
 from kvferry.errors import ConfigError, PluginError
 from kvferry.plugins import CONNECTORS, load_from_module, load_plugin
 from kvferry.topology.description import ModelFingerprint
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.sharding import ranges_text
 
 
 def load_connector(config: KVTransferConfig) -> type[KVConnector]:
@@ -37,7 +37,7 @@ def connector_context(
     config: KVTransferConfig,
     *,
     incarnation: str,
-    groups: Sequence[EngineGeometry],
+    groups: Sequence[GroupGeometry],
     model: ModelFingerprint,
     num_blocks: int,
     world_size: int,
@@ -83,7 +83,7 @@ def connector_context(
     return connector, context
 
 
-def _check_one_whole_group(name: str | None, groups: Sequence[EngineGeometry]) -> None:
+def _check_one_whole_group(name: str | None, groups: Sequence[GroupGeometry]) -> None:
     if len(groups) == 1 and _kept_text(groups[0]) == "all tokens":
         return
     kept = (f"layers {ranges_text(group.model_layers)}: {_kept_text(group)}" for group in groups)
@@ -94,7 +94,7 @@ def _check_one_whole_group(name: str | None, groups: Sequence[EngineGeometry]) -
     )
 
 
-def _kept_text(group: EngineGeometry) -> str:
+def _kept_text(group: GroupGeometry) -> str:
     for field in ("sliding_window", "attention_chunk_size"):
         if getattr(group, field) is not None:
             return f"{field} {getattr(group, field)}"

@@ -4,24 +4,17 @@
 a pair. Both are pure; applying a description is :class:`kvferry.control.peers.PeerTable`'s.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from kvferry.errors import ProtocolError
 from kvferry.layouts.convert import is_convertible, is_lossless
 from kvferry.layouts.layout import Box
-from kvferry.topology.description import (
-    EngineDescription,
-    GroupDescription,
-    PartStrides,
-    RankDescription,
-    RankMemory,
-    TensorMemory,
-)
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.groups import group_mismatches, repeated_layers
-from kvferry.topology.layer_ranges import ranges_text
-from kvferry.topology.tensors import TensorKind
+from kvferry.topology.description import EngineDescription, RankDescription
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.pairing import group_mismatches, repeated_layers
+from kvferry.topology.sharding import ranges_text
+from kvferry.topology.tensors import PartStrides, RankMemory, TensorKind, TensorMemory
 
 MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
@@ -102,44 +95,38 @@ def _check_names(description: EngineDescription) -> None:
         )
 
 
-def _geometries(description: EngineDescription) -> list[EngineGeometry]:
-    ranks, groups = len(description.ranks), description.groups
+def _geometries(description: EngineDescription) -> tuple[GroupGeometry, ...]:
+    ranks, geometries = len(description.ranks), description.geometries
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks: {ranks} described, allowed are 1 to {MAX_RANKS}")
-    if not 1 <= len(groups) <= MAX_GROUPS:
-        raise ValueError(f"groups: {len(groups)} described, allowed are 1 to {MAX_GROUPS}")
-    geometries = []
-    for number, group in enumerate(groups):
-        # Before the geometry: its arithmetic takes time that grows with the ranks.
-        world_size = group.tp * group.pp * group.pcp
-        if world_size != ranks:
+    if not 1 <= len(geometries) <= MAX_GROUPS:
+        raise ValueError(f"groups: {len(geometries)} described, allowed are 1 to {MAX_GROUPS}")
+    for number, geometry in enumerate(geometries):
+        # Before anything else is asked of it: that takes time that grows with ranks and layers.
+        shape = geometry.parallel
+        if shape.world_size != ranks:
             raise ValueError(
-                f"group {number}: tp * pp * pcp = {group.tp} * {group.pp} * {group.pcp} makes "
-                f"{world_size} ranks, {ranks} are described"
+                f"group {number}: tp * pp * pcp = {shape.tp} * {shape.pp} * {shape.pcp} makes "
+                f"{shape.world_size} ranks, {ranks} are described"
             )
-        _check_layers(group, number)
-        try:
-            geometries.append(EngineGeometry.from_description(group))
-        except ValueError as error:
-            raise ValueError(f"group {number}: {error}") from error
+        _check_layers(geometry, number)
     _check_together(geometries)
     return geometries
 
 
-def _check_layers(group: GroupDescription, number: int) -> None:
-    """Bounds the layers before the geometry, which takes time for each of them."""
-    if group.num_layers > MAX_LAYERS:
+def _check_layers(geometry: GroupGeometry, number: int) -> None:
+    if geometry.num_layers > MAX_LAYERS:
         raise ValueError(
-            f"group {number}: num_layers: {group.num_layers}, allowed are {MAX_LAYERS}"
+            f"group {number}: num_layers: {geometry.num_layers}, allowed are {MAX_LAYERS}"
         )
-    last = max(group.layer_indices or (0,))
-    if last >= MAX_LAYERS:
+    if geometry.model_layers[-1] >= MAX_LAYERS:
         raise ValueError(
-            f"group {number}: layer_indices: {last}, the last one allowed is {MAX_LAYERS - 1}"
+            f"group {number}: layer_indices: {geometry.model_layers[-1]}, the last one allowed is "
+            f"{MAX_LAYERS - 1}"
         )
 
 
-def _check_together(geometries: list[EngineGeometry]) -> None:
+def _check_together(geometries: Sequence[GroupGeometry]) -> None:
     """Checks that groups fit each other; their memories may lie on top of each other."""
     for number, geometry in enumerate(geometries):
         if geometry.parallel != geometries[0].parallel:
@@ -153,7 +140,7 @@ def _check_together(geometries: list[EngineGeometry]) -> None:
         )
 
 
-def _check_rank(rank: RankDescription, number: int, geometries: list[EngineGeometry]) -> None:
+def _check_rank(rank: RankDescription, number: int, geometries: Sequence[GroupGeometry]) -> None:
     where = f"rank {number}"
     if rank.rank != number:
         raise ValueError(f"{where}: describes itself as rank {rank.rank}; ranks come in order")
@@ -167,7 +154,7 @@ def _check_rank(rank: RankDescription, number: int, geometries: list[EngineGeome
         _check_memory(memory, geometry, number, f"{where}: group {group}")
 
 
-def _check_memory(memory: RankMemory, geometry: EngineGeometry, rank: int, where: str) -> None:
+def _check_memory(memory: RankMemory, geometry: GroupGeometry, rank: int, where: str) -> None:
     if not 1 <= memory.num_blocks <= MAX_BYTES:
         raise ValueError(f"{where}: num_blocks: {memory.num_blocks} is not 1 or more")
     for region, size in enumerate(memory.region_bytes):
@@ -284,7 +271,8 @@ def _compare_models(source: EngineDescription, target: EngineDescription) -> Ite
 
 def _compare_groups(source: EngineDescription, target: EngineDescription) -> list[str]:
     return group_mismatches(
-        *([EngineGeometry.from_description(g) for g in d.groups] for d in (source, target)),
+        source.geometries,
+        target.geometries,
         names=(f"engine {source.engine_id!r}", f"engine {target.engine_id!r}"),
         convert=target.convert_dtype,
     )

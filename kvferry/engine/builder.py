@@ -22,7 +22,7 @@ from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import fingerprint, load_model_config
 from kvferry.errors import ConfigError
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def build_engine(
     spec = WorkerSpec(
         engine=config.name,
         model_folder=str(model_folder),
-        groups=tuple(geometry.description() for geometry in cache.geometries),
+        geometries=cache.geometries,
         num_blocks=config.num_blocks,
         layer_windows=model.layer_windows,
         incarnation=incarnation,

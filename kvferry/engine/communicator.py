@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from kvferry.errors import WorkerDiedError
-from kvferry.topology.geometry import ParallelShape
+from kvferry.topology import ParallelShape
 
 #: Seconds after which a rank that does not take part counts as dead.
 DEFAULT_TIMEOUT_S = 300.0

@@ -10,8 +10,7 @@ import msgspec
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
-from kvferry.topology.description import GroupDescription
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,9 +129,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the engine, for logs and messages."""
     model_folder: str
     """A converted model folder, see :func:`kvferry.engine.weights.prepare_model`."""
-    groups: tuple[GroupDescription, ...]
-    """``EngineGeometry.description()`` of each KV cache group; their dtype is also that of weights
-    and activations."""
+    geometries: tuple[EngineGeometry, ...]
+    """The KV cache groups; their dtype is also that of weights and activations."""
     num_blocks: int
     """KV blocks per rank, the null block included."""
     incarnation: str
@@ -149,11 +147,6 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a rank that has not answered a step counts as dead."""
 
     @property
-    def geometries(self) -> tuple[EngineGeometry, ...]:
-        """The engine's KV cache groups."""
-        return tuple(EngineGeometry.from_description(group) for group in self.groups)
-
-    @property
     def parallel(self) -> ParallelShape:
         """The shape of the engine, the same for every group."""
         return self.geometries[0].parallel
@@ -161,7 +154,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dtype(self) -> str:
         """Of weights, activations and KV cache."""
-        return self.groups[0].dtype
+        return self.geometries[0].dtype
 
     @property
     def folder(self) -> Path:

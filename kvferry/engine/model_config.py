@@ -14,7 +14,7 @@ from kvferry.cache import KVCacheGroupSpec, KVCacheSpec
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.errors import ModelError
 from kvferry.layouts.layout import Layout
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 #: Fields that change which tokens are asked for or when an answer ends, but not the KV.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
@@ -128,7 +128,9 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         parallel: ParallelShape,
     ) -> tuple[EngineGeometry, ...]:
         """See :meth:`~kvferry.cache.cache_shape.CacheShape.geometries`."""
-        return self.cache_shape.geometries(groups, layout=layout, parallel=parallel)
+        made = self.cache_shape.geometries(groups, layout=layout, parallel=parallel)
+        # A decoder has no recurrent layers, hence no group of states.
+        return tuple(group for group in made if isinstance(group, EngineGeometry))
 
     # ---- comparison ------------------------------------------------------------------------
 

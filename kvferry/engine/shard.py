@@ -27,7 +27,7 @@ from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.weights_folder import WEIGHTS_FILE
 from kvferry.errors import ModelError
 from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology.sharding import ranges_text
 
 
 @dataclass(frozen=True, slots=True)

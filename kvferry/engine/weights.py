@@ -26,7 +26,7 @@ from kvferry.engine.weights_folder import (
 )
 from kvferry.errors import ModelError
 from kvferry.topology.description import ModelFingerprint
-from kvferry.topology.parts import dtype_name
+from kvferry.topology.tensors import dtype_name
 
 if TYPE_CHECKING:
     from kvferry.engine.weights_sources import ModelSource

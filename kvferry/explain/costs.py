@@ -7,11 +7,10 @@ from typing import TypeAlias
 import numpy as np
 
 from kvferry.layouts.tiles import Tiles
-from kvferry.topology.binding import BoundCopies
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.groups import pair_groups
-from kvferry.topology.plan import TransferPlan, plan_transfer
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.pairing import pair_groups
+from kvferry.topology.plan import BoundCopies, TransferPlan, plan_transfer
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.typical import (
     count_copies,
     dense_memory_of,
@@ -19,7 +18,7 @@ from kvferry.topology.typical import (
     typical_copies,
 )
 
-Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
+Groups: TypeAlias = GroupGeometry | Sequence[GroupGeometry]
 """An engine's one group, or its groups."""
 
 Memories: TypeAlias = Sequence[Sequence[RankMemory]]
@@ -121,7 +120,7 @@ def explain_transfer(
 ) -> tuple[PairCost, ...]:
     """Who reads what from whom for a request of ``num_tokens``.
 
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
     ...                      block_size=16, layout="NHD", parallel=ParallelShape())
     >>> [cost] = explain_transfer(source=one, target=one, num_tokens=64)
@@ -308,8 +307,8 @@ def _parts(
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens: {num_tokens} is less than 1")
-    sources = (source,) if isinstance(source, EngineGeometry) else source
-    targets = (target,) if isinstance(target, EngineGeometry) else target
+    sources = (source,) if isinstance(source, GroupGeometry) else source
+    targets = (target,) if isinstance(target, GroupGeometry) else target
     if target_ranks is None:
         target_ranks = range(targets[0].world_size)
     for pair in pair_groups(sources, targets):

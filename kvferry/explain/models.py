@@ -15,8 +15,8 @@ from typing import Any
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.control.handshake import MAX_LAYERS
 from kvferry.errors import ModelError
-from kvferry.topology.parts import dtype_name
-from kvferry.topology.recurrent import mamba2_states
+from kvferry.topology.states import mamba2_states
+from kvferry.topology.tensors import dtype_name
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,12 @@ from kvferry.explain.costs import (
 from kvferry.explain.savings import TRIAL_RANKS, Saving, SideChange, find_savings
 from kvferry.layouts import LAYOUT_NAMES, Layout
 from kvferry.layouts.arrays import HOST
-from kvferry.topology import EngineGeometry
+from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
 from kvferry.transports.ways import Way, choose_way
+
+_CELLS = ("num_kv_heads", "head_size", "use_mla", "dtype", "recurrent_state")
+"""What is said of the cells of a group, as far as its kind of group has it."""
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}
 
@@ -29,7 +32,7 @@ class PlannedEngine:
     """One side of a pair."""
 
     name: str
-    groups: tuple[EngineGeometry, ...]
+    groups: tuple[GroupGeometry, ...]
     engine_id: str = ""
     """Decides a decode engine's choice among replicas."""
     memory: Memories | None = None
@@ -262,15 +265,11 @@ def _engine_as_json(engine: PlannedEngine) -> dict[str, Any]:
         "groups": [
             {
                 "layers": tuple(group.model_layers),
-                "num_kv_heads": group.num_kv_heads,
-                "head_size": group.head_size,
-                "use_mla": group.use_mla,
-                "dtype": group.dtype,
+                **{cell: group.cells.get(cell) for cell in _CELLS},
                 "block_size": group.block_size,
                 "layout": layout_text(group.layout),
                 "sliding_window": group.sliding_window,
                 "attention_chunk_size": group.attention_chunk_size,
-                "recurrent_state": group.recurrent_state,
             }
             for group in engine.groups
         ],

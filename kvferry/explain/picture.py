@@ -20,7 +20,7 @@ from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import EnginePair, PlannedEngine, layout_text
 from kvferry.explain.sentences import bytes_text, engine_text, kept_text, layers_text
 from kvferry.explain.svg import HATCHED, Canvas
-from kvferry.topology import EngineGeometry, Piece, pair_groups, plan_transfer, ranges_text
+from kvferry.topology import GroupGeometry, Piece, pair_groups, plan_transfer, ranges_text
 
 MAX_RANKS = 64
 """Ranks of the largest engine that is drawn; more would be too small to see."""
@@ -139,7 +139,7 @@ def _frames(pair: EnginePair, top: float) -> tuple[list[_Frame], list[_Frame], f
     return columns[0], columns[1], top + total
 
 
-def _color(group: EngineGeometry, rank: int) -> str:
+def _color(group: GroupGeometry, rank: int) -> str:
     """A colour per prefill rank: hue by TP rank, lightness by stage."""
     place, shape = group.rank_coordinates(rank), group.parallel
     stage = place.pp * shape.pcp + place.pcp
@@ -157,7 +157,7 @@ def _pieces(pair: EnginePair) -> list[tuple[int, Piece, bool]]:
     found = []
     for part in pair_groups(pair.prefill.groups, pair.decode.groups):
         first = part.first_kept_token(pair.num_tokens)
-        if first == pair.num_tokens or pair.prefill.groups[part.source_group].states:
+        if first == pair.num_tokens or pair.prefill.groups[part.source_group].is_recurrent:
             continue
         for rank in range(pair.decode.world_size):
             plan = plan_transfer(
@@ -267,9 +267,9 @@ def _draw_maps(
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "none", stroke="#555555")
 
 
-def _mapped_layers(group: EngineGeometry, rank: int) -> Sequence[int]:
+def _mapped_layers(group: GroupGeometry, rank: int) -> Sequence[int]:
     """A rank's layers that have heads: recurrent ones have no place on a map of heads."""
-    return () if group.states else group.layers(rank)
+    return () if group.is_recurrent else group.layers(rank)
 
 
 def _neighbours(layers: Sequence[int]) -> Iterator[range]:
@@ -314,9 +314,11 @@ def _draw_rank_texts(
                 )
 
 
-def _heads_text(group: EngineGeometry, rank: int) -> str:
+def _heads_text(group: GroupGeometry, rank: int) -> str:
+    if group.is_recurrent:
+        return "state"
     heads = group.heads(rank)
-    if group.use_mla:
+    if group.cells["use_mla"]:
         return "latent"
     return f"head{'s' * (len(heads) > 1)} {ranges_text(heads)}"
 
@@ -344,12 +346,12 @@ def _draw_blocks(canvas: Canvas, pair: EnginePair, y: float) -> float:
     return y + 24
 
 
-def _order_text(group: EngineGeometry) -> str:
+def _order_text(group: GroupGeometry) -> str:
     """What lies inside a block, outermost first; by the layout's letters where parts differ."""
     outer = group.layout.order.partition("B")[2]
     if group.layout.inner_orders:
         return layout_text(group.layout)
-    words = [_DIM_WORDS[dim] for dim in outer if not (dim == "K" and group.use_mla)]
+    words = [_DIM_WORDS[dim] for dim in outer if not (dim == "K" and len(group.part_sizes) == 1)]
     return f"{layout_text(group.layout)}: {', '.join(words)}"
 
 
@@ -361,9 +363,9 @@ def _draw_notes(canvas: Canvas, pair: EnginePair, y: float) -> float:
         "A band is as thick as its bytes. Point at anything for its layers, heads and bytes.",
     ]
     groups = pair.prefill.groups + pair.decode.groups
-    if any(kept_text(group) != "all tokens" for group in groups if not group.states):
+    if any(kept_text(group) != "all tokens" for group in groups if not group.is_recurrent):
         notes.append("Hatched: only the last tokens move, those of the layer's window or chunk.")
-    if any(group.states for group in pair.prefill.groups):
+    if any(group.is_recurrent for group in pair.prefill.groups):
         notes.append("Bands count the states of recurrent layers; maps leave those layers white.")
     for engine in (pair.prefill, pair.decode):
         if len(engine.groups) > 1:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.explain.costs import count_segments
 from kvferry.layouts.layout import LAYOUT_NAMES, Layout
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 
 WORTH = 1.5
 """A change is named from this many times fewer segments on."""
@@ -30,7 +30,7 @@ class SideChange:
         """Values that change."""
         return sum(value is not None for value in (self.layout, self.block_size, self.tp))
 
-    def apply(self, groups: Sequence[EngineGeometry]) -> tuple[EngineGeometry, ...]:
+    def apply(self, groups: Sequence[GroupGeometry]) -> tuple[GroupGeometry, ...]:
         """The engine's groups after the change; its block sizes change in proportion.
 
         Raises:
@@ -38,11 +38,11 @@ class SideChange:
         """
         return tuple(self._one(group, groups[0].block_size) for group in groups)
 
-    def _one(self, group: EngineGeometry, block_size: int) -> EngineGeometry:
+    def _one(self, group: GroupGeometry, block_size: int) -> GroupGeometry:
         size = block_size if self.block_size is None else self.block_size
         tp = group.parallel.tp if self.tp is None else self.tp
         parallel = replace(group.parallel, tp=tp)
-        if group.states:  # they lie in their own orders, one to a block of any size
+        if group.is_recurrent:  # they lie in their own orders, one to a block of any size
             return replace(group, parallel=parallel)
         return replace(
             group,
@@ -86,8 +86,8 @@ def _depth(side: SideChange) -> int:
 
 
 def find_savings(
-    source: Sequence[EngineGeometry],
-    target: Sequence[EngineGeometry],
+    source: Sequence[GroupGeometry],
+    target: Sequence[GroupGeometry],
     num_tokens: int,
 ) -> tuple[Saving, ...]:
     """The changes that pay: each saves more than every other one that is no more work.
@@ -96,7 +96,7 @@ def find_savings(
     (unless only a sample of the ranks is tried) TP on both sides, and the best layouts together
     with either block size.
 
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> hnd = EngineGeometry(num_layers=2, num_kv_heads=4, head_size=8, dtype="float32",
     ...                      block_size=16, layout="HND", parallel=ParallelShape())
     >>> nhd = replace(hnd, layout=Layout.named("NHD"))
@@ -118,7 +118,7 @@ def find_savings(
     num_ranks = target[0].world_size
     sample = range(0, num_ranks, -(-num_ranks // TRIAL_RANKS))
 
-    def count(one: Sequence[EngineGeometry], two: Sequence[EngineGeometry]) -> tuple[int, int]:
+    def count(one: Sequence[GroupGeometry], two: Sequence[GroupGeometry]) -> tuple[int, int]:
         ranks = None if len(sample) == num_ranks else sample
         tokens = min(num_tokens, TRIAL_TOKENS)
         return count_segments(source=one, target=two, num_tokens=tokens, target_ranks=ranks)
@@ -147,7 +147,7 @@ def find_savings(
 
 
 def _layout_changes(
-    source: EngineGeometry, target: EngineGeometry
+    source: GroupGeometry, target: GroupGeometry
 ) -> Iterator[tuple[SideChange, SideChange]]:
     layouts = [source.layout, target.layout, *map(Layout.named, LAYOUT_NAMES)]
     for layout in dict.fromkeys(layouts):
@@ -158,7 +158,7 @@ def _layout_changes(
 
 
 def _block_changes(
-    source: EngineGeometry, target: EngineGeometry
+    source: GroupGeometry, target: GroupGeometry
 ) -> Iterator[tuple[SideChange, SideChange]]:
     if source.block_size != target.block_size:
         yield SideChange(block_size=target.block_size), SideChange()
@@ -166,7 +166,7 @@ def _block_changes(
 
 
 def _tp_changes(
-    source: EngineGeometry, target: EngineGeometry
+    source: GroupGeometry, target: GroupGeometry
 ) -> Iterator[tuple[SideChange, SideChange]]:
     if source.parallel.tp != target.parallel.tp:
         yield SideChange(tp=target.parallel.tp), SideChange()

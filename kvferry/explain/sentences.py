@@ -10,8 +10,8 @@ from kvferry.explain.costs import Balance
 from kvferry.explain.pairs import EnginePair, PlannedEngine, change_values, layout_text
 from kvferry.explain.savings import SideChange
 from kvferry.layouts import Layout
-from kvferry.topology import EngineGeometry, pair_groups, ranges_text
-from kvferry.topology.description import PartStrides
+from kvferry.topology import EngineGeometry, GroupGeometry, pair_groups, ranges_text
+from kvferry.topology.tensors import PartStrides
 
 
 def engine_text(engine: PlannedEngine) -> str:
@@ -24,13 +24,13 @@ def engine_text(engine: PlannedEngine) -> str:
     ]
     return (
         f"{engine.name}: {', '.join(axes)}; blocks of {group.block_size} tokens, "
-        f"{layout_text(group.layout)}, {group.dtype}"
+        f"{layout_text(group.layout)}, {group.parts[0].dtype}"
     )
 
 
-def kept_text(group: EngineGeometry) -> str:
+def kept_text(group: GroupGeometry) -> str:
     """What of a request a group keeps."""
-    if group.states:
+    if group.is_recurrent:
         return "the state after the last token"
     if group.sliding_window is not None:
         return f"window of {group.sliding_window}"
@@ -55,7 +55,7 @@ def difference_texts(pair: EnginePair) -> list[str]:
     ]
 
 
-def _layouts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+def _layouts(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
     if prefill.layout == decode.layout:
         return
     names = layout_text(prefill.layout), layout_text(decode.layout)
@@ -65,7 +65,7 @@ def _layouts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
         yield f"layout: {names[0]} becomes {names[1]} on the way"
 
 
-def _alike(group: EngineGeometry, layout: Layout) -> bool:
+def _alike(group: GroupGeometry, layout: Layout) -> bool:
     """Whether no rank has a second head whose place would tell the group's layout from another."""
     try:
         other = replace(group, layout=layout)
@@ -78,12 +78,12 @@ def _alike(group: EngineGeometry, layout: Layout) -> bool:
     )
 
 
-def _without_head(group: EngineGeometry, rank: int) -> dict[str, PartStrides]:
+def _without_head(group: GroupGeometry, rank: int) -> dict[str, PartStrides]:
     parts = group.part_strides(rank, num_blocks=2)
     return {part: structs.replace(strides, head=0) for part, strides in parts.items()}
 
 
-def _blocks(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+def _blocks(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
     one, two = prefill.virtual_block_size, decode.virtual_block_size
     if one == two:
         return
@@ -97,7 +97,7 @@ def _blocks(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
     yield f"block: {one} tokens{over} become {two}; {meet}"
 
 
-def _contexts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+def _contexts(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
     texts = []
     for name, group in (("prefill", prefill), ("decode", decode)):
         ranks, turn = group.parallel.num_context_ranks, group.parallel.interleave_size
@@ -107,7 +107,9 @@ def _contexts(prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
         yield f"context: tokens {texts[0]}, and {texts[1]}"
 
 
-def _heads(pair: EnginePair, prefill: EngineGeometry, decode: EngineGeometry) -> Iterator[str]:
+def _heads(pair: EnginePair, prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
+    if not (isinstance(prefill, EngineGeometry) and isinstance(decode, EngineGeometry)):
+        return  # states have no heads
     what = "the latent" if prefill.use_mla else "each KV head"
     replicas = prefill.parallel.tp / prefill.num_kv_heads / prefill.parallel.dcp
     if replicas > 1:
@@ -172,7 +174,7 @@ def _windows(pair: EnginePair) -> Iterator[str]:
     windows: dict[int, list[int]] = {}
     recurrent: list[int] = []
     for part in pair_groups(*groups):
-        if groups[0][part.source_group].states:
+        if groups[0][part.source_group].is_recurrent:
             recurrent += part.layers
             continue
         first = part.first_kept_token(pair.num_tokens)

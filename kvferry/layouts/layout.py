@@ -278,7 +278,7 @@ def _letters_problem(order: str) -> str:
     unknown = [letter for letter in order if letter not in _DIMS + "C"]
     if unknown:
         return f"unknown dim {unknown[0]!r}; an order holds letters of {_DIMS}, as in KBNHD"
-    twice = [letter for letter in order if order.count(letter) > 1]
+    twice = [letter for letter in _DIMS + "C" if order.count(letter) > 1]
     if twice:
         return f"dim {twice[0]} stands twice; each stands once, as in KBNHD"
     if "C" in order and set("KD") & set(order):

@@ -25,7 +25,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_request import FakeRequest, Stage
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 #: What a router sends along with a request to a prefill engine.
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -31,8 +31,9 @@ from kvferry.testing.fake_rank import FakeRank, promise
 from kvferry.testing.fake_request import FakePart, FakeRequest, FakeSchedule, Stage
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 
-Groups: TypeAlias = EngineGeometry | Sequence[EngineGeometry]
+Groups: TypeAlias = GroupGeometry | Sequence[GroupGeometry]
 """The geometry of each KV cache group of an engine, or of its only one."""
 
 
@@ -85,7 +86,7 @@ class FakeEngine:
         Raises:
             KVFerryError: what the connector raises.
         """
-        groups = (groups,) if isinstance(groups, EngineGeometry) else tuple(groups)
+        groups = (groups,) if isinstance(groups, GroupGeometry) else tuple(groups)
         world_size = groups[0].world_size
         plugin, context = connector_context(
             config,
@@ -383,17 +384,21 @@ def run(
             time.sleep(0.001)
 
 
-def fake_model(groups: Sequence[EngineGeometry]) -> ModelFingerprint:
+def fake_model(groups: Sequence[GroupGeometry]) -> ModelFingerprint:
     """The fingerprint of the model that the known cells of these groups stand for."""
-    # Recurrent groups have no heads of their own; engines may order their groups differently.
-    geometry = next((group for group in groups if not group.states), groups[0])
+    # Recurrent groups have no heads; engines may order their groups differently.
+    attention = [group for group in groups if isinstance(group, EngineGeometry)]
+    num_kv_heads, head_size, dtype = 1, 1, "uint8"
+    if attention:
+        first = attention[0]
+        num_kv_heads, head_size, dtype = first.num_kv_heads, first.head_size, first.dtype
     return ModelFingerprint(
         name="known-cells",
         architecture="KnownCache",
         num_layers=sum(group.num_layers for group in groups),
-        num_kv_heads=geometry.num_kv_heads,
-        head_size=geometry.head_size,
-        dtype=geometry.dtype,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        dtype=dtype,
         rope="none",
         config_digest="known",
         weights_digest="known",

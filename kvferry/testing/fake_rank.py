@@ -14,7 +14,7 @@ from kvferry.connectors.base import (
 )
 from kvferry.testing.fake_request import FakeRequest, FakeSchedule, Stage
 from kvferry.testing.known_cache import KnownCache
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 from kvferry.topology.windows import first_kept_token
 
 LOCAL = 1
@@ -214,7 +214,7 @@ def _open_caches(context: ConnectorContext, rank: int, worker: WorkerConnector) 
     num_blocks = context.num_blocks
     sizes = [group.nbytes(rank, num_blocks) for group in context.groups]
     shapes = {
-        (group.cache_shape(rank, num_blocks), group.layout, group.itemsize, group.states)
+        (group.cache_shape(rank, num_blocks), group.kinds(rank))
         for group, size in zip(context.groups, sizes, strict=True)
         if size
     }
@@ -230,7 +230,7 @@ def _by_first_token(
     cache: KnownCache, num_tokens: int, windows: Mapping[int, int]
 ) -> dict[int, list[int]]:
     """First token that counts → the cache's layers for which it does."""
-    geometry: EngineGeometry = cache.geometry
+    geometry: GroupGeometry = cache.geometry
     layers = defaultdict(list)
     for layer in geometry.layers(cache.rank):
         seen = first_kept_token(num_tokens, sliding_window=windows.get(layer))

@@ -16,8 +16,8 @@ import pytest
 
 from kvferry.testing.connector_conformance import ConnectorConformance, Pair
 from kvferry.testing.fake_engine import Groups
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
-from kvferry.topology.layer_ranges import split_of_group
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.sharding import split_of_group
 
 NUM_LAYERS = 5
 WINDOW = 7

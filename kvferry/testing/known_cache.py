@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
-from kvferry.topology.parts import Part
-from kvferry.topology.token_shard import Int64s
+from kvferry.topology.group import CROSS_LAYER_NAME, GroupGeometry
+from kvferry.topology.sharding import Int64s
+from kvferry.topology.tensors import Part, RankMemory
 
 ByteArray = npt.NDArray[np.uint8]
 UintArray = npt.NDArray[np.unsignedinteger]
@@ -36,7 +35,7 @@ class KnownCache:
     """
 
     def __init__(
-        self, geometry: EngineGeometry, rank: int, num_blocks: int, memory: ByteArray
+        self, geometry: GroupGeometry, rank: int, num_blocks: int, memory: ByteArray
     ) -> None:
         self.geometry = geometry
         self.rank = rank
@@ -80,7 +79,7 @@ class KnownCache:
             offset += geometry.layers(self.rank).index(layer) * strides.layer
         heads = len(geometry.heads(self.rank, part.name))
         # A recurrent state has one place per block, whatever its number of tokens.
-        tokens = 1 if geometry.states else geometry.block_size
+        tokens = 1 if geometry.is_recurrent else geometry.block_size
         return np.ndarray(
             (described.num_blocks, tokens, heads, part.head_size),
             dtype=f"u{part.itemsize}",
@@ -197,7 +196,7 @@ class KnownCache:
         shard = self.geometry.token_shard(self.rank)
         held = positions[shard.holds(positions)]
         blocks, slots = np.divmod(shard.slots(held), self.geometry.block_size)
-        if self.geometry.states:
+        if self.geometry.is_recurrent:
             is_last = np.append(blocks[1:] != blocks[:-1], True)[: len(blocks)]
             held, blocks, slots = held[is_last], blocks[is_last], slots[is_last] * 0
         return held, np.asarray(table, dtype=np.int64)[blocks], slots

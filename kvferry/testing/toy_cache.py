@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 ToyCache: TypeAlias = npt.NDArray[np.int64]
 """Shape ``[2, blocks, tokens per block, 1, 1]``: K, then V."""

@@ -2,12 +2,16 @@
 
 Describe, plan, bind, run::
 
-    EngineGeometry      which cells each rank of an engine holds      geometry.py
-    recurrent_group     the same of layers that keep a state          recurrent.py
+    ParallelShape       how an engine's ranks share what there is     sharding.py
+    GroupGeometry       what all KV cache groups have in common       group.py
+    EngineGeometry      which cells of attention each rank holds      geometry.py
+    StateGeometry       the same of layers that keep a state          states.py
     memory_of           where they lie in real tensors                memory.py
     locate_memory       the same for tensors on any device            memory.py
-    pair_groups         which groups of two engines share layers      groups.py
+    EngineDescription   what an engine tells another about itself     description.py
+    pair_groups         which groups of two engines share layers      pairing.py
     plan_transfer       who gives what to whom; once per peer         plan.py
+    TransferPlan.lower  the same as strided tiles                     lowering.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
     whole_block_copies  instead: whole blocks into their slots        whole_blocks.py
@@ -19,21 +23,25 @@ Describe, plan, bind, run::
     KVTopology          ratios and ranks in the field's words         kv_topology.py
 """
 
-from kvferry.topology.binding import BoundCopies, check_block_ids
 from kvferry.topology.cell_digest import digest, token_digests
 from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.groups import GroupPair, group_mismatches, pair_groups
+from kvferry.topology.group import GroupGeometry
 from kvferry.topology.in_place import plan_repack
 from kvferry.topology.kv_topology import KVTopology
-from kvferry.topology.layer_ranges import default_split, ranges_text, split_of_group
+from kvferry.topology.lowering import Piece
 from kvferry.topology.machine_costs import MachineCosts
 from kvferry.topology.memory import locate_memory, memory_of
-from kvferry.topology.parallel import ParallelShape, RankCoordinates
-from kvferry.topology.parts import Part
-from kvferry.topology.plan import Piece, TransferPlan, plan_transfer
-from kvferry.topology.recurrent import mamba2_states, recurrent_group
+from kvferry.topology.pairing import GroupPair, group_mismatches, pair_groups
+from kvferry.topology.plan import BoundCopies, TransferPlan, check_block_ids, plan_transfer
 from kvferry.topology.run import run_copies
-from kvferry.topology.states import state_part
+from kvferry.topology.sharding import (
+    ParallelShape,
+    RankCoordinates,
+    default_split,
+    ranges_text,
+    split_of_group,
+)
+from kvferry.topology.states import StateGeometry, mamba2_states, recurrent_group, state_part
 from kvferry.topology.strategies import (
     Addressing,
     MoverTraits,
@@ -44,12 +52,14 @@ from kvferry.topology.strategies import (
     choose_strategy,
 )
 from kvferry.topology.strategy_work import strategy_work
+from kvferry.topology.tensors import Part
 from kvferry.topology.whole_blocks import in_place_obstacle, whole_block_copies
 
 __all__ = [
     "Addressing",
     "BoundCopies",
     "EngineGeometry",
+    "GroupGeometry",
     "GroupPair",
     "KVTopology",
     "MachineCosts",
@@ -58,6 +68,7 @@ __all__ = [
     "Part",
     "Piece",
     "RankCoordinates",
+    "StateGeometry",
     "Strategy",
     "StrategyChoice",
     "StrategyCost",

@@ -1,132 +1,211 @@
-"""Binding: a plan and the block tables of one request give its copies, in factored form."""
+"""Binding: which of a request's tokens move from which block to which, as runs.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+A rank's blocks hold its own tokens of a request, slot after slot. What a source rank and a target
+rank both hold is cut into spans that lie in one block on either side; the block tables of the
+request turn spans into runs. With tokens that are interleaved over ranks, what two ranks share is a
+pattern that repeats, and is written down in whichever of two ways makes fewer spans:
+
+- **turns**: neighbouring tokens, as long as neither side's turn ends; long where turns are long;
+- **progressions**: every ``p``-th token, ``p`` being the tokens after which the pattern repeats;
+  long where turns are short. Turns of one token on 4 ranks against one rank make one progression
+  per block, and not one span per token.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BlockIdError, BlockTableError, NullBlockError
 from kvferry.layouts.tiles import RUN_DTYPE, Runs
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.plan import TransferPlan
-from kvferry.topology.spans import Spans, shared_spans
-from kvferry.topology.token_shard import Int64s
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.sharding import Int64s, TokenShard
 
 BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Block ids of one request and one group, token 0 first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundCopies:
-    """The copies of one request on one target rank: each source rank's tiles times its runs."""
-
-    plan: TransferPlan
-    context_runs: Mapping[int, Runs]
-    """Context rank of the source → rows of ``RUN_DTYPE``, ascending by their first token; for
-    every one that the plan reads from."""
-    source_blocks: Int64s
-    """The source's whole block table."""
-    target_blocks: Int64s
-    """The target's."""
-    span: tuple[int, int]
-    """The first token, and the one after the last."""
-
-    def runs_of(self, source_rank: int) -> Runs:
-        """What the tiles of a source rank of the plan are applied to."""
-        return self.context_runs[self.plan.source.parallel.context_rank(source_rank)]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that move; those of null target blocks do not."""
-        return sum(int(runs["tokens"].sum()) for runs in self.context_runs.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that leave the sources."""
-        return sum(
-            int(self.runs_of(rank)["tokens"].sum()) * self.plan.for_source(rank).bytes_per_token
-            for rank in self.plan.source_ranks
-        )
-
-    def segments(
-        self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
-    ) -> dict[int, npt.NDArray[np.void]]:
-        """The single contiguous copies per source rank, merged, for whoever must see them.
-
-        Returns:
-            Source rank → rows of ``SEGMENT_DTYPE``: regions, byte offsets into them, bytes.
-
-        Raises:
-            ValueError: the plan converts the dtype, which no copies of bytes can do.
-            ValueError, ProtocolError: see :meth:`TransferPlan.lower`.
-        """
-        from kvferry.layouts.copier import expand
-
-        if self.plan.conversion is not None:
-            one, two = self.plan.conversion
-            raise ValueError(
-                f"segments: {one} becomes {two} on the way, so there are none; stage the tiles"
-            )
-
-        tiles = self.plan.lower(source_memory, target_memory)
-        return {rank: expand(table, self.runs_of(rank)) for rank, table in tiles.items()}
+# ---- spans -------------------------------------------------------------------------------------
 
 
-def bind(
-    plan: TransferPlan,
-    source_blocks: BlockIds,
-    target_blocks: BlockIds,
-    num_tokens: int,
-    first_token: int = 0,
-) -> BoundCopies:
-    """Binds block tables to a plan: the copies of the tokens ``[first_token, num_tokens)``.
+class Spans(NamedTuple):
+    """Tokens in one block on either side, and at equal distances there; one element per span."""
 
-    >>> from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
-    >>> source = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=4, dtype="float32",
-    ...                         block_size=4, layout="NHD", parallel=ParallelShape())
-    >>> plan = plan_transfer(source=source, target=source)
-    >>> bind(plan, [5, 2, 8], [1, 2, 3], num_tokens=10, first_token=4).runs_of(0).tolist()
-    [(2, 0, 2, 0, 4, 1, 1), (8, 0, 3, 0, 2, 1, 1)]
+    tokens: Int64s
+    """Position in the request of the first token; ascending."""
+    source: Int64s
+    """The source's slot of the first token."""
+    target: Int64s
+    """The target's slot of the first token."""
+    counts: Int64s
+    """Tokens of the span; never 0."""
+    steps: tuple[int, int]
+    """Slots from one token to the next, on the source and on the target."""
+
+
+def shared_spans(
+    source: TokenShard, target: TokenShard, block_sizes: tuple[int, int], span: tuple[int, int]
+) -> Spans:
+    """What two shards share of the tokens ``[span[0], span[1])``; exactly once each.
+
+    >>> every, one = TokenShard(), TokenShard(num_ranks=4, rank=1)
+    >>> spans = shared_spans(every, one, (16, 4), (0, 30))
+    >>> [array.tolist() for array in spans[:4]], spans.steps
+    ([[1, 17], [1, 17], [0, 4], [4, 4]], (4, 1))
 
     Args:
-        plan: what to move.
-        source_blocks: the source's whole block table for this group.
-        target_blocks: the target's; its null blocks (id 0) are skipped.
-        num_tokens: end of the span, in tokens from the start of the request.
-        first_token: start of the span. Of a state, that after the last token moves; of opaque
-            blocks, all of each.
+        source: the tokens of the source rank.
+        target: the tokens of the target rank.
+        block_sizes: slots per block of the source and of the target; whole turns.
+        span: first token, and the one after the last.
+    """
+    if source == target:
+        return _equal(source, block_sizes, span)
+    period = math.lcm(source.period, target.period)
+    steps = period // source.num_ranks, period // target.num_ranks
+    turns = _turns(source, block_sizes[0]), _turns(target, block_sizes[1])
+    # Tokens of a progression in one block; so it is also the longest that a span can be.
+    longest = min(size // step for size, step in zip(block_sizes, steps, strict=True))
+    if longest > min(turns):
+        return _by_progressions(source, target, block_sizes, steps, span)
+    return _by_turns(source, target, turns, span)
+
+
+def _turns(shard: TokenShard, block_size: int) -> int:
+    """Tokens after which a run of neighbouring tokens may end."""
+    return block_size if shard.num_ranks == 1 else shard.interleave_size
+
+
+def _equal(shard: TokenShard, block_sizes: tuple[int, int], span: tuple[int, int]) -> Spans:
+    """All tokens of one shard, which have the same slots on both sides."""
+    first, last = span
+    if shard.num_ranks > 1:
+        first, last = (int(slot) for slot in shard.slots(np.array(span)))
+    slots = _cuts(first, last, *block_sizes)
+    return Spans(shard.tokens(slots), slots, slots, np.diff(slots, append=last), (1, 1))
+
+
+def _by_turns(
+    source: TokenShard, target: TokenShard, turns: tuple[int, int], span: tuple[int, int]
+) -> Spans:
+    cuts = _cuts(*span, *turns)
+    counts = np.diff(cuts, append=span[1])
+    held = source.holds(cuts) & target.holds(cuts)
+    tokens = cuts[held]
+    return Spans(tokens, source.slots(tokens), target.slots(tokens), counts[held], (1, 1))
+
+
+def _by_progressions(
+    source: TokenShard,
+    target: TokenShard,
+    block_sizes: tuple[int, int],
+    steps: tuple[int, int],
+    span: tuple[int, int],
+) -> Spans:
+    """One progression per token of the pattern, cut where either side begins a new block."""
+    first, last = span
+    period = steps[0] * source.num_ranks
+    origin = first // period * period
+    pattern = np.arange(origin, min(origin + period, last))
+    pattern = pattern[source.holds(pattern) & target.holds(pattern)]
+    # rounds[C, :]: numbers of repetitions at which the spans of each progression begin.
+    begin, end = (-((pattern - edge) // period)[:, None] for edge in span)
+    rounds = [begin]
+    for shard, size, step in zip((source, target), block_sizes, steps, strict=True):
+        low, high = (int(slot) for slot in shard.slots(np.array([first, last])))
+        edges = np.arange((low // size + 1) * size, high, size)
+        rounds.append(-((shard.slots(pattern)[:, None] - edges) // step))
+    cuts = np.sort(np.clip(np.concatenate(rounds, axis=1), begin, end), axis=1)
+    counts = np.diff(cuts, axis=1, append=end)
+    tokens = (pattern[:, None] + cuts * period)[counts > 0]
+    order = np.argsort(tokens)
+    tokens = tokens[order]
+    return Spans(
+        tokens, source.slots(tokens), target.slots(tokens), counts[counts > 0][order], steps
+    )
+
+
+def _cuts(first: int, last: int, one: int, two: int) -> Int64s:
+    """``first`` and the multiples of either number in ``(first, last)``; none of an empty span."""
+    if first >= last:
+        return np.empty(0, dtype=np.int64)
+    cuts = [np.array([first]), np.arange((first // one + 1) * one, last, one)]
+    if two == one:
+        return np.concatenate(cuts)
+    cuts.append(np.arange((first // two + 1) * two, last, two))
+    # The parts are sorted, so a stable sort only merges them; np.unique takes ten times as long.
+    found = np.sort(np.concatenate(cuts), kind="stable")
+    return found[np.diff(found, prepend=first - 1) > 0]
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+def check_span(first_token: int, num_tokens: int) -> None:
+    """Checks the bounds of a span of tokens.
 
     Raises:
         ValueError: the span is no span.
-        BlockTableError: a table is too short, or names a target block twice within the span.
+    """
+    if not 0 <= first_token <= num_tokens:
+        raise ValueError(
+            f"first_token: [{first_token}, {num_tokens}) is no span of tokens; "
+            "write 0 <= first_token <= num_tokens"
+        )
+
+
+def block_table(side: str, blocks: BlockIds, geometry: GroupGeometry, num_tokens: int) -> Int64s:
+    """A whole block table as an array, int64[blocks].
+
+    Raises:
+        BlockTableError: it is not flat, or too short for so many tokens.
+        BlockIdError: an id is no whole number.
+    """
+    table = np.asarray(blocks)
+    if table.ndim != 1:
+        raise BlockTableError(f"{side} block table: {table.ndim} dims; give one flat list of ids")
+    entry = geometry.virtual_block_size
+    if len(table) * entry < num_tokens:
+        raise BlockTableError(
+            f"{side} block table: {len(table)} blocks of {entry} tokens hold "
+            f"{len(table) * entry}, not {num_tokens}"
+        )
+    if len(table) and not np.can_cast(table.dtype, np.int64):
+        raise BlockIdError(f"{side} block table: ids are {table.dtype}, not 64-bit whole numbers")
+    return table.astype(np.int64, copy=False)
+
+
+def bind_shards(
+    shards: tuple[TokenShard, TokenShard],
+    tables: tuple[Int64s, Int64s],
+    block_sizes: tuple[int, int],
+    span: tuple[int, int],
+) -> Runs:
+    """Runs over the tokens of a span that a source rank and a target rank both hold.
+
+    Args:
+        shards: the tokens of the source rank and of the target rank.
+        tables: the whole block tables of both sides; null blocks (id 0) of the target are skipped.
+        block_sizes: tokens per block and rank of both sides.
+        span: first token, and the one after the last.
+
+    Returns:
+        Rows of ``RUN_DTYPE``, ascending by their first token.
+
+    Raises:
         NullBlockError: the null block stands in the source within the span, where the target's
             is not null.
-        BlockIdError: an id is negative or no whole number.
+        BlockIdError: an id is negative.
     """
-    _check_span(first_token, num_tokens)
-    tables = (
-        _table("source", source_blocks, plan.source, num_tokens),
-        _table("target", target_blocks, plan.target, num_tokens),
-    )
-    first_token, num_tokens = plan.target.bound_span(first_token, num_tokens)
-    block_sizes = plan.source.block_size, plan.target.block_size
-    ours = plan.target.token_shard(plan.target_rank)
-    context_runs = {}
-    for context in plan.source_contexts:
-        theirs = plan.source.parallel.shard_of_context(context)
-        spans = shared_spans(theirs, ours, block_sizes, (first_token, num_tokens))
-        runs = _runs(spans, tables, block_sizes)
-        kept = runs["target_block"] != 0
-        context_runs[context] = runs if kept.all() else runs[kept]
-    _check_repeats(tables[1], plan.target, first_token, num_tokens)
-    return BoundCopies(plan, context_runs, *tables, (first_token, num_tokens))
+    runs = _runs(shared_spans(*shards, block_sizes, span), tables, block_sizes)
+    kept = runs["target_block"] != 0
+    return runs if kept.all() else runs[kept]
 
 
 def bind_own(
-    geometry: EngineGeometry, rank: int, block_ids: BlockIds, num_tokens: int, first_token: int = 0
+    geometry: GroupGeometry, rank: int, block_ids: BlockIds, num_tokens: int, first_token: int = 0
 ) -> tuple[Runs, Int64s]:
     """Runs over what a rank holds of the tokens ``[first_token, num_tokens)``.
 
@@ -140,8 +219,8 @@ def bind_own(
         NullBlockError: the null block stands where the rank holds tokens of the span.
         BlockIdError: an id is negative or no whole number.
     """
-    _check_span(first_token, num_tokens)
-    table = _table("own", block_ids, geometry, num_tokens)
+    check_span(first_token, num_tokens)
+    table = block_table("own", block_ids, geometry, num_tokens)
     first_token = geometry.first_bound_token(first_token, num_tokens)
     shard = geometry.token_shard(rank)
     block_sizes = geometry.block_size, geometry.block_size
@@ -153,60 +232,30 @@ def bind_own(
             f"block table: the null block stands where token {spans.tokens[np.argmax(null)]} "
             f"belongs, within the tokens [{first_token}, {num_tokens})"
         )
-    _check_repeats(table, geometry, first_token, num_tokens)
+    check_repeats(table, geometry, first_token, num_tokens)
     first_slot, last_slot = shard.slots(np.array([first_token, num_tokens]))
     return runs, shard.tokens(np.arange(first_slot, last_slot))
 
 
-def check_block_ids(
-    copies: BoundCopies, source_num_blocks: Mapping[int, int] | int, target_num_blocks: int
+def check_repeats(
+    table: Int64s, geometry: GroupGeometry, first_token: int, num_tokens: int
 ) -> None:
-    """Checks that every block of the copies exists on both sides.
-
-    Args:
-        copies: bound copies.
-        source_num_blocks: blocks of each source rank, or of all of them.
-        target_num_blocks: blocks of the target rank.
+    """Checks that a target's table names no block twice within a span.
 
     Raises:
-        BlockIdError: a block id is not below the number of blocks; the message names both.
+        BlockTableError: it does.
     """
-    if not copies.plan.pieces:
-        return  # nothing moves; a rank without layers of the group has no blocks of it either
-    if isinstance(source_num_blocks, Mapping):
-        source_num_blocks = min(source_num_blocks[rank] for rank in copies.plan.source_ranks)
-    for runs in copies.context_runs.values():
-        if not len(runs):
-            continue
-        for side, limit in (("source", source_num_blocks), ("target", target_num_blocks)):
-            largest = int(runs[f"{side}_block"].max())
-            if largest >= limit:
-                raise BlockIdError(
-                    f"{side} block {largest} does not exist; there are {limit} blocks"
-                )
-
-
-def _check_span(first_token: int, num_tokens: int) -> None:
-    if not 0 <= first_token <= num_tokens:
-        raise ValueError(
-            f"first_token: [{first_token}, {num_tokens}) is no span of tokens; "
-            "write 0 <= first_token <= num_tokens"
-        )
-
-
-def _table(side: str, blocks: BlockIds, geometry: EngineGeometry, num_tokens: int) -> Int64s:
-    table = np.asarray(blocks)
-    if table.ndim != 1:
-        raise BlockTableError(f"{side} block table: {table.ndim} dims; give one flat list of ids")
+    if first_token == num_tokens:
+        return
     entry = geometry.virtual_block_size
-    if len(table) * entry < num_tokens:
+    ids = table[first_token // entry : -(-num_tokens // entry)]
+    ordered = np.sort(ids[ids != 0])
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
         raise BlockTableError(
-            f"{side} block table: {len(table)} blocks of {entry} tokens hold "
-            f"{len(table) * entry}, not {num_tokens}"
+            f"target block {twice[0]} stands more than once in the span; its tokens would "
+            "overwrite each other"
         )
-    if len(table) and not np.can_cast(table.dtype, np.int64):
-        raise BlockIdError(f"{side} block table: ids are {table.dtype}, not 64-bit whole numbers")
-    return table.astype(np.int64, copy=False)
 
 
 def _runs(spans: Spans, tables: tuple[Int64s, Int64s], block_sizes: tuple[int, int]) -> Runs:
@@ -236,20 +285,4 @@ def _check_ids(runs: Runs, tokens: Int64s) -> None:
         raise NullBlockError(
             f"source block of token {tokens[row]} is the null block, but the target expects it in "
             f"block {runs['target_block'][row]}"
-        )
-
-
-def _check_repeats(
-    table: Int64s, geometry: EngineGeometry, first_token: int, num_tokens: int
-) -> None:
-    if first_token == num_tokens:
-        return
-    entry = geometry.virtual_block_size
-    ids = table[first_token // entry : -(-num_tokens // entry)]
-    ordered = np.sort(ids[ids != 0])
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise BlockTableError(
-            f"target block {twice[0]} stands more than once in the span; its tokens would "
-            "overwrite each other"
         )

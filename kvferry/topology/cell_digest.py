@@ -9,13 +9,13 @@ import numpy.typing as npt
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, Tiles
 from kvferry.topology.binding import BlockIds, bind_own
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.plan import Piece, TransferPlan
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.lowering import Piece, Places, lower_pieces
+from kvferry.topology.tensors import RankMemory
 
 
 def digest(
-    geometry: EngineGeometry,
+    geometry: GroupGeometry,
     rank: int,
     memory: RankMemory,
     addresses: Sequence[int],
@@ -31,7 +31,7 @@ def digest(
     over all ranks of an engine, modulo 2**64, therefore does not depend on its layout, block size
     or sharding. Cells with replicas are counted by the first rank that holds them and by no other.
 
-    >>> from kvferry.topology import ParallelShape, memory_of
+    >>> from kvferry.topology import EngineGeometry, ParallelShape, memory_of
     >>> def of(block_size, layout, block_ids):
     ...     one = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=1, dtype="int32",
     ...                          block_size=block_size, layout=layout, parallel=ParallelShape())
@@ -63,7 +63,7 @@ def digest(
 
 
 def token_digests(
-    geometry: EngineGeometry,
+    geometry: GroupGeometry,
     rank: int,
     memory: RankMemory,
     addresses: Sequence[int],
@@ -95,20 +95,20 @@ def token_digests(
 
 
 def _counted(
-    geometry: EngineGeometry, rank: int, memory: RankMemory, layers: Sequence[int]
+    geometry: GroupGeometry, rank: int, memory: RankMemory, layers: Sequence[int]
 ) -> tuple[Tiles, npt.NDArray[np.int64]]:
     """One tile per layer and part for the heads that this rank counts, and their keys."""
     context = geometry.parallel.context_rank(rank)
+    places = Places(geometry, rank, memory)
     tiles, keys = [np.empty(0, dtype=TILE_DTYPE)], [np.empty((0, 3), dtype=np.int64)]
     for share in geometry.shares(rank) if layers else ():
         _, owners = next(geometry.owners(layers[0], share, context))
         if owners[0] != rank:
             continue
-        pieces = tuple(Piece(rank, layer, share.heads, share.part) for layer in layers)
-        plan = TransferPlan(geometry, geometry, rank, pieces)
+        pieces = [Piece(rank, layer, share.heads, share.part) for layer in layers]
         for part in filter(pieces[0].has, geometry.parts):
             # One part at a time, so that packed parts stay apart.
-            tiles.append(plan.lower({rank: memory}, memory, parts=(part,))[rank])
+            tiles.append(lower_pieces(pieces, (part,), places, places))
             number = zlib.crc32(part.name.encode())
             rows = [(layer, number, share.heads.start) for layer in layers]
             keys.append(np.array(rows, dtype=np.int64))

@@ -1,14 +1,23 @@
-"""What an engine tells another about itself: groups, shape, memory, model.
+"""What an engine tells another about itself: groups, memory, model.
 
-These are the structs that the handshake carries. They are plain data; the comparison of two of
-them lives in :mod:`kvferry.control.handshake`, the arithmetic on them in this room.
+These are the structs that the handshake carries: a group goes over the wire as its geometry, of
+which every field is plain data. The comparison of two descriptions lives in
+:mod:`kvferry.control.handshake`.
 """
+
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import msgspec
 
-PROTOCOL_MIN = 1
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.states import StateGeometry
+from kvferry.topology.tensors import RankMemory
+
+PROTOCOL_MIN = 2
 """Oldest protocol version that this release speaks."""
-PROTOCOL_MAX = 1
+PROTOCOL_MAX = 2
 """Newest protocol version that this release speaks."""
 
 
@@ -31,96 +40,38 @@ class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 (hex) over the weights."""
 
 
-class PartStrides(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where the cells of one part (``k``, ``v``) lie inside a tensor; all numbers are bytes.
+class AttentionGroup(msgspec.Struct, frozen=True, tag="attention"):
+    """A group of attention layers on the wire."""
 
-    The address of a cell is ``tensor offset + offset + layer * layer + block * block
-    + token * token + head * head + element * element``, with indices local to the rank.
+    geometry: EngineGeometry
+
+
+class StateGroup(msgspec.Struct, frozen=True, tag="states"):
+    """A group of recurrent layers on the wire."""
+
+    geometry: StateGeometry
+
+
+TaggedGroup: TypeAlias = AttentionGroup | StateGroup
+"""A group, and which kind it is: only tagged structs can be told apart by who decodes them."""
+
+
+def tagged_groups(geometries: Iterable[GroupGeometry]) -> tuple[TaggedGroup, ...]:
+    """The groups of an engine as its description carries them.
+
+    Raises:
+        TypeError: a kind of group that no peer would know.
     """
-
-    offset: int
-    layer: int
-    block: int
-    token: int
-    head: int
-    element: int
+    return tuple(_tagged(geometry) for geometry in geometries)
 
 
-class TensorMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV cache tensor of a rank: its place in a region, and the strides of its parts."""
-
-    name: str
-    region: int
-    """Index into the rank's regions."""
-    offset: int
-    """Bytes from the start of the region to the tensor's first element."""
-    parts: dict[str, PartStrides]
-
-
-class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV memory of one rank for one group."""
-
-    num_blocks: int
-    """Blocks that the strides may index, the null block included."""
-    region_bytes: tuple[int, ...]
-    """Size of each region in bytes."""
-    tensors: tuple[TensorMemory, ...]
-
-
-class StateSection(msgspec.Struct, frozen=True, kw_only=True):
-    """Neighbouring channels of a recurrent state that TP divides by one rule."""
-
-    name: str
-    num_units: int
-    """What TP divides, as it divides KV heads: with replicas where ranks outnumber them, so that
-    every rank holds a section of one unit."""
-    unit_size: int = 1
-    """Channels per unit."""
-
-
-class StatePart(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of the state that a recurrent layer keeps per request."""
-
-    name: str
-    """As in ``layer.0.conv``."""
-    dtype: str
-    sections: tuple[StateSection, ...]
-    """In the order of their channels."""
-    channel_size: int = 1
-    """Elements per channel: all other dims of the state."""
-
-    @property
-    def num_channels(self) -> int:
-        """Channels of the model, in all sections."""
-        return sum(section.num_units * section.unit_size for section in self.sections)
-
-
-class GroupDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV cache group: the keyword arguments of its ``EngineGeometry``, as plain data."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_size: int
-    head_size_v: int | None
-    dtype: str
-    block_size: int
-    layout: str
-    """``str(layout)``; ``Layout.parse`` gives it back."""
-    tp: int
-    pp: int
-    dcp: int = 1
-    pcp: int = 1
-    use_mla: bool = False
-    layer_split: tuple[int, ...] | None = None
-    layer_names: tuple[str, ...] | None = None
-    layer_indices: tuple[int, ...] | None = None
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    interleave_size: int = 1
-    page_size_padded: int | None = None
-    scale_dtype: str | None = None
-    states: tuple[StatePart, ...] = ()
-    packing: str = ""
+def _tagged(geometry: GroupGeometry) -> TaggedGroup:
+    match geometry:
+        case EngineGeometry():
+            return AttentionGroup(geometry)
+        case StateGeometry():
+            return StateGroup(geometry)
+    raise TypeError(f"{type(geometry).__name__} is neither an EngineGeometry nor a StateGeometry")
 
 
 class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,10 +95,16 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     model: ModelFingerprint
-    groups: tuple[GroupDescription, ...]
+    groups: tuple[TaggedGroup, ...]
+    """What :func:`tagged_groups` makes of the geometries."""
     ranks: tuple[RankDescription, ...]
     convert_dtype: bool = False
     """Whether it reads KV of another dtype although precision is lost."""
+
+    @property
+    def geometries(self) -> tuple[GroupGeometry, ...]:
+        """Which cells of each group each rank holds."""
+        return tuple(group.geometry for group in self.groups)
 
 
 def without_endpoints(description: EngineDescription) -> EngineDescription:

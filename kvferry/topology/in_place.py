@@ -15,10 +15,10 @@ import numpy as np
 
 from kvferry.layouts.layout import CellStrides, Layout
 from kvferry.layouts.repack import HeldSlice, Place, Repack, Unit, make_repack
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.parts import Part
-from kvferry.topology.plan import Piece, TransferPlan
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.lowering import Piece
+from kvferry.topology.plan import TransferPlan
+from kvferry.topology.tensors import Part, RankMemory
 
 _PARTS = ("k", "v", "latent")
 
@@ -27,7 +27,7 @@ def plan_repack(plan: TransferPlan, memory: RankMemory) -> Repack:
     """What makes blocks that hold the source's geometry hold the target's; once per peer.
 
     >>> from dataclasses import replace
-    >>> from kvferry.topology import ParallelShape, plan_transfer
+    >>> from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
     >>> target = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
     ...                         block_size=4, layout="NHD", parallel=ParallelShape())
     >>> source = replace(target, layout=Layout.named("HND"), block_size=6)
@@ -103,7 +103,7 @@ def head_slices(plan: TransferPlan) -> tuple[int, ...]:
     return found.pop() if found else ()
 
 
-def part_groups(source: EngineGeometry, target: EngineGeometry) -> list[tuple[Part, ...]]:
+def part_groups(source: GroupGeometry, target: GroupGeometry) -> list[tuple[Part, ...]]:
     """The parts that are permuted among each other: small frames fit on chip."""
     parts = target.parts
     apart = len({part.head_size for part in parts}) == 1 and all(
@@ -118,7 +118,7 @@ def _keeps_parts_apart(layout: Layout) -> bool:
 
 
 def places_in(
-    geometry: EngineGeometry,
+    geometry: GroupGeometry,
     rank: int,
     memory: RankMemory,
     layers: Sequence[int],

@@ -11,8 +11,7 @@ from itertools import accumulate, pairwise
 
 from kvferry.layouts.layout import Layout
 from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.layer_ranges import default_split
-from kvferry.topology.parallel import ParallelShape, check_count
+from kvferry.topology.sharding import ParallelShape, check_count, default_split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
-from kvferry.topology.description import RankMemory, TensorMemory
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.tensors import RankMemory, TensorMemory
 
 Regions: TypeAlias = tuple[npt.NDArray[np.uint8], ...]
 """The bytes of each region of a rank, in the order of its region indices."""
 
 
 def memory_of(
-    geometry: EngineGeometry,
+    geometry: GroupGeometry,
     rank: int,
     tensors: Mapping[str, Any],
     *,
@@ -25,7 +25,7 @@ def memory_of(
     """A rank's memory as its tensors really lie, and the regions they lie in, in host memory.
 
     >>> import numpy as np
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> geometry = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
     ...                           block_size=2, layout="NHD", parallel=ParallelShape())
     >>> storage = np.zeros((2, *geometry.cache_shape(0, num_blocks=3)), dtype=np.float32)
@@ -51,7 +51,7 @@ def memory_of(
 
 
 def locate_memory(
-    geometry: EngineGeometry,
+    geometry: GroupGeometry,
     rank: int,
     tensors: Mapping[str, Any],
     *,
@@ -124,7 +124,7 @@ def _check_names(
         )
 
 
-def _num_blocks(geometry: EngineGeometry, rank: int, views: Mapping[str, ArrayView]) -> int:
+def _num_blocks(geometry: GroupGeometry, rank: int, views: Mapping[str, ArrayView]) -> int:
     """The number of blocks, after checking every tensor's shape and dtype."""
     num_blocks = 0
     for name, kind in geometry.tensors(rank).items():

@@ -1,65 +1,41 @@
-"""Transfer plans: which source rank gives which cells to a target rank, and as what tiles.
+"""Transfer plans: which source rank gives which cells to a target rank.
 
 A plan intersects the target's shard with every source shard. It knows no block ids and no bytes,
-so it is computed once per peer; binding block ids to it is :mod:`kvferry.topology.binding`.
+so it is computed once per peer. Lowered onto the memory of both sides it gives tiles; bound to the
+block tables of a request it gives runs; tiles times runs are the copies.
 """
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import BoundsError, ProtocolError
-from kvferry.layouts.convert import is_convertible, is_lossless
-from kvferry.layouts.tiles import TILE_DTYPE, Tiles
-from kvferry.topology.description import RankMemory, TensorMemory
-from kvferry.topology.geometry import CROSS_LAYER_NAME, EngineGeometry
-from kvferry.topology.layer_ranges import ranges_text
-from kvferry.topology.parts import Part
-from kvferry.topology.states import Share
-
-if TYPE_CHECKING:
-    from kvferry.topology.binding import BoundCopies
-
-
-_CELL_FIELDS = (
-    *("num_kv_heads", "head_size", "head_size_v", "dtype", "use_mla", "scale_dtype"),
-    *("recurrent_state", "opaque_blocks"),
+from kvferry.errors import BlockIdError
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.topology.binding import (
+    BlockIds,
+    bind_shards,
+    block_table,
+    check_repeats,
+    check_span,
 )
-"""Fields of a geometry that say what a cell is."""
+from kvferry.topology.group import GroupGeometry, Share
+from kvferry.topology.lowering import Piece, Places, lower_pieces
+from kvferry.topology.pairing import cell_differences
+from kvferry.topology.sharding import Int64s, ranges_text
+from kvferry.topology.tensors import Part, RankMemory
 
 _REMEDIES = {"dtype": "they must be equal, or without scales and convert=True given"}
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The cells of one layer and some neighbouring heads or channels that one source rank gives.
-
-    Of the tokens, it gives those that it holds; see :meth:`EngineGeometry.token_shard`.
-    """
-
-    source_rank: int
-    layer: int
-    """Index in the model."""
-    heads: range
-    """Indices in the model."""
-    part: str | None = None
-    """The section of a state whose channels these are; heads of all parts if ``None``."""
-
-    def has(self, part: Part) -> bool:
-        """Whether it has cells of a part."""
-        return self.part in (None, part.name)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
     """Who gives what to one target rank. A value: equal plans are interchangeable."""
 
-    source: EngineGeometry
-    target: EngineGeometry
+    source: GroupGeometry
+    target: GroupGeometry
     target_rank: int
     pieces: tuple[Piece, ...]
     """Ascending by layer, by the source's context rank, by section, by head. Together they cover
@@ -80,8 +56,10 @@ class TransferPlan:
     @property
     def conversion(self) -> tuple[str, str] | None:
         """Source dtype and target dtype where they differ: such a plan is staged and converted."""
-        dtypes = self.source.dtype, self.target.dtype
-        return None if dtypes[0] == dtypes[1] else dtypes
+        for ours, theirs in zip(self.source.parts, self.target.parts, strict=True):
+            if ours.dtype != theirs.dtype:
+                return ours.dtype, theirs.dtype
+        return None
 
     @property
     def bytes_per_token(self) -> int:
@@ -108,15 +86,48 @@ class TransferPlan:
 
     def bind(
         self,
-        source_blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
-        target_blocks: Sequence[int] | npt.NDArray[np.integer[Any]],
+        source_blocks: BlockIds,
+        target_blocks: BlockIds,
         num_tokens: int,
         first_token: int = 0,
     ) -> "BoundCopies":
-        """The copies of one request; see :func:`kvferry.topology.binding.bind`."""
-        from kvferry.topology.binding import bind
+        """The copies of one request: of its tokens ``[first_token, num_tokens)``.
 
-        return bind(self, source_blocks, target_blocks, num_tokens, first_token)
+        >>> from kvferry.topology import EngineGeometry, ParallelShape
+        >>> source = EngineGeometry(num_layers=1, num_kv_heads=1, head_size=4, dtype="float32",
+        ...                         block_size=4, layout="NHD", parallel=ParallelShape())
+        >>> plan = plan_transfer(source=source, target=source)
+        >>> plan.bind([5, 2, 8], [1, 2, 3], num_tokens=10, first_token=4).runs_of(0).tolist()
+        [(2, 0, 2, 0, 4, 1, 1), (8, 0, 3, 0, 2, 1, 1)]
+
+        Args:
+            source_blocks: the source's whole block table for this group.
+            target_blocks: the target's; its null blocks (id 0) are skipped.
+            num_tokens: end of the span, in tokens from the start of the request.
+            first_token: start of the span. Of a state, that after the last token moves; of opaque
+                blocks, all of each.
+
+        Raises:
+            ValueError: the span is no span.
+            BlockTableError: a table is too short, or names a target block twice within the span.
+            NullBlockError: the null block stands in the source within the span, where the target's
+                is not null.
+            BlockIdError: an id is negative or no whole number.
+        """
+        check_span(first_token, num_tokens)
+        tables = (
+            block_table("source", source_blocks, self.source, num_tokens),
+            block_table("target", target_blocks, self.target, num_tokens),
+        )
+        span = self.target.bound_span(first_token, num_tokens)
+        block_sizes = self.source.block_size, self.target.block_size
+        ours = self.target.token_shard(self.target_rank)
+        context_runs = {}
+        for context in self.source_contexts:
+            theirs = self.source.parallel.shard_of_context(context)
+            context_runs[context] = bind_shards((theirs, ours), tables, block_sizes, span)
+        check_repeats(tables[1], self.target, *span)
+        return BoundCopies(self, context_runs, *tables, span)
 
     def lower(
         self,
@@ -145,12 +156,12 @@ class TransferPlan:
                 f"source_memory: ranks {missing} are missing; the plan reads from ranks "
                 f"{list(self.source_ranks)}"
             )
-        target = _Places(self.target, self.target_rank, target_memory)
+        target = Places(self.target, self.target_rank, target_memory)
         return {
-            rank: _tiles(
+            rank: lower_pieces(
                 self.for_source(rank).pieces,
                 self.target.parts if parts is None else parts,
-                _Places(self.source, rank, memory),
+                Places(self.source, rank, memory),
                 target,
             )
             for rank, memory in source_memory.items()
@@ -158,42 +169,94 @@ class TransferPlan:
         }
 
 
-def cell_differences(
-    source: EngineGeometry, target: EngineGeometry, *, convert: bool = False
-) -> Iterator[tuple[str, object, object]]:
-    """Where the cells of two geometries are not the same thing: field, source's value, target's.
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundCopies:
+    """The copies of one request on one target rank: each source rank's tiles times its runs."""
 
-    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will. So may dtypes
-    of which the target's holds every value of the source's; with ``convert`` any that can be
-    converted; with scales none.
+    plan: TransferPlan
+    context_runs: Mapping[int, Runs]
+    """Context rank of the source → rows of ``RUN_DTYPE``, ascending by their first token; for
+    every one that the plan reads from."""
+    source_blocks: Int64s
+    """The source's whole block table."""
+    target_blocks: Int64s
+    """The target's."""
+    span: tuple[int, int]
+    """The first token, and the one after the last."""
 
-    >>> from kvferry.topology import ParallelShape
-    >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
-    ...                      block_size=2, layout="NHD", parallel=ParallelShape())
-    >>> list(cell_differences(one, replace(one, dtype="bfloat16", block_size=3)))
-    [('dtype', 'float32', 'bfloat16')]
-    >>> list(cell_differences(replace(one, dtype="bfloat16"), one))
-    []
+    def runs_of(self, source_rank: int) -> Runs:
+        """What the tiles of a source rank of the plan are applied to."""
+        return self.context_runs[self.plan.source.parallel.context_rank(source_rank)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that move; those of null target blocks do not."""
+        return sum(int(runs["tokens"].sum()) for runs in self.context_runs.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that leave the sources."""
+        return sum(
+            int(self.runs_of(rank)["tokens"].sum()) * self.plan.for_source(rank).bytes_per_token
+            for rank in self.plan.source_ranks
+        )
+
+    def segments(
+        self, source_memory: Mapping[int, RankMemory], target_memory: RankMemory
+    ) -> dict[int, npt.NDArray[np.void]]:
+        """The single contiguous copies per source rank, merged, for whoever must see them.
+
+        Returns:
+            Source rank → rows of ``SEGMENT_DTYPE``: regions, byte offsets into them, bytes.
+
+        Raises:
+            ValueError: the plan converts the dtype, which no copies of bytes can do.
+            ValueError, ProtocolError: see :meth:`TransferPlan.lower`.
+        """
+        from kvferry.layouts.copier import expand
+
+        if self.plan.conversion is not None:
+            one, two = self.plan.conversion
+            raise ValueError(
+                f"segments: {one} becomes {two} on the way, so there are none; stage the tiles"
+            )
+
+        tiles = self.plan.lower(source_memory, target_memory)
+        return {rank: expand(table, self.runs_of(rank)) for rank, table in tiles.items()}
+
+
+def check_block_ids(
+    copies: BoundCopies, source_num_blocks: Mapping[int, int] | int, target_num_blocks: int
+) -> None:
+    """Checks that every block of the copies exists on both sides.
+
+    Args:
+        copies: bound copies.
+        source_num_blocks: blocks of each source rank, or of all of them.
+        target_num_blocks: blocks of the target rank.
+
+    Raises:
+        BlockIdError: a block id is not below the number of blocks; the message names both.
     """
-    for field in _CELL_FIELDS:
-        one, two = getattr(source, field), getattr(target, field)
-        if field == "head_size_v":  # left out where k and v are alike
-            one, two = one or source.head_size, two or target.head_size
-        if one != two and not (field == "dtype" and _may_convert(source, target, convert)):
-            yield field, one, two
-
-
-def _may_convert(source: EngineGeometry, target: EngineGeometry, convert: bool) -> bool:
-    if any(side.scale_dtype is not None or side.states for side in (source, target)):
-        return False  # scales belong to the very codes of their cells; states have dtypes each
-    allowed = is_convertible if convert else is_lossless
-    return allowed(source.dtype, target.dtype)
+    if not copies.plan.pieces:
+        return  # nothing moves; a rank without layers of the group has no blocks of it either
+    if isinstance(source_num_blocks, Mapping):
+        source_num_blocks = min(source_num_blocks[rank] for rank in copies.plan.source_ranks)
+    for runs in copies.context_runs.values():
+        if not len(runs):
+            continue
+        for side, limit in (("source", source_num_blocks), ("target", target_num_blocks)):
+            largest = int(runs[f"{side}_block"].max())
+            if largest >= limit:
+                raise BlockIdError(
+                    f"{side} block {largest} does not exist; there are {limit} blocks"
+                )
 
 
 def plan_transfer(
     *,
-    source: EngineGeometry,
-    target: EngineGeometry,
+    source: GroupGeometry,
+    target: GroupGeometry,
     target_rank: int = 0,
     target_engine_id: str = "",
     layers: Iterable[int] | None = None,
@@ -202,7 +265,7 @@ def plan_transfer(
     """Plans what one target rank reads, and from whom.
 
     >>> from kvferry.layouts import Layout
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> source = EngineGeometry(num_layers=2, num_kv_heads=3, head_size=4, dtype="float32",
     ...                         block_size=16, layout="HND", parallel=ParallelShape(tp=3))
     >>> target = replace(source, block_size=24, layout=Layout.named("NHD"),
@@ -220,7 +283,7 @@ def plan_transfer(
         target_rank: who reads.
         target_engine_id: decides the choice among replicas.
         layers: only these of the model's layers, which both groups must have; all of the
-            target's if left out. :func:`~kvferry.topology.groups.pair_groups` finds them.
+            target's if left out. :func:`~kvferry.topology.pairing.pair_groups` finds them.
         convert: allow a conversion of the dtype that rounds; without it only one that does not.
 
     Raises:
@@ -255,7 +318,7 @@ def plan_transfer(
 
 
 def _giving_contexts(
-    source: EngineGeometry, target: EngineGeometry, target_rank: int
+    source: GroupGeometry, target: GroupGeometry, target_rank: int
 ) -> tuple[int, ...]:
     """The context ranks of the source that hold any token of the target rank, ascending."""
     ours = target.token_shard(target_rank)
@@ -267,119 +330,8 @@ def _giving_contexts(
 
 
 def _layer_pieces(
-    source: EngineGeometry, layer: int, share: Share, context: int, choice: int
+    source: GroupGeometry, layer: int, share: Share, context: int, choice: int
 ) -> Iterator[Piece]:
     """Splits what a rank wants of one layer at the borders between source ranks."""
     for heads, replicas in source.owners(layer, share, context):
         yield Piece(replicas[choice % len(replicas)], layer, heads, share.part)
-
-
-class _Side(NamedTuple):
-    """One side of a tile, fields in the order of ``TILE_DTYPE``; all but the region are bytes."""
-
-    region: int
-    offset: int
-    block: int
-    token: int
-    head: int
-    element: int
-
-
-class _Tile(NamedTuple):
-    """A row of ``TILE_DTYPE`` in the making."""
-
-    source: _Side
-    target: _Side
-    heads: int
-    elements: int
-    itemsize: int
-    target_itemsize: int
-    """Not part of the row; other than ``itemsize`` only if the dtype is converted."""
-
-
-class _Places:
-    """Looks cells up in the memory of one rank."""
-
-    def __init__(self, geometry: EngineGeometry, rank: int, memory: RankMemory) -> None:
-        self._geometry = geometry
-        self._rank = rank
-        self._layers = geometry.layers(rank)
-        self._heads = {part.name: geometry.heads(rank, part.name) for part in geometry.parts}
-        self._tensors = {tensor.name: tensor for tensor in memory.tensors}
-        self._suffixes = {
-            part.name: kind.suffix for kind in geometry.tensor_kinds for part in kind.parts
-        }
-        self.itemsizes = {part.name: part.itemsize for part in geometry.parts}
-        """Bytes per element of each part."""
-
-    def side(self, layer: int, first_head: int, part: Part) -> _Side:
-        """Where the part of one layer lies, from the first head on."""
-        tensor, index = self._tensor(layer, self._suffixes[part.name])
-        strides = tensor.parts.get(part.name)
-        if strides is None:
-            raise ProtocolError(
-                f"memory of rank {self._rank}: tensor {tensor.name!r} has no part {part.name!r}"
-            )
-        offset = tensor.offset + strides.offset + strides.layer * index
-        offset += strides.head * (first_head - self._heads[part.name].start)
-        return _Side(
-            tensor.region, offset, strides.block, strides.token, strides.head, strides.element
-        )
-
-    def _tensor(self, layer: int, suffix: str) -> tuple[TensorMemory, int]:
-        name, cross = self._geometry.layer_name(layer) + suffix, CROSS_LAYER_NAME + suffix
-        if name in self._tensors:
-            return self._tensors[name], 0
-        if cross in self._tensors:
-            return self._tensors[cross], self._layers.index(layer)
-        raise ProtocolError(
-            f"memory of rank {self._rank}: has no tensor {name!r} nor {cross!r}, only "
-            f"{', '.join(sorted(self._tensors)) or 'none'}"
-        )
-
-
-def _tiles(
-    pieces: Sequence[Piece], parts: Sequence[Part], source: _Places, target: _Places
-) -> Tiles:
-    tiles = [
-        tile
-        for piece in pieces
-        for tile in _fused(
-            _Tile(
-                source.side(piece.layer, piece.heads.start, part),
-                target.side(piece.layer, piece.heads.start, part),
-                len(piece.heads),
-                part.head_size,
-                source.itemsizes[part.name],
-                target.itemsizes[part.name],
-            )
-            for part in parts
-            if piece.has(part)
-        )
-    ]
-    try:
-        return np.array([(*t.source, *t.target, *t[2:5]) for t in tiles], dtype=TILE_DTYPE)
-    except OverflowError as error:
-        raise BoundsError("a memory has offsets or strides that do not fit 64 bits") from error
-
-
-def _fused(tiles: Iterable[_Tile]) -> list[_Tile]:
-    """Joins parts whose elements follow each other on both sides: packed k and v."""
-    fused: list[_Tile] = []
-    for tile in tiles:
-        if fused and _follows(fused[-1], tile):
-            fused[-1] = fused[-1]._replace(elements=fused[-1].elements + tile.elements)
-        else:
-            fused.append(tile)
-    return fused
-
-
-def _follows(tile: _Tile, other: _Tile) -> bool:
-    return (tile.heads, *tile[4:]) == (other.heads, *other[4:]) and all(
-        one.element == itemsize
-        and two == one._replace(offset=one.offset + tile.elements * itemsize)
-        for one, two, itemsize in (
-            (tile.source, other.source, tile.itemsize),
-            (tile.target, other.target, tile.target_itemsize),
-        )
-    )

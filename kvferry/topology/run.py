@@ -9,10 +9,9 @@ from kvferry.layouts.arrays import view_of
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.topology.binding import BoundCopies, check_block_ids
-from kvferry.topology.description import RankMemory
 from kvferry.topology.memory import Regions, memory_of
-from kvferry.topology.plan import TransferPlan
+from kvferry.topology.plan import BoundCopies, TransferPlan, check_block_ids
+from kvferry.topology.tensors import RankMemory
 
 
 def run_copies(

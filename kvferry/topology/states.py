@@ -1,4 +1,4 @@
-"""State that is not made of tokens: what recurrent layers keep of a request.
+"""Groups of recurrent layers: state that is not made of tokens.
 
 A recurrent layer (Mamba, linear attention) keeps one state, that after the last token, in the block
 of that token. Its cells are ``(layer, name, channel)``; TP divides the channels section by section,
@@ -15,51 +15,64 @@ of such layers keeps the tokens that a window of :data:`STATE_WINDOW` keeps.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 
 from kvferry.layouts.layout import Box, Layout
-from kvferry.topology.description import PartStrides, StatePart, StateSection
-from kvferry.topology.head_ranges import heads_of, split_heads
-from kvferry.topology.parallel import check_count
-from kvferry.topology.parts import ITEMSIZES, Part, dtype_name
-from kvferry.topology.tensors import TensorKind
-
-if TYPE_CHECKING:
-    from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry, Share
+from kvferry.topology.sharding import ParallelShape, check_count, heads_of, split_heads
+from kvferry.topology.tensors import ITEMSIZES, Part, PartStrides, TensorKind, dtype_name
 
 STATE_WINDOW = 2
 """The window that keeps what a state is: the last token, and the one that comes next."""
-
-NO_ATTENTION: dict[str, Any] = {
-    "num_kv_heads": 1,
-    "head_size": 1,
-    "head_size_v": None,
-    "dtype": "uint8",
-    "use_mla": False,
-    "scale_dtype": None,
-    "attention_chunk_size": None,
-    "sliding_window": STATE_WINDOW,
-}
-"""Fields of a group that have no meaning for states, and the values that they get."""
 
 _ORDERS = (Layout("BHD"), Layout("BDH"))
 _MAX_SECTIONS = 64
 """Sections of all states of a layer: a peer's description must not cost time."""
 
 
-class Share(NamedTuple):
-    """Neighbouring heads of all parts, or channels of one section of a state."""
+# ---- what a layer keeps ------------------------------------------------------------------------
 
-    part: str | None
-    """Name of the part, ``"conv.x"``; ``None`` for heads, which all parts of a group share."""
-    heads: range
-    """Indices in the model; channels count from the start of their section."""
+
+class StateSection(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring channels of a recurrent state that TP divides by one rule."""
+
+    name: str
+    num_units: int
+    """What TP divides, as it divides KV heads: with replicas where ranks outnumber them, so that
+    every rank holds a section of one unit."""
+    unit_size: int = 1
+    """Channels per unit."""
+
+    def channels_of(self, units: range) -> range:
+        """The channels of some units."""
+        return range(units.start * self.unit_size, units.stop * self.unit_size)
+
+
+class StatePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of the state that a recurrent layer keeps per request."""
+
+    name: str
+    """As in ``layer.0.conv``."""
+    dtype: str
+    sections: tuple[StateSection, ...]
+    """In the order of their channels."""
+    channel_size: int = 1
+    """Elements per channel: all other dims of the state."""
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the model, in all sections."""
+        return sum(section.num_units * section.unit_size for section in self.sections)
+
+    def part_name(self, section: StateSection) -> str:
+        """How a section is called among the parts of a group, ``"conv.x"``."""
+        return f"{self.name}.{section.name}"
 
 
 def state_part(
@@ -88,17 +101,57 @@ def state_part(
         ),
         channel_size=channel_size,
     )
-    check_states((made,))
+    _check_states((made,))
     return made
 
 
-def check_states(states: tuple[StatePart, ...]) -> None:
+def mamba2_states(
+    *,
+    num_heads: int,
+    head_size: int,
+    state_size: int,
+    num_groups: int,
+    conv_kernel: int,
+    dtype: Any,
+    ssm_dtype: Any = None,
+) -> tuple[StatePart, ...]:
+    """The two states of a Mamba2 layer: the last inputs of its convolution, and the SSM's state.
+
+    Shapes as in vLLM 0.32 (``MambaStateShapeCalculator.mamba2_state_shape``): the convolution runs
+    over x, B and C, and keeps the last ``conv_kernel - 1`` inputs of each channel; the SSM keeps
+    ``head_size * state_size`` numbers per head.
+
+    >>> [part.num_channels for part in mamba2_states(num_heads=48, head_size=64, state_size=128,
+    ...                                              num_groups=1, conv_kernel=4, dtype="bfloat16")]
+    [3328, 48]
+
+    Args:
+        num_heads: heads of the mixer; x has ``head_size`` channels for each.
+        head_size: channels per head.
+        state_size: elements of the SSM's state per channel; channels of B and C per group.
+        num_groups: groups of B and C; replicated where there are more TP ranks.
+        conv_kernel: inputs that one output of the convolution depends on.
+        dtype: of the convolution's state.
+        ssm_dtype: of the SSM's state, if it differs.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    conv = {"x": (num_heads, head_size), **dict.fromkeys("BC", (num_groups, state_size))}
+    ssm = {"heads": (num_heads, 1)}
+    return (
+        state_part("conv", dtype, conv, conv_kernel - 1),
+        state_part("ssm", ssm_dtype or dtype, ssm, head_size * state_size),
+    )
+
+
+def _check_states(states: tuple[StatePart, ...]) -> None:
     """Checks the states of a layer.
 
     Raises:
         ValueError: a count below 1, an unknown dtype, a name that stands twice.
     """
-    names = [part.name for part in _parts(states)]
+    names = [state.part_name(section) for state in states for section in state.sections]
     if not states or not all(state.sections for state in states) or len(names) > _MAX_SECTIONS:
         raise ValueError(
             f"states: {len(states)} states of {len(names)} sections; give each state one section "
@@ -110,83 +163,176 @@ def check_states(states: tuple[StatePart, ...]) -> None:
             "a state"
         )
     for state in states:
+        if state.dtype not in ITEMSIZES:
+            raise ValueError(f"states: {state.name}: dtype {state.dtype!r} is unknown")
         check_count(f"states: {state.name}: channel_size", state.channel_size)
         for section in state.sections:
-            where = f"states: {state.name}.{section.name}"
+            where = f"states: {state.part_name(section)}"
             check_count(f"{where}: num_units", section.num_units)
             check_count(f"{where}: unit_size", section.unit_size)
 
 
-def check_state_group(group: "EngineGeometry") -> None:
-    """Checks a group of recurrent layers.
+# ---- groups of such layers ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateGeometry(GroupGeometry):
+    """One KV cache group of recurrent layers; made by :func:`recurrent_group`.
 
     Raises:
-        ValueError: its states or its page are none, or it has what only attention has.
+        ValueError: a value is out of its range, or the layout cannot hold a state.
     """
-    check_states(group.states)
-    for field, wanted in NO_ATTENTION.items():
-        if getattr(group, field) != wanted:
+
+    states: tuple[StatePart, ...]
+    """What each layer keeps, in the order in which it lies in the layer's page."""
+
+    is_recurrent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        # By the class's name: one with slots is another than the one that super() would look for.
+        GroupGeometry.__post_init__(self)
+        self._set(states=tuple(self.states))
+        _check_states(self.states)
+        shape = self.parallel
+        if shape.num_context_ranks > 1:
             raise ValueError(
-                f"{field}: {getattr(group, field)} means nothing to the states "
-                f"{', '.join(state.name for state in group.states)}; use recurrent_group"
+                f"parallel: dcp={shape.dcp} x pcp={shape.pcp} ranks share the tokens of a request, "
+                "but a recurrent state is not made of tokens; give it dcp=1 and pcp=1"
             )
-    shape = group.parallel
-    if shape.num_context_ranks > 1:
-        raise ValueError(
-            f"parallel: dcp={shape.dcp} x pcp={shape.pcp} ranks share the tokens of a request, "
-            "but a recurrent state is not made of tokens; give it dcp=1 and pcp=1"
+        self.kinds(shape.tp - 1)  # raises; no rank has more of any section than the last one
+
+    @property
+    def sliding_window(self) -> int:
+        """The window that keeps the block of the last token."""
+        return STATE_WINDOW
+
+    @property
+    def attention_chunk_size(self) -> None:
+        """States are not kept by chunks."""
+        return None
+
+    @property
+    def cells(self) -> Mapping[str, object]:
+        """What a cell is; see :attr:`GroupGeometry.cells`."""
+        texts = []
+        for state in self.states:
+            sections = ", ".join(f"{s.name} {s.num_units}*{s.unit_size}" for s in state.sections)
+            texts.append(f"{state.name} {state.dtype} ({sections}) of {state.channel_size}")
+        return {"recurrent_state": "; ".join(texts)}
+
+    def kinds(self, rank: int) -> tuple[TensorKind, ...]:
+        """What lies in the tensors of each state."""
+        tp_rank = self.rank_coordinates(rank).tp
+        return _kinds(self.states, self.layout, self.page_size_padded, tp_rank, self.parallel.tp)
+
+    def tensors(self, rank: int) -> dict[str, TensorKind]:
+        """A rank's tensors: name → what lies in it; the states of a layer share its pages."""
+        kinds = self.kinds(rank)
+        return {name + kind.suffix: kind for name in self._tensor_owners(rank) for kind in kinds}
+
+    def first_bound_token(self, first_token: int, num_tokens: int) -> int:
+        """The last token of a span: only it has cells."""
+        return max(first_token, num_tokens - 1)
+
+    def shares(self, rank: int) -> tuple[Share, ...]:
+        """What a rank holds of each of its layers: its channels of each section, in their order."""
+        tp_rank, tp = self.rank_coordinates(rank).tp, self.parallel.tp
+        return tuple(
+            Share(
+                state.part_name(section),
+                section.channels_of(heads_of(tp_rank, tp, section.num_units)),
+            )
+            for state in self.states
+            for section in state.sections
         )
-    for tp_rank in range(shape.tp):
-        state_kinds(group.states, group.layout, group.page_size_padded, tp_rank, shape.tp)
+
+    def split_share(self, share: Share) -> Iterator[tuple[range, range]]:
+        """Splits channels at the borders between TP ranks: some channels, and the ranks."""
+        (section,) = (
+            section
+            for state in self.states
+            for section in state.sections
+            if state.part_name(section) == share.part
+        )
+        size = section.unit_size
+        units = range(share.heads.start // size, share.heads.stop // size)
+        for some, replicas in split_heads(units, self.parallel.tp, section.num_units):
+            yield section.channels_of(some), replicas
 
 
-def state_text(states: tuple[StatePart, ...]) -> str:
-    """What the cells of some states are, in one line.
+def recurrent_group(
+    *,
+    num_layers: int,
+    states: Sequence[StatePart],
+    block_size: int,
+    parallel: ParallelShape,
+    layout: Layout | str = "BHD",
+    layer_split: Sequence[int] | None = None,
+    layer_names: Sequence[str] | None = None,
+    layer_indices: Sequence[int] | None = None,
+    page_size_padded: int | None = None,
+) -> StateGeometry:
+    """A KV cache group of recurrent layers.
 
-    >>> state_text((state_part("ssm", "float32", {"heads": (48, 64)}, 128),))
-    'ssm float32 (heads 48*64) of 128'
+    >>> from kvferry.topology import ParallelShape
+    >>> group = recurrent_group(
+    ...     num_layers=2, block_size=2048, parallel=ParallelShape(tp=2), layout="B(conv=DH,ssm=HD)",
+    ...     states=mamba2_states(num_heads=6, head_size=64, state_size=128, num_groups=1,
+    ...                          conv_kernel=4, dtype="bfloat16"))
+    >>> group.tensor_names(0)
+    ('layer.0.conv', 'layer.0.ssm', 'layer.1.conv', 'layer.1.ssm')
+    >>> group.cache_shape(1, 10, "conv"), group.cache_shape(1, 10, "ssm")
+    ((10, 3, 448), (10, 3, 8192))
+
+    Args:
+        num_layers: layers of the group.
+        states: what each keeps, one tensor per state.
+        block_size: tokens per block. A block holds one state, that after the last token of the
+            request in it: with vLLM's ``mamba_cache_mode`` ``"none"`` the one block of a request,
+            as long as the longest; with ``"all"`` one per so many tokens.
+        parallel: of the engine, without context parallelism.
+        layout: where channels (H) and their elements (D) lie in a state of one block: ``"BHD"``,
+            ``"BDH"``, or by the names of states, ``"B(conv=DH,ssm=HD)"``.
+        layer_split: see :class:`GroupGeometry`, like what follows.
+        layer_names: see above; a tensor's name is the layer's and the state's, ``.conv``.
+        layer_indices: see above.
+        page_size_padded: bytes to which the page of a layer, all its states, is padded.
+
+    Raises:
+        ValueError: a value is out of its range, or the layout cannot hold a state.
     """
-    return "; ".join(
-        f"{state.name} {state.dtype} ("
-        + ", ".join(f"{one.name} {one.num_units}*{one.unit_size}" for one in state.sections)
-        + f") of {state.channel_size}"
-        for state in states
+    return StateGeometry(
+        num_layers=num_layers,
+        states=tuple(states),
+        block_size=block_size,
+        parallel=parallel,
+        layout=layout if isinstance(layout, Layout) else Layout.parse(layout),
+        layer_split=None if layer_split is None else tuple(layer_split),
+        layer_names=None if layer_names is None else tuple(layer_names),
+        layer_indices=None if layer_indices is None else tuple(layer_indices),
+        page_size_padded=page_size_padded,
     )
 
 
-def _parts(states: tuple[StatePart, ...]) -> Iterator[Part]:
-    for state in states:
-        if state.dtype not in ITEMSIZES:
-            raise ValueError(f"states: {state.name}: dtype {state.dtype!r} is unknown")
-        for section in state.sections:
-            yield Part(
-                f"{state.name}.{section.name}",
-                state.channel_size,
-                state.dtype,
-                ITEMSIZES[state.dtype],
-            )
+# ---- their tensors -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StateKind(TensorKind):
     """One state of a rank: a tensor of its sections' channels, one after the other.
 
     All states of a layer lie in its page, in their order; ``page_size_padded`` is always given.
     """
 
-    name: str = ""
+    name: str
     """Of the state."""
-    channels: tuple[int, ...] = ()
-    """Channels of each section on this rank."""
+    channels: tuple[int, ...]
+    """Channels of each section on this rank; ``heads`` of them in all."""
 
     @property
     def part_sizes(self) -> tuple[tuple[str, int], ...]:
         """The whole state, and elements per channel."""
         return ((self.name, self.parts[0].head_size),)
-
-    def box(self, layers: int, blocks: int, block_size: int, heads: int) -> Box:
-        """What a tensor holds: one state per block."""
-        return Box(1, blocks, 1, sum(self.channels), self.part_sizes)
 
     def part_box(self, box: Box, part: str) -> Box:
         """What of it one section holds."""
@@ -197,7 +343,6 @@ class StateKind(TensorKind):
         self, box: Box, strides: Sequence[int] | None = None
     ) -> dict[str, PartStrides]:
         """Where the channels of each section lie, in bytes."""
-        # Two arguments: a dataclass with slots is another class than the one super() closes over.
         whole = TensorKind.part_strides(self, box, strides)[self.name]
         firsts = accumulate(self.channels, initial=0)
         return {
@@ -207,7 +352,7 @@ class StateKind(TensorKind):
 
 
 @lru_cache(maxsize=4096)
-def state_kinds(
+def _kinds(
     states: tuple[StatePart, ...],
     layout: Layout,
     page_size_padded: int | None,
@@ -242,19 +387,9 @@ def state_kinds(
                 f"layout {layout}: the state {state.name} of a block lies in the order of channels "
                 f"and their elements, BHD, or BDH, not {order}"
             )
-        held = [heads_of(tp_rank, tp, one.num_units) for one in state.sections]
-        kind = StateKind(
-            f".{state.name}",
-            order,
-            tuple(_parts((state,))),
-            page_offset=-(-end // itemsize) * itemsize,
-            name=state.name,
-            channels=tuple(
-                len(units) * one.unit_size for units, one in zip(held, state.sections, strict=True)
-            ),
-        )
-        shape = kind.layout.shape(kind.box(1, 1, 1, 1))
-        end = kind.page_offset + math.prod(shape) * itemsize
+        start = -(-end // itemsize) * itemsize
+        kind = _kind(state, order, start, tp_rank, tp)
+        end = start + math.prod(order.shape(kind.box(1, 1))) * itemsize
         kinds.append(kind)
     align = max(kind.itemsize for kind in kinds)
     page = -(-end // align) * align
@@ -268,33 +403,21 @@ def state_kinds(
     return tuple(replace(kind, page_size_padded=page) for kind in kinds)
 
 
-def channels_of(states: tuple[StatePart, ...], tp_rank: int, tp: int) -> tuple[Share, ...]:
-    """What a TP rank holds of each section, in the order of sections."""
-    return tuple(
-        Share(
-            f"{state.name}.{section.name}",
-            _channels(heads_of(tp_rank, tp, section.num_units), section),
-        )
-        for state in states
+def _kind(state: StatePart, order: Layout, page_offset: int, tp_rank: int, tp: int) -> StateKind:
+    channels = tuple(
+        len(section.channels_of(heads_of(tp_rank, tp, section.num_units)))
         for section in state.sections
     )
-
-
-def split_channels(
-    states: tuple[StatePart, ...], share: Share, tp: int
-) -> Iterator[tuple[range, range]]:
-    """Splits channels at the borders between TP ranks: channels, and the ranks that hold them."""
-    (section,) = (
-        one
-        for state in states
-        for one in state.sections
-        if f"{state.name}.{one.name}" == share.part
+    return StateKind(
+        suffix=f".{state.name}",
+        layout=order,
+        parts=tuple(
+            Part(state.part_name(section), state.channel_size, state.dtype)
+            for section in state.sections
+        ),
+        tokens=1,
+        heads=sum(channels),
+        page_offset=page_offset,
+        name=state.name,
+        channels=channels,
     )
-    size = section.unit_size
-    units = range(share.heads.start // size, share.heads.stop // size)
-    for some, replicas in split_heads(units, tp, section.num_units):
-        yield _channels(some, section), replicas
-
-
-def _channels(units: range, section: StateSection) -> range:
-    return range(units.start * section.unit_size, units.stop * section.unit_size)

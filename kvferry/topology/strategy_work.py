@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 
 from kvferry.layouts.tiles import Tiles, num_bytes
-from kvferry.topology.binding import BoundCopies
-from kvferry.topology.description import RankMemory
 from kvferry.topology.in_place import plan_repack
-from kvferry.topology.plan import Piece, TransferPlan
+from kvferry.topology.lowering import Piece
+from kvferry.topology.plan import BoundCopies, TransferPlan
 from kvferry.topology.strategies import StrategyWork
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.typical import (
     TYPICAL_TOKENS,
     count_copies,
@@ -38,7 +38,7 @@ def strategy_work(
     What is alike is counted once: tiles that differ in nothing but where they begin, and for whole
     blocks layers whose heads come in the same portions.
 
-    >>> from kvferry.topology import ParallelShape, plan_transfer
+    >>> from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=2, head_size=4, dtype="float32",
     ...                      block_size=16, layout="NHD", parallel=ParallelShape())
     >>> work = strategy_work(plan_transfer(source=one, target=one), num_tokens=64)

@@ -1,28 +1,119 @@
-"""The tensors that hold a rank's cells: what lies in one of them, and how.
+"""The tensors that hold a rank's cells: what lies in one of them, and where.
 
-The parts of a cell lie in the layers' own tensors. Scales of a quantised cache have another dtype,
-and tensors of their own beside each: ``layer.0.k_scale`` with one element per token and head. Those
-may be views into the same memory; names and strides are all that counts.
+The parts of a cell (``k`` and ``v``, or one latent) lie in the layers' own tensors. Scales of a
+quantised cache have another dtype, and tensors of their own beside each: ``layer.0.k_scale`` with
+one element per token and head. Those may be views into the same memory; names and strides are all
+that counts.
+
+:class:`RankMemory` and what it is made of are also what the handshake carries.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from kvferry.layouts.layout import Box, CellStrides, Layout
-from kvferry.topology.description import PartStrides, RankMemory, TensorMemory
-from kvferry.topology.parts import Part
+import msgspec
+
+from kvferry.layouts.layout import Box, Layout
+
+#: Bytes per element of every dtype a KV cache may have.
+ITEMSIZES = {
+    **dict.fromkeys(("float64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("int8", "uint8"), 1),
+}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The bare name of a torch or NumPy dtype, or of a name.
+
+    >>> dtype_name("torch.bfloat16"), dtype_name("float32")
+    ('bfloat16', 'float32')
+
+    Raises:
+        ValueError: not a dtype that a KV cache may have.
+    """
+    text = dtype.__name__ if isinstance(dtype, type) else str(dtype)
+    name = text.removeprefix("torch.")
+    if name not in ITEMSIZES:
+        raise ValueError(f"dtype: {dtype!r} is unknown; known dtypes: {', '.join(ITEMSIZES)}")
+    return name
+
+
+# ---- where cells lie ---------------------------------------------------------------------------
+
+
+class PartStrides(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Where the cells of one part (``k``, ``v``) lie inside a tensor; all numbers are bytes.
+
+    The address of a cell is ``tensor offset + offset + layer * layer + block * block
+    + token * token + head * head + element * element``, with indices local to the rank.
+    """
+
+    offset: int
+    layer: int
+    block: int
+    token: int
+    head: int
+    element: int
+
+
+class TensorMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """One KV cache tensor of a rank: its place in a region, and the strides of its parts."""
+
+    name: str
+    region: int
+    """Index into the rank's regions."""
+    offset: int
+    """Bytes from the start of the region to the tensor's first element."""
+    parts: dict[str, PartStrides]
+
+
+class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV memory of one rank for one group."""
+
+    num_blocks: int
+    """Blocks that the strides may index, the null block included."""
+    region_bytes: tuple[int, ...]
+    """Size of each region in bytes."""
+    tensors: tuple[TensorMemory, ...]
+
+
+# ---- what lies there ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of content of a cell."""
+
+    name: str
+    """``k`` and ``v``, or ``latent`` for MLA; ``k_scale`` and so on for the scales of one."""
+    head_size: int
+    """Elements per head."""
+    dtype: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorKind:
-    """What all tensors of one kind have alike."""
+    """What all tensors of one kind on one rank have alike."""
 
     suffix: str
     """What follows the layer's name in theirs: nothing, or ``.k_scale``."""
     layout: Layout
     parts: tuple[Part, ...]
     """Of one dtype, in the order in which they lie."""
+    tokens: int
+    """Places per block, one per token; a state has one place per block."""
+    heads: int
+    """Heads of the rank, or channels of a state."""
     page_size_padded: int | None = None
     """Bytes from one block of one layer to the next; dense if ``None``."""
     page_offset: int = 0
@@ -39,19 +130,13 @@ class TensorKind:
         """Name and elements per head of each part."""
         return tuple((part.name, part.head_size) for part in self.parts)
 
-    def box(self, layers: int, blocks: int, block_size: int, heads: int) -> Box:
-        """What a tensor of this kind holds, if it holds so much."""
-        return Box(layers, blocks, block_size, heads, self.part_sizes)
+    def box(self, layers: int, blocks: int) -> Box:
+        """What a tensor of this kind holds, if it holds so many layers and blocks."""
+        return Box(layers, blocks, self.tokens, self.heads, self.part_sizes)
 
     def part_box(self, box: Box, part: str) -> Box:
         """What of ``box`` one of the parts holds, elements apart."""
         return box
-
-    def scale(self, part: Part, of: str) -> "TensorKind":
-        """The kind of the scales of one of the parts: its order of dims, one element per head."""
-        order = self.layout.order.replace("K", "").replace("C", "D")
-        order += self.layout.inner_orders.get(of, "").replace("C", "D")
-        return TensorKind(f".{part.name}", Layout(order), (part,))
 
     def nbytes(self, box: Box) -> int:
         """Bytes of a tensor that holds ``box``, padding included."""
@@ -79,7 +164,7 @@ class TensorKind:
         if strides is None:
             strides = self.strides(self.layout.shape(box))
         cells = self.layout.strides(box, strides)
-        return {part: part_strides_of(found) for part, found in cells.items()}
+        return {part: PartStrides(**found._asdict()) for part, found in cells.items()}
 
 
 def dense_memory(
@@ -95,8 +180,10 @@ def dense_memory(
     placed: list[TensorMemory] = []
     sizes: list[int] = []
     start = end = 0
-    parts = {kind.suffix: kind.part_strides(box) for _, kind, box in dict.fromkeys(tensors)}
+    parts: dict[str, dict[str, PartStrides]] = {}  # by suffix: tensors of one kind are alike
     for name, kind, box in tensors:
+        if kind.suffix not in parts:
+            parts[kind.suffix] = kind.part_strides(box)
         if not kind.page_offset:
             start = 0 if region_per_tensor else -(-end // kind.itemsize) * kind.itemsize
             end = start + kind.nbytes(box)
@@ -112,11 +199,6 @@ def dense_memory(
     if not region_per_tensor:
         sizes = sizes[-1:]
     return RankMemory(num_blocks=num_blocks, region_bytes=tuple(sizes), tensors=tuple(placed))
-
-
-def part_strides_of(cells: CellStrides) -> PartStrides:
-    """The wire form of strides in bytes."""
-    return PartStrides(**cells._asdict())
 
 
 def _dense_strides(shape: Sequence[int], itemsize: int) -> list[int]:

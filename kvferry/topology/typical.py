@@ -6,10 +6,9 @@ from functools import lru_cache
 import numpy as np
 
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.topology.binding import BoundCopies
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.plan import TransferPlan
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.plan import BoundCopies, TransferPlan
+from kvferry.topology.tensors import RankMemory
 
 TYPICAL_TOKENS = 2048
 """Tokens of a typical request."""
@@ -32,13 +31,13 @@ def typical_copies(
     return plan.bind(tables[0], tables[1], num_tokens, first_token)
 
 
-def table_blocks(geometry: EngineGeometry, num_tokens: int) -> int:
+def table_blocks(geometry: GroupGeometry, num_tokens: int) -> int:
     """Entries of the block table of so many tokens."""
     return -(-num_tokens // geometry.virtual_block_size)
 
 
 @lru_cache(maxsize=1024)  # every target rank asks for the same source ranks
-def dense_memory_of(geometry: EngineGeometry, rank: int, num_tokens: int) -> RankMemory:
+def dense_memory_of(geometry: GroupGeometry, rank: int, num_tokens: int) -> RankMemory:
     """A rank's memory with room for a request of so many tokens."""
     return geometry.memory(rank, table_blocks(geometry, num_tokens) + 1)
 

@@ -22,13 +22,11 @@ import numpy as np
 from kvferry.layouts.layout import CellStrides
 from kvferry.layouts.repack import Unit, dense_strides
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
-from kvferry.topology.binding import BoundCopies
-from kvferry.topology.description import RankMemory
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 from kvferry.topology.in_place import check_whole_blocks, part_groups, places_in
-from kvferry.topology.parts import Part
-from kvferry.topology.plan import TransferPlan
-from kvferry.topology.token_shard import Int64s
+from kvferry.topology.plan import BoundCopies, TransferPlan
+from kvferry.topology.sharding import Int64s
+from kvferry.topology.tensors import Part, RankMemory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,7 +232,7 @@ class _Frame(NamedTuple):
         tokens = math.lcm(plan.source.block_size, plan.target.block_size)
         sizes = tuple((part.name, part.head_size) for part in parts)
 
-        def side(name: str, geometry: EngineGeometry, held: range) -> _Side:
+        def side(name: str, geometry: GroupGeometry, held: range) -> _Side:
             size = geometry.block_size
             return _Side(
                 name,

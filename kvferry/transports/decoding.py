@@ -6,6 +6,9 @@ import msgspec
 
 from kvferry.errors import DecodeError
 
+_MAX_ERROR_CHARS = 1000
+"""Characters of what is said about bytes that do not decode."""
+
 
 class _Endpoint(Protocol):
     @property
@@ -27,7 +30,9 @@ def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: 
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DecodeError(f"{what} of {len(data)} bytes: {error}") from error
+        # Parts of the text are the writer's and may be of any length.
+        text = str(error)[:_MAX_ERROR_CHARS]
+        raise DecodeError(f"{what} of {len(data)} bytes: {text}") from error
 
 
 def decode_as(kind: type[EndpointT], endpoint: bytes, transport: str, version: int) -> EndpointT:

@@ -9,7 +9,12 @@ import pytest
 from kvferry.control.leases import LeaseTable
 from kvferry.control.server import ControlServer
 from kvferry.topology import EngineGeometry, ParallelShape
-from kvferry.topology.description import EngineDescription, ModelFingerprint, RankDescription
+from kvferry.topology.description import (
+    EngineDescription,
+    ModelFingerprint,
+    RankDescription,
+    tagged_groups,
+)
 
 SECRET = b"what a peer connects with"
 
@@ -39,7 +44,7 @@ def describe(engine_id, *, weights="w0", dtype="float32", transports=("shm", "tc
             config_digest="c0",
             weights_digest=weights,
         ),
-        groups=(geometry.description(),),
+        groups=tagged_groups([geometry]),
         ranks=tuple(
             RankDescription(
                 rank=rank,

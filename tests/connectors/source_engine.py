@@ -15,7 +15,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import REMOTE_DECODE, prompt
 from kvferry.testing.fake_engine import FakeEngine, run
 from kvferry.testing.fake_request import FakeRequest, Stage
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 
 def computed(engine: FakeEngine, request_id: str, num_tokens: int) -> FakeRequest:

@@ -30,9 +30,8 @@ from kvferry.testing.host_ipc import HostIpcMemory, HostIpcStream
 from kvferry.testing.host_stream import HostCopyEvent, HostCopyStream
 from kvferry.testing.hybrid_conformance import HYBRID_GEOMETRIES, HybridConnectorConformance
 from kvferry.testing.known_cache import KnownCache
-from kvferry.topology import mamba2_states, recurrent_group
+from kvferry.topology import EngineGeometry, ParallelShape, mamba2_states, recurrent_group
 from kvferry.topology import memory as rank_memory
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
 from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
 from kvferry.transports.cuda_ipc_memory import IpcMemory
 

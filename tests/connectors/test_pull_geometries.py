@@ -7,7 +7,7 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
 from kvferry.testing.fake_engine import Groups
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 
 def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeometry:

@@ -9,7 +9,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.connectors.records import digest_mismatch
 from kvferry.testing.connector_conformance import ConnectorConformance, Pair, open_pair
 from kvferry.testing.fake_engine import Groups
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 NUM_LAYERS = 8
 HEAD_SIZE = 9

@@ -19,7 +19,7 @@ from kvferry.lifetimes import Closing
 from kvferry.testing.connector_conformance import GEOMETRIES, open_pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_request import FakeRequest, Stage
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 pytestmark = [
     pytest.mark.slow,

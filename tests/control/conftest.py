@@ -13,12 +13,13 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlServer
+from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.description import (
     EngineDescription,
     ModelFingerprint,
     RankDescription,
+    tagged_groups,
 )
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
 
 
 class Clock:
@@ -86,7 +87,7 @@ def _description(
         engine_id=engine_id,
         incarnation=incarnation,
         model=model or _fingerprint(),
-        groups=(geometry.description(),),
+        groups=tagged_groups([geometry]),
         ranks=ranks,
         **fields,
     )
@@ -115,7 +116,7 @@ def _hybrid(
         ranks.append(msgspec.structs.replace(rank, memory=shared))
     return msgspec.structs.replace(
         base,
-        groups=tuple(geometry.description() for geometry in geometries),
+        groups=tagged_groups(geometries),
         ranks=tuple(ranks),
     )
 

@@ -62,11 +62,10 @@ def worker_spec():
             block_size=block_size,
             hybrid_kv_cache=hybrid_kv_cache,
         )
-        groups = engine_cache(engine, model, dtype).geometries
         return WorkerSpec(
             engine="tested",
             model_folder=str(folder),
-            groups=tuple(group.description() for group in groups),
+            geometries=engine_cache(engine, model, dtype).geometries,
             layer_windows=model.layer_windows,
             num_blocks=num_blocks,
             incarnation="first",

@@ -13,7 +13,7 @@ from kvferry.engine.messages import ScheduledRequest
 from kvferry.engine.shard import PagedKVCache
 from kvferry.errors import BlockTableError
 from kvferry.layouts.layout import LAYOUT_NAMES, Layout
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.memory import memory_of
 
 HEAD = 4

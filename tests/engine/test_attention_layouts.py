@@ -11,7 +11,7 @@ from kvferry.engine.messages import SamplingParams, ScheduledRequest
 from kvferry.engine.shard import PagedKVCache
 from kvferry.errors import BlockTableError
 from kvferry.layouts.layout import Layout
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 HEAD = 4
 NUM_BLOCKS = 40

@@ -17,7 +17,7 @@ from kvferry.engine.model_config import DeepseekConfig, LlamaConfig, MinistralCo
 from kvferry.engine.weights import fingerprint, load_model_config, prepare_model
 from kvferry.engine.weights_folder import TINY_MODELS, TinyConfig, TinyLatent
 from kvferry.errors import ModelError
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 COMMON = {
     "vocab_size": 30,

@@ -18,7 +18,7 @@ from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
 from kvferry.errors import BlockTableError, ModelError
 from kvferry.layouts.layout import LAYOUT_NAMES
-from kvferry.topology.geometry import EngineGeometry, ParallelShape
+from kvferry.topology import EngineGeometry, ParallelShape
 
 LENGTHS = (1, 4, 7, 22, 37)
 TOKENS = 6

@@ -10,7 +10,7 @@ from kvferry.engine.shard import ModelShard
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ModelError, WorkerDiedError
 from kvferry.layouts.layout import LAYOUT_NAMES
-from kvferry.topology.geometry import ParallelShape
+from kvferry.topology import ParallelShape
 
 LENGTHS = (1, 4, 7, 22, 37)
 

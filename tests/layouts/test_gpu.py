@@ -20,7 +20,7 @@ from kvferry.layouts.staging import stage
 from kvferry.testing.transport_peer import contents, fill
 from kvferry.topology import EngineGeometry, ParallelShape, locate_memory, plan_transfer
 from kvferry.topology.binding import bind_own
-from kvferry.topology.own_cells import own_tiles
+from kvferry.topology.lowering import own_tiles
 
 pytestmark = [
     pytest.mark.gpu,

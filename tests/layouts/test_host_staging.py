@@ -17,7 +17,7 @@ from kvferry.layouts.staging import stage
 from kvferry.testing.host_stream import HostCopyStream
 from kvferry.topology import EngineGeometry, ParallelShape
 from kvferry.topology.binding import bind_own
-from kvferry.topology.own_cells import own_tiles
+from kvferry.topology.lowering import own_tiles
 
 PROPERTY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvferry.errors import NullBlockError
 from kvferry.explain import explain_transfer
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
-from kvferry.topology.spans import shared_spans
-from kvferry.topology.token_shard import TokenShard
+from kvferry.topology.binding import shared_spans
+from kvferry.topology.sharding import TokenShard
 
 PROPERTY = settings(max_examples=300, deadline=None)
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvferry.layouts import Layout
 from kvferry.topology import EngineGeometry, ParallelShape, memory_of, split_of_group
-from kvferry.topology.description import GroupDescription
 
 
 def geometry(**changes):
@@ -173,9 +172,8 @@ def test_a_group_knows_what_it_keeps():
 
 def test_groups_survive_the_wire_with_what_they_keep():
     for one in (windows(), windows(sliding_window=None, attention_chunk_size=64)):
-        sent = msgspec.msgpack.encode(one.description())
-        received = msgspec.msgpack.decode(sent, type=GroupDescription)
-        assert EngineGeometry.from_description(received) == one
+        sent = msgspec.msgpack.encode(one)
+        assert msgspec.msgpack.decode(sent, type=EngineGeometry) == one
 
 
 def test_mla_has_one_latent_part_that_every_tp_rank_holds():
@@ -288,9 +286,8 @@ def test_a_geometry_survives_the_wire(worlds):
     @given(st.data())
     def law(data):
         one = worlds.geometry(data.draw, worlds._model(data.draw))
-        sent = msgspec.msgpack.encode(one.description())
-        received = msgspec.msgpack.decode(sent, type=GroupDescription)
-        assert EngineGeometry.from_description(received) == one
+        sent = msgspec.msgpack.encode(one)
+        assert msgspec.msgpack.decode(sent, type=EngineGeometry) == one
 
     law()
 

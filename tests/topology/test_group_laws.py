@@ -12,11 +12,10 @@ from kvferry.errors import KVFerryError
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
-    geometry,
-    groups,
+    lowering,
     memory_of,
     pair_groups,
-    plan,
+    pairing,
     plan_transfer,
     run_copies,
     split_of_group,
@@ -304,34 +303,34 @@ def test_digests_of_the_moved_layers_agree_whatever_the_grouping(worlds):
 
 
 def a_layer_of_a_pair_lost(monkeypatch):
-    right = groups._shared
+    right = pairing._shared
     monkeypatch.setattr(
-        groups,
+        pairing,
         "_shared",
         lambda *sides: {key: layers[:2] for key, layers in right(*sides).items()},
     )
 
 
 def a_window_one_token_short(monkeypatch):
-    right = groups.first_kept_token
+    right = pairing.first_kept_token
     monkeypatch.setattr(
-        groups, "first_kept_token", lambda n, **kept: min(right(n, **kept) + (n > 3), n)
+        pairing, "first_kept_token", lambda n, **kept: min(right(n, **kept) + (n > 3), n)
     )
 
 
 def a_window_one_token_long(monkeypatch):
-    right = groups.first_kept_token
-    monkeypatch.setattr(groups, "first_kept_token", lambda n, **kept: max(right(n, **kept) - 1, 0))
+    right = pairing.first_kept_token
+    monkeypatch.setattr(pairing, "first_kept_token", lambda n, **kept: max(right(n, **kept) - 1, 0))
 
 
 def the_sources_window_ignored(monkeypatch):
     monkeypatch.setattr(
-        groups.GroupPair,
+        pairing.GroupPair,
         "first_kept_token",
         lambda self, n: (
             0
             if self.is_partial
-            else groups.first_kept_token(
+            else pairing.first_kept_token(
                 n,
                 sliding_window=self.sliding_window,
                 attention_chunk_size=self.attention_chunk_size,
@@ -341,16 +340,16 @@ def the_sources_window_ignored(monkeypatch):
 
 
 def stages_without_layers_overlooked(monkeypatch):
-    right = geometry.EngineGeometry.stage_of
+    right = EngineGeometry.stage_of
 
     def overlooked(self, layer):
         return right(self, layer) - sum(n == 0 for n in self.stage_layers[: right(self, layer)])
 
-    monkeypatch.setattr(geometry.EngineGeometry, "stage_of", overlooked)
+    monkeypatch.setattr(EngineGeometry, "stage_of", overlooked)
 
 
 def the_models_index_taken_inside_a_cross_layer_tensor(monkeypatch):
-    right = plan._Places._tensor
+    right = lowering.Places._tensor
 
     def wrong(self, layer, suffix):
         tensor, index = right(self, layer, suffix)
@@ -358,7 +357,7 @@ def the_models_index_taken_inside_a_cross_layer_tensor(monkeypatch):
         is_cross = tensor.name.startswith("layers")
         return tensor, (layer - self._layers[0]) % held if is_cross else index
 
-    monkeypatch.setattr(plan._Places, "_tensor", wrong)
+    monkeypatch.setattr(lowering.Places, "_tensor", wrong)
 
 
 @pytest.mark.parametrize("check", CHECKS)

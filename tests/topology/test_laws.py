@@ -11,11 +11,11 @@ from kvferry.errors import KVFerryError
 from kvferry.topology import (
     ParallelShape,
     binding,
+    lowering,
     memory_of,
     plan,
     plan_transfer,
     run_copies,
-    spans,
 )
 from kvferry.topology.tensors import TensorKind
 
@@ -124,14 +124,14 @@ def test_the_laws_hold_for_many_more_pairs(worlds, check):
 
 
 def off_by_one_head(monkeypatch):
-    right = plan._Places.side
+    right = lowering.Places.place
     monkeypatch.setattr(
-        plan._Places,
-        "side",
+        lowering.Places,
+        "place",
         lambda self, layer, head, part: right(
             self,
             layer,
-            min(head + (len(self._heads[part.name]) > 1), self._heads[part.name].stop - 1),
+            min(head + (len(self._heads[part]) > 1), self._heads[part].stop - 1),
             part,
         ),
     )
@@ -198,9 +198,9 @@ def steps_ignored(monkeypatch):
 
 
 def blocks_begin_where_the_other_side_begins_them(monkeypatch):
-    right = spans._by_progressions
+    right = binding._by_progressions
     monkeypatch.setattr(
-        spans,
+        binding,
         "_by_progressions",
         lambda one, two, sizes, steps, span: right(one, two, sizes[::-1], steps, span),
     )
@@ -212,10 +212,10 @@ def a_context_rank_overlooked(monkeypatch):
 
 
 def scales_left_behind(monkeypatch):
-    right = plan._tiles
+    right = plan.lower_pieces
     monkeypatch.setattr(
         plan,
-        "_tiles",
+        "lower_pieces",
         lambda pieces, parts, *places: right(
             pieces, [part for part in parts if not part.name.endswith("_scale")], *places
         ),
@@ -236,7 +236,11 @@ def padding_counted_as_cells(monkeypatch):
 
 
 def packed_parts_never_told_apart(monkeypatch):
-    monkeypatch.setattr(plan, "_follows", lambda tile, other: tile.itemsize == other.itemsize)
+    monkeypatch.setattr(
+        lowering,
+        "_follow",
+        lambda tiles, target_itemsizes: tiles["itemsize"][1:] == tiles["itemsize"][:-1],
+    )
 
 
 @pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -77,8 +78,9 @@ def test_unequal_blocks_are_a_mismatch_that_names_both(other):
         plan_transfer(source=PACKED, target=replace(PACKED, **other))
 
 
-def test_the_packing_is_part_of_the_description():
-    assert EngineGeometry.from_description(PACKED.description()) == PACKED
+def test_the_packing_survives_the_wire():
+    sent = msgspec.msgpack.encode(PACKED)
+    assert msgspec.msgpack.decode(sent, type=EngineGeometry) == PACKED
 
 
 def test_blocks_whose_tokens_are_spread_cannot_be_opaque():

@@ -13,6 +13,7 @@ from kvferry.errors import KVFerryError
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
+    StateGeometry,
     binding,
     digest,
     group_mismatches,
@@ -27,7 +28,7 @@ from kvferry.topology import (
     state_part,
     states,
 )
-from kvferry.topology.description import GroupDescription
+from kvferry.topology.description import TaggedGroup, tagged_groups
 
 LAW = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MUTANT = settings(
@@ -307,11 +308,11 @@ def sections_begin_where_the_first_begins(monkeypatch):
 
 
 def units_taken_for_channels(monkeypatch):
-    monkeypatch.setattr(states, "_channels", lambda units, section: units)
+    monkeypatch.setattr(states.StateSection, "channels_of", lambda section, units: units)
 
 
 def all_tokens_of_the_span_bound(monkeypatch):
-    monkeypatch.setattr(EngineGeometry, "first_bound_token", lambda self, first, last: first)
+    monkeypatch.setattr(StateGeometry, "first_bound_token", lambda self, first, last: first)
 
 
 def first_rank_of_the_source_gives_all(monkeypatch):
@@ -445,8 +446,8 @@ def test_pages_are_shared_by_the_states_of_a_layer_and_may_be_padded():
 
 def test_the_description_gives_the_group_back_over_the_wire():
     group = granite(tp=3, pp=2, page_size_padded=1 << 21)
-    wire = msgspec.msgpack.encode(group.description())
-    again = EngineGeometry.from_description(msgspec.msgpack.decode(wire, type=GroupDescription))
+    wire = msgspec.msgpack.encode(tagged_groups([group])[0])
+    again = msgspec.msgpack.decode(wire, type=TaggedGroup).geometry
     assert again == group
     assert again.memory(2, 9) == group.memory(2, 9)
 
@@ -526,15 +527,14 @@ def test_stages_may_have_none_of_the_recurrent_layers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"states": ()}, "inner orders for"),
+        ({"states": ()}, "0 states of 0 sections; give each"),
         ({"layout": "NHD"}, "channels and their elements, BHD, or BDH, not KBNHD"),
         ({"layout": "B(conv=DH)"}, "give each one its order"),
         ({"page_size_padded": 64}, "page_size_padded: 64 bytes; the states of a layer need"),
         ({"page_size_padded": (1 << 20) + 1}, "a whole number of elements of 2"),
         ({"parallel": ParallelShape(tp=96, dcp=2)}, "dcp"),
         ({"parallel": ParallelShape(pcp=2)}, "a recurrent state is not made of tokens"),
-        ({"dtype": "bfloat16"}, "dtype: bfloat16 means nothing to the states conv, ssm"),
-        ({"sliding_window": None}, "sliding_window: None means nothing"),
+        ({"layer_split": (2, 3)}, "layer_split: .* does not split 4 layers"),
     ],
 )
 def test_what_makes_no_group_of_states_is_refused(change, message):
@@ -562,3 +562,10 @@ def test_two_states_of_one_name_are_refused():
     one = state_part("conv", "bfloat16", {"x": (2, 1)})
     with pytest.raises(ValueError, match="a name of its own"):
         granite(states=(one, one), layout="BHD")
+
+
+@pytest.mark.parametrize("field", ["num_kv_heads", "head_size", "dtype", "scale_dtype"])
+def test_a_group_of_states_has_no_fields_of_heads(field):
+    assert not hasattr(granite(), field)
+    with pytest.raises(TypeError, match=field):
+        dataclasses.replace(granite(), **{field: 1})

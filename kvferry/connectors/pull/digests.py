@@ -13,8 +13,8 @@ import numpy as np
 
 from kvferry.connectors.base import ConnectorContext
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec
-from kvferry.topology import EngineGeometry, GroupPair, token_digests
-from kvferry.topology.description import RankMemory
+from kvferry.topology import GroupGeometry, GroupPair, token_digests
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.windows import first_kept_token, num_leading_nulls
 
 
@@ -94,7 +94,7 @@ class RankDigests:
         return tuple(total.tolist())
 
     def _by_start(
-        self, group: EngineGeometry, firsts: Mapping[int, int], source_tokens: int
+        self, group: GroupGeometry, firsts: Mapping[int, int], source_tokens: int
     ) -> dict[int, list[int]]:
         """First token that counts → those of this rank's layers of a group for which it does."""
         layers = defaultdict(list)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.control.tickets import Ticket
 from kvferry.errors import BlockTableError, IncompatibleError, NullBlockError, TicketError
-from kvferry.topology import EngineGeometry, GroupPair, pair_groups, ranges_text
+from kvferry.topology import GroupGeometry, GroupPair, pair_groups, ranges_text
 from kvferry.topology.description import EngineDescription
 
 
@@ -51,22 +51,20 @@ class SourceGroups:
     """A source engine's groups, paired with ours."""
 
     engine_id: str
-    geometries: tuple[EngineGeometry, ...]
+    geometries: tuple[GroupGeometry, ...]
     """One per group of the source."""
-    targets: tuple[EngineGeometry, ...]
+    targets: tuple[GroupGeometry, ...]
     """One per group of ours."""
     pairs: tuple[GroupPair, ...]
 
     @classmethod
-    def of(
-        cls, description: EngineDescription, targets: Sequence[EngineGeometry]
-    ) -> "SourceGroups":
+    def of(cls, description: EngineDescription, targets: Sequence[GroupGeometry]) -> "SourceGroups":
         """The groups of an engine whose handshake succeeded.
 
         Raises:
             ValueError: the groups can never match; the handshake refuses such an engine.
         """
-        geometries = tuple(map(EngineGeometry.from_description, description.groups))
+        geometries = description.geometries
         pairs = pair_groups(geometries, targets, convert=True)  # the handshake judged dtypes
         return cls(description.engine_id, geometries, tuple(targets), pairs)
 
@@ -98,7 +96,7 @@ class SourceGroups:
                     f"{where}: {len(table)} blocks of {block_size} tokens hold "
                     f"{len(table) * block_size}, not {num_tokens}"
                 )
-            if self.geometries[pair.source_group].states and num_tokens != ticket.num_tokens:
+            if self.geometries[pair.source_group].is_recurrent and num_tokens != ticket.num_tokens:
                 raise TicketError(
                     f"{where}: it keeps the state of layers {ranges_text(pair.layers)} after "
                     f"{ticket.num_tokens} tokens, not after {num_tokens}; let prefill choose the "

@@ -13,10 +13,10 @@ from kvferry.layouts.device import CopyEvent, CopyStream
 from kvferry.layouts.host_staging import HostMirror
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.lifetimes import Closing
-from kvferry.topology import EngineGeometry
+from kvferry.topology import GroupGeometry
 from kvferry.topology.binding import bind_own
-from kvferry.topology.description import RankMemory
-from kvferry.topology.own_cells import own_tiles
+from kvferry.topology.lowering import own_tiles
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.windows import num_leading_nulls
 
 
@@ -55,7 +55,7 @@ class RankMirror(Closing):
         stream: CopyStream,
         spans: Sequence[MemorySpan],
         rank: int,
-        groups: Sequence[EngineGeometry],
+        groups: Sequence[GroupGeometry],
     ) -> None:
         """Takes as much host memory as the cache has.
 

@@ -8,10 +8,11 @@ from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.pull.reads import TargetMemory
 from kvferry.connectors.pull.routes import Planned, Route, RouteOptions, make_routes
 from kvferry.errors import PeerLostError, ProtocolError
-from kvferry.topology import EngineGeometry, GroupPair, TransferPlan, plan_transfer
-from kvferry.topology.description import EngineDescription, RankMemory
-from kvferry.topology.layer_ranges import ranges_text
+from kvferry.topology import GroupGeometry, GroupPair, TransferPlan, plan_transfer
+from kvferry.topology.description import EngineDescription
+from kvferry.topology.sharding import ranges_text
 from kvferry.topology.strategies import StrategyChoice
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.typical import TYPICAL_TOKENS
 from kvferry.transports.base import Peer, Transport
 
@@ -24,7 +25,7 @@ class RankIdentity:
 
     engine_id: str
     rank: int
-    groups: tuple[EngineGeometry, ...]
+    groups: tuple[GroupGeometry, ...]
     memory: tuple[RankMemory, ...]
     """One per group."""
 

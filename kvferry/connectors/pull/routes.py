@@ -24,10 +24,9 @@ from kvferry.layouts.repack import Repack, check_ids
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, stage
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.topology import BoundCopies, TransferPlan
-from kvferry.topology.description import RankMemory
 from kvferry.topology.in_place import plan_repack
-from kvferry.topology.layer_ranges import ranges_text
 from kvferry.topology.machine_costs import MachineCosts
+from kvferry.topology.sharding import ranges_text
 from kvferry.topology.strategies import (
     Addressing,
     MoverTraits,
@@ -37,6 +36,7 @@ from kvferry.topology.strategies import (
     choose_strategy,
 )
 from kvferry.topology.strategy_work import strategy_work
+from kvferry.topology.tensors import RankMemory
 from kvferry.topology.typical import TYPICAL_TOKENS
 from kvferry.topology.whole_blocks import WholeBlocks, whole_block_copies
 from kvferry.transports.base import Peer, Transport, Waitable
@@ -140,7 +140,7 @@ class StagedRoute(SourceRoute):
         plan, tiles = planned.plan, planned.tiles[source_rank]
         row_bytes = tiles["heads"] * tiles["elements"] * tiles["itemsize"]
         # The cells of a state lie once per block.
-        sizes = [1 if side.states else side.block_size for side in (plan.source, plan.target)]
+        sizes = [1 if side.is_recurrent else side.block_size for side in (plan.source, plan.target)]
         tokens = min(sizes)
         memory.staging.check(int(row_bytes.max(initial=0)) * tokens)
         return cls(

@@ -28,7 +28,7 @@ from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign
 from kvferry.errors import ConfigError, KVFerryError, TicketError
-from kvferry.topology.description import EngineDescription, RankDescription
+from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.zeromq import split_address
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class PullScheduler(SchedulerConnector):
             engine_id=config.engine_id,
             incarnation=self._context.incarnation,
             model=self._context.model,
-            groups=tuple(group.description() for group in self._context.groups),
+            groups=tagged_groups(self._context.groups),
             ranks=ranks,
             convert_dtype=self._extra.convert_dtype,
         )
@@ -302,7 +302,8 @@ class PullScheduler(SchedulerConnector):
         first_tokens: tuple[int, ...],
     ) -> tuple[bool, dict[str, Any] | None]:
         num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
-        if num_tokens < request.num_computed_tokens and any(g.states for g in self._context.groups):
+        has_states = any(group.is_recurrent for group in self._context.groups)
+        if has_states and num_tokens < request.num_computed_tokens:
             return False, None  # recurrent states have moved on past the prompt
         tables = tuple(
             tuple(ids[: -(-num_tokens // group.virtual_block_size)])

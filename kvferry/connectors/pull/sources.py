@@ -32,7 +32,7 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription
-from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Sources:
         self,
         client: ControlClient,
         *,
-        groups: Sequence[EngineGeometry],
+        groups: Sequence[GroupGeometry],
         addresses: Sequence[str],
         renew_interval: Callable[[Ticket], float],
         handshake_timeout_s: float,

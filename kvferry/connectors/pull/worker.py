@@ -39,9 +39,10 @@ from kvferry.layouts.device import CopyStream
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.layouts.host_staging import DevicePlacer, HostPlacer, Placer
 from kvferry.layouts.postprocess import warm as warm_repack
-from kvferry.topology import EngineGeometry
-from kvferry.topology.description import RankDescription, RankMemory
+from kvferry.topology import GroupGeometry
+from kvferry.topology.description import RankDescription
 from kvferry.topology.memory import locate_memory
+from kvferry.topology.tensors import RankMemory
 from kvferry.transports.base import Transport, TransportOptions
 from kvferry.transports.device import DeviceTransport
 from kvferry.transports.registry import open_transport
@@ -303,7 +304,7 @@ class PullWorker(WorkerConnector):
             self._target.staging.close()
 
 
-def _tensors_of(group: EngineGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
+def _tensors_of(group: GroupGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of one group: under their own names, or under those of its layers.
 
     The latter where one tensor holds the layers of several groups.

@@ -19,7 +19,6 @@ from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.packing import Packing, probe_packing
 from kvferry.topology import EngineGeometry, ParallelShape
-from kvferry.topology.description import GroupDescription
 
 _SERVED = (
     "FullAttentionSpec",
@@ -62,12 +61,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Index of vLLM's KV cache group."""
     split: int
     """Our blocks per entry of vLLM's table."""
-    description: GroupDescription
-
-    @property
-    def geometry(self) -> EngineGeometry:
-        """Which cells each rank holds."""
-        return EngineGeometry.from_description(self.description)
+    geometry: EngineGeometry
+    """Which cells each rank holds."""
 
     def block_ids(self, tables: Sequence[Sequence[int]]) -> list[int]:
         """Our block table, from all of vLLM's. Null blocks stay null blocks."""
@@ -252,7 +247,7 @@ def _cache_group(
         sliding_window=kind.sliding_window,
         attention_chunk_size=kind.attention_chunk_size,
     )
-    return CacheGroup(table=kind.table, split=kind.split, description=geometry.description())
+    return CacheGroup(table=kind.table, split=kind.split, geometry=geometry)
 
 
 def tensors_of(

@@ -50,7 +50,7 @@ def fingerprint(
     config = _canonical(model.hf_config.to_dict())
     text = _canonical(model.hf_text_config.to_dict())
     rope = {key: text[key] for key in _ROPE_KEYS if key in text}
-    first = groups[0].description
+    first = groups[0].geometry
     return ModelFingerprint(
         name=str(model.model),
         architecture=", ".join(model.architectures),
@@ -70,7 +70,7 @@ def _dtypes(groups: tuple[CacheGroup, ...]) -> str:
     vLLM divides by a layer's scales, which may be the checkpoint's, before it rounds to fp8: a
     conversion of the dtype alone would change the values.
     """
-    found = dict.fromkeys(group.description.dtype for group in groups)
+    found = dict.fromkeys(group.geometry.dtype for group in groups)
     scaled = [dtype for dtype in found if dtype.startswith("float8")]
     return f"{', '.join(scaled)} with scales of its own" if scaled else next(iter(found))
 

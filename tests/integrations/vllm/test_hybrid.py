@@ -17,7 +17,7 @@ def generated(outputs):
 
 def test_windows_are_groups_of_their_own(start, tiny_hybrid):
     engine = start("kv_producer", tiny_hybrid)
-    windows = [group.description.sliding_window for group in engine.connector._scheduler._groups]
+    windows = [group.geometry.sliding_window for group in engine.connector._scheduler._groups]
     assert sorted(windows, key=str) == [100, None]
 
 

@@ -103,7 +103,7 @@ def test_packed_blocks_move_whole_between_equal_engines(
 ):
     prefill, decode = start_pair()
     (group,) = decode.connector._scheduler._groups
-    assert group.description.packing.startswith("CPU_ATTN vec ")
+    assert group.geometry.packing.startswith("CPU_ATTN vec ")
     prompts = [random_prompt(length) for length in LENGTHS]
     assert run(prefill, decode, prompts) == reference(prompts)
     assert decode.prompt_tokens_from("external_kv_transfer") == sum(LENGTHS) - len(LENGTHS)

@@ -7,12 +7,12 @@ layers moves by a plan of its own.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.layer_ranges import ranges_text
-from kvferry.topology.plan import cell_differences
+from kvferry.layouts.convert import is_convertible, is_lossless
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.sharding import ranges_text
 from kvferry.topology.windows import first_kept_token
 
 _SAME_MODEL = "serve the same model on both"
@@ -62,15 +62,15 @@ class GroupPair:
 
 
 def pair_groups(
-    sources: Sequence[EngineGeometry],
-    targets: Sequence[EngineGeometry],
+    sources: Sequence[GroupGeometry],
+    targets: Sequence[GroupGeometry],
     *,
     convert: bool = False,
 ) -> tuple[GroupPair, ...]:
     """The pairs of groups that share layers; every layer of the targets is in exactly one.
 
     >>> from dataclasses import replace
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> whole = EngineGeometry(num_layers=4, num_kv_heads=1, head_size=4, dtype="float32",
     ...                        block_size=2, layout="NHD", parallel=ParallelShape())
     >>> windows = replace(whole, num_layers=2, layer_indices=(0, 2), sliding_window=4)
@@ -103,8 +103,8 @@ def pair_groups(
 
 
 def group_mismatches(
-    sources: Sequence[EngineGeometry],
-    targets: Sequence[EngineGeometry],
+    sources: Sequence[GroupGeometry],
+    targets: Sequence[GroupGeometry],
     *,
     names: tuple[str, str] = ("source", "target"),
     convert: bool = False,
@@ -115,7 +115,7 @@ def group_mismatches(
     side may keep a window where the other keeps all tokens.
 
     >>> from dataclasses import replace
-    >>> from kvferry.topology import ParallelShape
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
     >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
     ...                      block_size=2, layout="NHD", parallel=ParallelShape())
     >>> group_mismatches([one], [replace(one, head_size_v=2, block_size=3)])
@@ -143,7 +143,40 @@ def group_mismatches(
     ]
 
 
-def repeated_layers(groups: Sequence[EngineGeometry]) -> tuple[int, ...]:
+def cell_differences(
+    source: GroupGeometry, target: GroupGeometry, *, convert: bool = False
+) -> Iterator[tuple[str, object, object]]:
+    """Where the cells of two geometries are not the same thing: field, source's value, target's.
+
+    Layers, parallel shapes, block sizes, layouts and what is kept may differ at will. So may dtypes
+    of which the target's holds every value of the source's; with ``convert`` any that can be
+    converted; with scales none.
+
+    >>> from dataclasses import replace
+    >>> from kvferry.topology import EngineGeometry, ParallelShape
+    >>> one = EngineGeometry(num_layers=2, num_kv_heads=1, head_size=4, dtype="float32",
+    ...                      block_size=2, layout="NHD", parallel=ParallelShape())
+    >>> list(cell_differences(one, replace(one, dtype="bfloat16", block_size=3)))
+    [('dtype', 'float32', 'bfloat16')]
+    >>> list(cell_differences(replace(one, dtype="bfloat16"), one))
+    []
+    """
+    ours, theirs = source.cells, target.cells
+    for field in ours:
+        if field not in theirs or ours[field] == theirs[field]:
+            continue  # groups of different kinds differ in what both name
+        if field != "dtype" or not _may_convert(ours, theirs, convert):
+            yield field, ours[field], theirs[field]
+
+
+def _may_convert(ours: Mapping[str, object], theirs: Mapping[str, object], convert: bool) -> bool:
+    if ours["scale_dtype"] is not None or theirs["scale_dtype"] is not None:
+        return False  # scales belong to the very codes of their cells
+    allowed = is_convertible if convert else is_lossless
+    return allowed(str(ours["dtype"]), str(theirs["dtype"]))
+
+
+def repeated_layers(groups: Sequence[GroupGeometry]) -> tuple[int, ...]:
     """The model's layers that more than one of an engine's groups claims, ascending."""
     seen: set[int] = set()
     repeated: set[int] = set()
@@ -154,8 +187,8 @@ def repeated_layers(groups: Sequence[EngineGeometry]) -> tuple[int, ...]:
 
 
 def _pair(
-    sources: Sequence[EngineGeometry],
-    targets: Sequence[EngineGeometry],
+    sources: Sequence[GroupGeometry],
+    targets: Sequence[GroupGeometry],
     source_group: int,
     target_group: int,
     layers: Sequence[int],
@@ -174,7 +207,7 @@ def _pair(
 
 
 def _shared(
-    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry]
+    sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry]
 ) -> dict[tuple[int, int], list[int]]:
     """(target group, source group) → the layers that both have, ascending."""
     group_of = {layer: index for index, group in enumerate(sources) for layer in group.model_layers}
@@ -186,7 +219,7 @@ def _shared(
     return shared
 
 
-def _repeats(groups: Sequence[EngineGeometry], name: str) -> Iterator[str]:
+def _repeats(groups: Sequence[GroupGeometry], name: str) -> Iterator[str]:
     if repeated := repeated_layers(groups):
         yield (
             f"layers: {name} has {ranges_text(repeated)} in several groups; put each layer into one"
@@ -194,7 +227,7 @@ def _repeats(groups: Sequence[EngineGeometry], name: str) -> Iterator[str]:
 
 
 def _differing_layers(
-    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry], names: tuple[str, str]
+    sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry], names: tuple[str, str]
 ) -> Iterator[str]:
     ours, theirs = (
         {layer for group in groups for layer in group.model_layers} for groups in (sources, targets)
@@ -207,7 +240,7 @@ def _differing_layers(
 
 
 def _differing_values(
-    sources: Sequence[EngineGeometry], targets: Sequence[EngineGeometry], convert: bool
+    sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry], convert: bool
 ) -> dict[tuple[str, object, object], list[int]]:
     """What differs, with both values → the layers for which it does, from all pairs of groups."""
     found: dict[tuple[str, object, object], list[int]] = defaultdict(list)
@@ -221,7 +254,7 @@ def _differing_values(
     return found
 
 
-def _kept(group: EngineGeometry) -> str | None:
+def _kept(group: GroupGeometry) -> str | None:
     """By what a group keeps less than all tokens; ``None`` where it keeps all."""
     if group.sliding_window is not None:
         return f"sliding_window {group.sliding_window}"
