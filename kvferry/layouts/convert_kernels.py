@@ -50,9 +50,9 @@ def encode(
                 code = (whole + (1 << (more - 1)) - 1 + (whole >> more & 1)) >> more
             if code > largest:
                 code = beyond
-        if not signed_zero and code in {0, nan}:
-            sign = 0
-        codes[index] = code | sign
+        # A set of the two would be built for each element.
+        unsigned = not signed_zero and (code == 0) | (code == nan)
+        codes[index] = code if unsigned else code | sign
 
 
 @kernel
