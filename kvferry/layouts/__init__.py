@@ -5,12 +5,12 @@ Lay out, tile, copy::
     Layout            the order of a tensor's dims           layout.py
     Tiles, Runs       strided boxes × block ids              tiles.py
     check_bounds      do they stay inside their memory?      bounds.py
-    copy_tiles        copy them now; CopyJob in chunks       copier.py
+    copy_tiles        copy them now; CopyJob in chunks       copier.py, chunks.py
     copy_tiles_device the same by a GPU, in one launch       copier_triton.py
     stage             through a dense buffer, for wires      staging.py
     expand            as single contiguous copies            copier.py
     Repack            a permutation of blocks in place       repack.py
-    run_repack        do it now: Numba, Triton or torch      postprocess.py
+    run_repack        do it now, on the host or a device     postprocess.py
     copy_kv_blocks    blocks between device and host         block_copies.py
 """
 

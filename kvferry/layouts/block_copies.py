@@ -1,19 +1,18 @@
 """Whole blocks between a device's cache and a buffer in host memory."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts.arrays import ArrayView, view_of
-from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
+from kvferry.layouts.arrays import HOST, ArrayView, view_of
+from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 if TYPE_CHECKING:
-    from kvferry.layouts.streams import SideStream
+    from kvferry.layouts.host_staging import HostLane
 
 
 def copy_kv_blocks(
@@ -27,9 +26,9 @@ def copy_kv_blocks(
 ) -> None:
     """Copies blocks between caches of a device and of the host; done when it returns.
 
-    On a CUDA device it works on a side stream, after what the current stream holds so far, through
-    pinned memory, so that the copy of one layer and the host's part of another overlap. Between
-    two caches in host memory, which take the place of a device in tests, it is one strided copy.
+    On a CUDA device it works on a stream of its own, after what the current stream holds so far,
+    in dense chunks through pinned memory, so that the device's part of one and the host's part of
+    another overlap. Between two caches in host memory it is one strided copy.
 
     >>> host, device = np.zeros((3, 2)), np.arange(6.0).reshape(3, 2)
     >>> copy_kv_blocks({"layer.0": device}, {"layer.0": host}, [1, 2], [2, 0], "d2h")
@@ -56,14 +55,19 @@ def copy_kv_blocks(
     if not (src_kv_caches and len(src_block_ids)):
         return
     pairs = _checked_pairs(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
-    if all(_is_host(tensor) for pair in pairs for tensor in pair[:2]):
-        _copy_on_host(pairs, src_block_ids, dst_block_ids)
-        return
-    words = [(_as_words(source), _as_words(target), dim) for source, target, dim in pairs]
-    if direction == "h2d":
-        _to_device(words, src_block_ids, dst_block_ids)
-    else:
-        _to_host(words, src_block_ids, dst_block_ids)
+    views = [(view_of(source), view_of(target), dim) for source, target, dim in pairs]
+    addresses = (
+        [source.address for source, _, _ in views],
+        [target.address for _, target, _ in views],
+    )
+    devices = {view.device for pair in views for view in pair[:2]} - {HOST}
+    for tiles, runs in _tables(views, src_block_ids, dst_block_ids):
+        if devices:
+            _lane(devices.pop()).copy(*addresses, tiles, runs, to_device=direction == "h2d")
+        else:
+            from kvferry.layouts.copier import copy_tiles
+
+            copy_tiles(*addresses, tiles, runs)
 
 
 def _check_call(
@@ -93,6 +97,8 @@ def _check_call(
             raise ValueError(
                 f"layer {name!r}: on {device[name].device}; give one on a CUDA device or the host"
             )
+    if len(found := {str(getattr(cache, "device", HOST)) for cache in device.values()}) > 1:
+        raise ValueError(f"layers on {', '.join(sorted(found))}; call once per device")
 
 
 def _checked_pairs(
@@ -136,20 +142,18 @@ def _is_host(tensor: Any) -> bool:
     return isinstance(tensor, np.ndarray) or tensor.device.type == "cpu"
 
 
-def _copy_on_host(
-    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
-) -> None:
-    from kvferry.layouts.copier import copy_tiles
-
+def _tables(
+    views: Sequence[tuple[ArrayView, ArrayView, int]],
+    source_ids: Sequence[int],
+    target_ids: Sequence[int],
+) -> Iterator[tuple[Tiles, Runs]]:
+    """The copies as tiles × runs, one pair of tables per extent of the dim that is the token's."""
     runs = blank_runs(len(source_ids))
     runs["source_block"], runs["target_block"] = source_ids, target_ids
-    views = [(view_of(source), view_of(target), dim) for source, target, dim in pairs]
     rows = [row for index, pair in enumerate(views) for row in _tiles(index, *pair)]
-    sources, targets = [view[0].address for view in views], [view[1].address for view in views]
     for tokens in {row[0] for row in rows}:
         runs["tokens"] = tokens
-        tiles = np.array([tile for extent, tile in rows if extent == tokens], dtype=TILE_DTYPE)
-        copy_tiles(sources, targets, tiles, runs)
+        yield np.array([tile for extent, tile in rows if extent == tokens], dtype=TILE_DTYPE), runs
 
 
 def _tiles(
@@ -170,69 +174,9 @@ def _tiles(
     return rows
 
 
-def _as_words(tensor: Any) -> Any:
-    """The same memory as integers: not every operation knows every float of 8 bits."""
-    import torch
-
-    from kvferry.layouts.repack_torch import WORDS
-
-    tensor = torch.as_tensor(tensor)
-    return tensor.view(WORDS[tensor.element_size()])
-
-
-def _to_host(
-    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
-) -> None:
-    import torch
-
-    device = pairs[0][0].device
-    ids = torch.tensor(source_ids, device=device)
-    into = torch.tensor(target_ids)
-    under_way = []
-    for source, target, dim in pairs:
-        shape = [*source.shape]
-        shape[dim] = len(source_ids)
-        pinned = torch.empty(shape, dtype=source.dtype, pin_memory=True)
-        copy = partial(_to_pinned, pinned, source, dim, ids)
-        under_way.append((target, dim, pinned, _side_stream(device).run(copy)))
-    for target, dim, pinned, done in under_way:
-        done.synchronize()
-        target[_at(dim, into)] = pinned
-
-
-def _to_pinned(pinned: Any, source: Any, dim: int, ids: Any) -> None:
-    pinned.copy_(source.index_select(dim, ids), non_blocking=True)
-
-
-def _to_device(
-    pairs: Sequence[tuple[Any, Any, int]], source_ids: Sequence[int], target_ids: Sequence[int]
-) -> None:
-    import torch
-
-    device = pairs[0][1].device
-    ids = torch.tensor(target_ids, device=device)
-    taken = torch.tensor(source_ids)
-    done = None
-    for source, target, dim in pairs:
-        shape = [*source.shape]
-        shape[dim] = len(source_ids)
-        pinned = torch.empty(shape, dtype=source.dtype, pin_memory=True)
-        torch.index_select(source, dim, taken, out=pinned)
-        done = _side_stream(device).run(partial(_from_pinned, target, dim, ids, pinned))
-    if done is not None:
-        done.synchronize()
-
-
-def _from_pinned(target: Any, dim: int, ids: Any, pinned: Any) -> None:
-    target[_at(dim, ids)] = pinned.to(target.device, non_blocking=True)
-
-
-def _at(dim: int, ids: Any) -> tuple[Any, ...]:
-    return (*(slice(None),) * dim, ids)
-
-
 @functools.cache
-def _side_stream(device: Any) -> "SideStream":
-    from kvferry.layouts.streams import SideStream
+def _lane(device: str) -> "HostLane":
+    from kvferry.layouts.cuda_stream import CudaCopyStream
+    from kvferry.layouts.host_staging import HostLane
 
-    return SideStream(device)
+    return HostLane(CudaCopyStream.open(int(device.partition(":")[2] or 0)))

@@ -4,27 +4,46 @@ Source and target are addresses: of this device, of a peer's memory that was map
 another device with peer access), or of pinned host memory. Which threads move what is counted off
 in **units**, the largest power of two up to 16 bytes to which a tile and its memory are aligned;
 :func:`device_boxes` works that out on the host, a row per tile, so that the kernel
-(:mod:`kvferry.layouts.triton_kernels`) knows nothing but numbers, is compiled once, and one launch
-serves tiles of any shapes.
+knows nothing but numbers, is compiled once, and one launch serves tiles of any shapes.
 
 With ``TRITON_INTERPRET=1``, set before this module is imported, it runs on host memory.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 
 from kvferry.layouts.copier import Int64s
+from kvferry.layouts.kernels import DIM_DTYPE
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows, blank_runs, num_bytes
-from kvferry.layouts.triton_kernels import BOX_COLUMNS, copy_kernel
 
 UNITS = 512
 """Units that a program moves at a time: four of 16 bytes per thread, all in flight at once."""
+
+_OF_SIDE = ("", "_block_stride", "_token_stride")
+
+BOX_DTYPE = np.dtype(
+    [
+        *((f"{side}{field}", np.int64) for side in ("source", "target") for field in _OF_SIDE),
+        ("unit_bytes", np.int64),
+        ("segment_units", np.int64),
+        ("dims", DIM_DTYPE, 3),
+    ]
+)
+"""A tile as the kernel reads it: its addresses in block 0, strides in bytes, the bytes of a unit
+(1, 2, 4, 8 or 16), the units of a segment that lies without a gap on both sides, and the dims
+around a segment, innermost on the target first; an extent of 0 stands for the tokens of the run."""
+
+BOX_WORDS = BOX_DTYPE.itemsize // 8
+RUN_WORDS = RUN_DTYPE.itemsize // 8
 
 _WARPS = 4
 _PROGRAMS = 1 << 14
@@ -68,9 +87,10 @@ def copy_tiles_device(
     works = len(tiles) * len(runs)
     splits = max(1, min(-(-most // UNITS), _PROGRAMS // works))
     with _on(device, stream):
-        tables = np.concatenate([boxes.ravel(), as_rows(runs, RUN_DTYPE).view(np.int64)])
+        tables = [boxes.view(np.int64), as_rows(runs, RUN_DTYPE).view(np.int64)]
         copy_kernel[(works, splits)](
-            _to_device(tables, device), len(tiles), len(runs), BOX_COLUMNS=BOX_COLUMNS, UNITS=UNITS,
+            _to_device(np.concatenate(tables), device), len(tiles), len(runs),
+            BOX_WORDS=BOX_WORDS, RUN_WORDS=RUN_WORDS, UNITS=UNITS,
             num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return 1
@@ -96,64 +116,55 @@ def device_boxes(
     source_addresses: Sequence[int] | Int64s,
     target_addresses: Sequence[int] | Int64s,
     tiles: Tiles,
-) -> Int64s:
-    """What the kernel reads of each tile: a row of int64, addresses and strides in bytes.
-
-    ====== ==========================================================================
-    column value
-    ====== ==========================================================================
-    0, 1   address in block 0 of the source, of the target
-    2, 3   block stride of the source, of the target
-    4, 5   token stride of the source, of the target
-    6      bytes of a unit: 1, 2, 4, 8 or 16
-    7      units of a segment, which lies without a gap on both sides
-    8 – 16 the dims around a segment, innermost on the target first, each as its extent (0 stands
-           for the tokens of the run), its source stride and its target stride
-    ====== ==========================================================================
-    """
-    bases = [
-        np.asarray(addresses, dtype=np.int64)[tiles[f"{side}_region"]] + tiles[f"{side}_offset"]
-        for side, addresses in (("source", source_addresses), ("target", target_addresses))
-    ]
+) -> npt.NDArray[np.void]:
+    """What the kernel reads of each tile, as rows of :data:`BOX_DTYPE`."""
+    boxes = np.zeros(len(tiles), dtype=BOX_DTYPE)
+    for side, addresses in (("source", source_addresses), ("target", target_addresses)):
+        regions = np.asarray(addresses, dtype=np.int64)
+        boxes[side] = regions[tiles[f"{side}_region"]] + tiles[f"{side}_offset"]
+        for name in ("block_stride", "token_stride"):
+            boxes[f"{side}_{name}"] = tiles[f"{side}_{name}"]
     segment, dims = _merged(tiles)
-    boxes = np.zeros((len(tiles), BOX_COLUMNS), dtype=np.int64)
-    boxes[:, 0], boxes[:, 1] = bases
-    for column, name in enumerate(("block_stride", "token_stride")):
-        boxes[:, 2 + 2 * column] = tiles[f"source_{name}"]
-        boxes[:, 3 + 2 * column] = tiles[f"target_{name}"]
-    order = np.argsort(np.where(dims[:, :, 0] == 1, np.iinfo(np.int64).max, abs(dims[:, :, 2])))
-    boxes[:, 8:] = np.take_along_axis(dims, order[:, :, None], axis=1).reshape(-1, 9)
-    apart = np.concatenate([boxes[:, :6], dims[:, :, 1:].reshape(-1, 6), segment[:, None]], axis=1)
-    boxes[:, 6] = np.gcd(np.gcd.reduce(apart, axis=1), 16)
-    boxes[:, 7] = segment // boxes[:, 6]
+    outwards = np.where(
+        dims["extent"] == 1, np.iinfo(np.int64).max, np.abs(dims["target_stride"])
+    ).argsort(axis=1)
+    boxes["dims"] = np.take_along_axis(dims, outwards, axis=1)
+    apart = [boxes[f"{side}{field}"] for side in ("source", "target") for field in _OF_SIDE]
+    apart += [*dims["source_stride"].T, *dims["target_stride"].T, segment]
+    boxes["unit_bytes"] = np.gcd(np.gcd.reduce(apart, axis=0), 16)
+    boxes["segment_units"] = segment // boxes["unit_bytes"]
     return boxes
 
 
-def _merged(tiles: Tiles) -> tuple[Int64s, npt.NDArray[np.int64]]:
-    """Bytes of each tile's segment, and int64[tiles, 3, 3]: extents and strides of its dims.
+def _merged(tiles: Tiles) -> tuple[Int64s, npt.NDArray[np.void]]:
+    """Bytes of each tile's segment, and its dims: ``DIM_DTYPE[tiles, 3]``.
 
     Elements and heads merge into the segment where they follow it without a gap on both sides.
     Tokens do not: how many they are is up to the run, and a warp's addresses are as dense without.
     """
     segment = tiles["itemsize"].copy()
-    dims = np.zeros((len(segment), 3, 3), dtype=np.int64)
+    dims = np.zeros((len(segment), 3), dtype=DIM_DTYPE)
     for index, extent in enumerate(("elements", "heads")):
-        dims[:, index, 0] = tiles[extent]
+        dims[:, index]["extent"] = tiles[extent]
     for index, dim in enumerate(("element", "head", "token")):
-        dims[:, index, 1] = tiles[f"source_{dim}_stride"]
-        dims[:, index, 2] = tiles[f"target_{dim}_stride"]
+        for side in ("source", "target"):
+            dims[:, index][f"{side}_stride"] = tiles[f"{side}_{dim}_stride"]
     for index in (0, 1, 0):  # elements once more: they may lie around the heads
-        extents, source, target = dims[:, index].T
-        merges = (extents == 1) | ((source == segment) & (target == segment))
-        segment *= np.where(merges, extents, 1)
-        dims[merges, index] = (1, 0, 0)
+        around = dims[:, index]
+        merges = (around["extent"] == 1) | (
+            (around["source_stride"] == segment) & (around["target_stride"] == segment)
+        )
+        segment *= np.where(merges, around["extent"], 1)
+        around[merges] = (1, 0, 0)
     return segment, dims
 
 
-def _most_units(boxes: Int64s, tokens: int) -> int:
+def _most_units(boxes: npt.NDArray[np.void], tokens: int) -> int:
     """Units of the largest box."""
-    extents = boxes[:, 8::3]
-    most = int((boxes[:, 7] * np.where(extents == 0, tokens, extents).prod(axis=1)).max())
+    extents = boxes["dims"]["extent"]
+    most = int(
+        (boxes["segment_units"] * np.where(extents == 0, tokens, extents).prod(axis=1)).max()
+    )
     if most >= 1 << 31:
         raise ValueError(f"runs: {most} units in one tile and run; cut it below 2147483648")
     return most
@@ -169,3 +180,95 @@ def _to_device(table: Int64s, device: torch.device) -> torch.Tensor:
     """The numbers on the device, without waiting for what its stream holds."""
     found = torch.from_numpy(table)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def _kernel(function: Callable[..., Any], **options: Any) -> Any:
+    """``triton.jit``, which has no types and would read those of a kernel as code."""
+    return triton.jit(function, **options)
+
+
+def _kernel_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """A kernel that is not compiled again for special values of these numbers."""
+    return partial(_kernel, do_not_specialize=numbers)
+
+
+@_kernel
+def _move_units(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
+    """Copies units of ``WORDS`` words each, from addresses to addresses."""
+    words = tl.arange(0, WORDS)
+    from_UW = tl.multiple_of(from_U.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words[None, :]
+    to_UW = tl.multiple_of(to_U.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words[None, :]
+    tl.store(to_UW, tl.load(from_UW, mask=mask_U[:, None]), mask=mask_U[:, None])
+
+
+@_kernel
+def _extent_and_strides(dim, tokens, source_step, target_step):
+    """Extent, source and target stride of one dim of a box; its extent 0 is the run's tokens."""
+    extent, source, target = tl.load(dim), tl.load(dim + 1), tl.load(dim + 2)
+    if extent == 0:
+        extent = tokens
+        source = source * source_step
+        target = target * target_step
+    return extent.to(tl.int32), source, target
+
+
+@_kernel_for_any("num_tiles", "num_runs")
+def copy_kernel(
+    tables,  # num_tiles rows of BOX_DTYPE, then num_runs rows of RUN_DTYPE, as int64
+    num_tiles,
+    num_runs,
+    BOX_WORDS: tl.constexpr,  # int64 of a row of BOX_DTYPE
+    RUN_WORDS: tl.constexpr,
+    UNITS: tl.constexpr,  # units that a program moves at a time
+):
+    """Copies a box of one tile and one run, or some of its units: ``U`` unit of a program.
+
+    A unit is what one thread moves with one load and one store: 16 bytes where alignment allows.
+    Units are counted in the order of the target's addresses, so that stores are coalesced.
+    """
+    work = tl.program_id(0)
+    box = tables + (work // num_runs).to(tl.int64) * BOX_WORDS
+    run = tables + num_tiles.to(tl.int64) * BOX_WORDS + (work % num_runs).to(tl.int64) * RUN_WORDS
+    # The fields of a run, of a box: in the order of their dtypes.
+    source_block, source_token = tl.load(run), tl.load(run + 1)
+    target_block, target_token = tl.load(run + 2), tl.load(run + 3)
+    tokens, source_step, target_step = tl.load(run + 4), tl.load(run + 5), tl.load(run + 6)
+    source, source_block_stride, source_token_stride = (
+        tl.load(box),
+        tl.load(box + 1),
+        tl.load(box + 2),
+    )
+    target, target_block_stride, target_token_stride = (
+        tl.load(box + 3),
+        tl.load(box + 4),
+        tl.load(box + 5),
+    )
+    source += source_block * source_block_stride + source_token * source_token_stride
+    target += target_block * target_block_stride + target_token * target_token_stride
+    unit_bytes = tl.load(box + 6)
+    segment = tl.load(box + 7).to(tl.int32)  # units that lie side by side on both sides
+    count_0, source_0, target_0 = _extent_and_strides(box + 8, tokens, source_step, target_step)
+    count_1, source_1, target_1 = _extent_and_strides(box + 11, tokens, source_step, target_step)
+    count_2, source_2, target_2 = _extent_and_strides(box + 14, tokens, source_step, target_step)
+    units = segment * count_0 * count_1 * count_2
+    for first in range(tl.program_id(1) * UNITS, units, tl.num_programs(1) * UNITS):
+        unit_U = first + tl.arange(0, UNITS)
+        row_U = unit_U // segment
+        rest_U = row_U // count_0
+        at_U = (unit_U % segment) * unit_bytes
+        dim_0_U = (row_U % count_0).to(tl.int64)
+        dim_1_U = (rest_U % count_1).to(tl.int64)
+        dim_2_U = (rest_U // count_1).to(tl.int64)
+        from_U = source + at_U + dim_0_U * source_0 + dim_1_U * source_1 + dim_2_U * source_2
+        to_U = target + at_U + dim_0_U * target_0 + dim_1_U * target_1 + dim_2_U * target_2
+        mask_U = unit_U < units
+        if unit_bytes == 16:
+            _move_units(from_U, to_U, mask_U, tl.int64, 2, 16)
+        elif unit_bytes == 8:
+            _move_units(from_U, to_U, mask_U, tl.int64, 1, 8)
+        elif unit_bytes == 4:
+            _move_units(from_U, to_U, mask_U, tl.int32, 1, 4)
+        elif unit_bytes == 2:
+            _move_units(from_U, to_U, mask_U, tl.int16, 1, 2)
+        else:
+            _move_units(from_U, to_U, mask_U, tl.int8, 1, 1)

@@ -7,12 +7,13 @@
                             ──▶ DevicePlacer: upload ▶ bounce, unpack ▶ cache on the device
 
 On the way out a :class:`HostMirror` holds copies of blocks that were lent, and a wire serves those.
+A :class:`HostLane` copies between the device and host memory of any order, in either direction.
 """
 
 import mmap
 import threading
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ import numpy.typing as npt
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.copier import Int64s, copy_tiles
 from kvferry.layouts.device import CopyEvent, CopyStream
+from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
 
@@ -183,3 +185,72 @@ class HostMirror(Closing):
         pinned, self._pinned = self._pinned, []
         for array in pinned:
             self._stream.unpin(array)
+
+
+class HostLane:
+    """Copies between a device and the host through two pinned buffers.
+
+    While one is filled on one side, the other is emptied on the other side. Thread-safe.
+    """
+
+    def __init__(self, stream: CopyStream) -> None:
+        """Takes ownership of the stream."""
+        self._stream = stream
+        self._buffers = [np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.uint8)]
+        self._lock = threading.Lock()
+
+    def copy(
+        self,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        tiles: Tiles,
+        runs: Runs,
+        *,
+        to_device: bool,
+    ) -> None:
+        """Copies, after what the device's current stream holds so far; done when it returns."""
+        under_way: list[Callable[[], object]] = []
+        with self._lock:
+            self._stream.engine_event().wait()
+            for number, chunk in enumerate(stage(tiles, runs)):
+                if len(under_way) == len(self._buffers):
+                    under_way.pop(0)()  # the buffer is free afterwards
+                dense = [self._room(number % len(self._buffers), chunk.nbytes)]
+                under_way.append(self._begin(sources, dense, targets, chunk, to_device))
+            for finish in under_way:
+                finish()
+
+    def _begin(
+        self,
+        sources: Sequence[int],
+        dense: Sequence[int],
+        targets: Sequence[int],
+        chunk: StagedChunk,
+        to_device: bool,
+    ) -> Callable[[], object]:
+        """Begins to move one chunk; what is left to do is what it returns."""
+        pack = chunk.pack_tiles, chunk.pack_runs
+        unpack = chunk.unpack_tiles, chunk.unpack_runs
+        if to_device:
+            copy_tiles(sources, dense, *pack)
+            self._stream.copy(dense, targets, *unpack)
+            return self._stream.record().wait
+        self._stream.copy(sources, dense, *pack)
+        packed = self._stream.record()
+
+        def finish() -> None:
+            packed.wait()
+            copy_tiles(dense, targets, *unpack)
+
+        return finish
+
+    def _room(self, index: int, nbytes: int) -> int:
+        """Address of a buffer of at least so many bytes."""
+        if self._buffers[index].nbytes < nbytes:
+            if self._buffers[index].nbytes:
+                self._stream.unpin(self._buffers[index])
+            # A mapping begins on a page, and pins must not share one.
+            memory = mmap.mmap(-1, max(nbytes, WIRE_CHUNK_BYTES))
+            self._buffers[index] = np.frombuffer(memory, dtype=np.uint8)
+            self._stream.pin(self._buffers[index])
+        return int(self._buffers[index].ctypes.data)

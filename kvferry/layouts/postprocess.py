@@ -5,13 +5,13 @@ target geometry, for all layers and for all requests that completed together. Th
 ``kv_postprocess_...`` functions are views on it, with the names and results that the field knows.
 :func:`zero_tail` is apart, because it changes what nobody sent.
 
-========  =================  ==========================================================
-method    memory             how
-========  =================  ==========================================================
-numba     host               the copier, through a buffer that stays in the core's cache
-triton    GPU                one launch for all layers; on chip where a frame fits
-torch     any                three passes per layer
-========  =================  ==========================================================
+========  ======  ====================================================================
+method    memory  how
+========  ======  ====================================================================
+numba     host    the copier, through a buffer that stays in the core's cache
+triton    GPU     the device's copier: all layers to a scratch buffer, and back
+torch     any     the same with torch's own operations
+========  ======  ====================================================================
 """
 
 import functools
@@ -24,6 +24,7 @@ import numpy as np
 
 from kvferry.layouts.layout import Layout
 from kvferry.layouts.repack import HeldSlice, Repack, check_ids, make_repack, views_as_units
+from kvferry.layouts.tiles import Runs, Tiles
 
 Method: TypeAlias = Literal["numba", "triton", "torch"]
 
@@ -47,7 +48,7 @@ def run_repack(
     """Makes blocks hold the target's geometry, in place, in every unit of the repack.
 
     On a device the work is enqueued on the current stream; see
-    :class:`~kvferry.layouts.streams.SideStream` to keep it off the engine's own.
+    :class:`~kvferry.layouts.cuda_stream.SideStream` to keep it off the engine's own.
 
     Args:
         repack: what to do.
@@ -69,25 +70,33 @@ def run_repack(
         return
     device = "cpu" if isinstance(regions[0], np.ndarray) else regions[0].device.type
     method = method or default_method(device)
+    from kvferry.layouts import repack_run
+
     if method == "numba":
         if device != "cpu":
             raise ValueError(
                 f"method: numba moves host memory, got {device}; write triton or torch"
             )
-        from kvferry.layouts.repack_host import repack_on_host
-
-        repack_on_host(repack, [_address(region) for region in regions], ids, threads)
+        addresses = [_address(region) for region in regions]
+        repack_run.repack_on_host(repack, addresses, ids, threads)
         return
     if any(isinstance(region, np.ndarray) for region in regions):
         raise ValueError(f"method: {method} moves torch tensors, got NumPy arrays; write numba")
     if method == "triton":
-        from kvferry.layouts.repack_triton import repack_with_triton
-
-        repack_with_triton(repack, regions, ids)
+        repack_run.repack_on_device(repack, regions, ids, _copy_with_triton)
     else:
-        from kvferry.layouts.repack_torch import repack_with_torch
+        from kvferry.layouts.copier_torch import copy_tiles_torch
 
-        repack_with_torch(repack, regions, ids, num_blocks)
+        repack_run.repack_on_device(repack, regions, ids, copy_tiles_torch)
+
+
+def _copy_with_triton(
+    sources: Sequence[Any], targets: Sequence[Any], tiles: Tiles, runs: Runs
+) -> None:
+    from kvferry.layouts.copier_triton import copy_tiles_device
+
+    from_, to = ([_address(region) for region in regions] for regions in (sources, targets))
+    copy_tiles_device(from_, to, tiles, runs, device=sources[0].device)
 
 
 def default_method(device: str) -> Method:

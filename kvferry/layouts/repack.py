@@ -64,7 +64,7 @@ class Unit(NamedTuple):
     """One per part."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Repack:
     """What lies where before and after; see the picture above. Frozen, without block ids."""
 
@@ -178,9 +178,9 @@ def make_repack(
     """
     if min(block_size, held_block_size) < 1:
         raise ValueError(f"block sizes: {block_size} and {held_block_size}; both are at least 1")
-    if sum(piece.heads for piece in held) != heads:
+    if sum(each.heads for each in held) != heads:
         raise ValueError(
-            f"held: slices of {[piece.heads for piece in held]} heads, but the target rank has "
+            f"held: slices of {[each.heads for each in held]} heads, but the target rank has "
             f"{heads}; give each of its heads once"
         )
     shape = _Shape(itemsize, heads, block_size, slots, tuple(held), held_block_size)
@@ -229,16 +229,6 @@ def check_ids(repack: Repack, block_ids: Any, num_blocks: int) -> npt.NDArray[np
     ordered = np.sort(ids)
     twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
     raise ValueError(f"block ids: {twice} stands twice; its bytes can belong to one frame only")
-
-
-def frame_maps(repack: Repack, unit: int) -> tuple[Tiles, Runs, Tiles, Runs]:
-    """The tables that describe the first frame of one unit, for whoever lists its pieces.
-
-    In the runs, blocks of the cache are named by their place in the frame.
-    """
-    one, two = repack.unit_tiles(unit)
-    gather, scatter = repack.bind(np.arange(repack.frame_blocks))
-    return one, gather, two, scatter
 
 
 class _Shape(NamedTuple):
@@ -293,9 +283,9 @@ def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
     per_head = shape.held_block_size * sum(n for _, n in unit.parts) * shape.itemsize
     rows = []
     head = 0
-    for piece in shape.held:
+    for held in shape.held:
         dense = dense_strides(
-            piece.layout, unit.parts, shape.itemsize, shape.held_block_size, piece.heads
+            held.layout, unit.parts, shape.itemsize, shape.held_block_size, held.heads
         )
         for (name, elements), place in zip(unit.parts, unit.places, strict=True):
             found = dense[name]
@@ -303,9 +293,9 @@ def _scatter_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
                 offset=found.offset + head * per_head, block=shape.heads * per_head
             )
             target = place.cells._replace(offset=place.cells.offset + head * place.cells.head)
-            extents = (piece.heads, elements, shape.itemsize)
+            extents = (held.heads, elements, shape.itemsize)
             rows.append((*_side(0, source), *_side(place.region, target), *extents))
-        head += piece.heads
+        head += held.heads
     return rows
 
 
@@ -332,8 +322,6 @@ def _frame_runs(block_size: int, held_block_size: int) -> Runs:
 
 def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
     """The units of which any byte goes to another place than it lies in."""
-    from kvferry.layouts.frame_rows import frame_rows
-
     # Layers are alike as a rule: what is true of one is then found out once.
     known: dict[Unit, bool] = {}
     changed = []
@@ -344,10 +332,31 @@ def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
             gather, scatter = _table(_gather_rows(shape, unit)), _table(_scatter_rows(shape, unit))
             sizes = (shape.block_size, shape.held_block_size)
             one = Repack(*sizes, gather, scatter, (len(gather), len(scatter)))
-            known[alike] = len(frame_rows(one, 0).source_slots) > 0
+            known[alike] = _moves_anything(one)
         if known[alike]:
             changed.append(unit)
     return changed
+
+
+def _moves_anything(repack: Repack) -> bool:
+    """Whether any byte of the first unit goes to another place than it lies in."""
+    from kvferry.layouts.copier import expand  # compiles; planning alone need not
+
+    gather, scatter = repack.unit_tiles(0)
+    gather_runs, scatter_runs = repack.bind(np.arange(repack.frame_blocks))
+    before, after = expand(gather, gather_runs), expand(scatter, scatter_runs)
+    edges = np.union1d(before["target_offset"], after["source_offset"])
+    lies = _cache_places(before, "target", "source", edges)
+    goes = _cache_places(after, "source", "target", edges)
+    return bool((lies != goes).any())
+
+
+def _cache_places(segments: npt.NDArray[np.void], frame: str, cache: str, at: Any) -> Any:
+    """int64[2, n]: region and offset in the cache of the bytes at these offsets of a frame."""
+    segments = segments[np.argsort(segments[f"{frame}_offset"])]
+    found = segments[np.searchsorted(segments[f"{frame}_offset"], at, side="right") - 1]
+    inside = at - found[f"{frame}_offset"]
+    return np.stack([found[f"{cache}_region"], found[f"{cache}_offset"] + inside])
 
 
 def _relative(place: Place, begin: Place) -> Place:

@@ -13,9 +13,9 @@ two, the buffer is converted element by element into one of ``unpack_nbytes`` by
 :func:`kvferry.layouts.convert.convert`.
 
 Region map of a buffer, outermost first: tile, run of the chunk, then the three dims of a box in
-the order in which they lie in the *source*. So a whole HND block stays one piece when it is packed,
-and a layout change costs only the side that unpacks. Runs of different lengths never share a chunk,
-because a dense box has one token count.
+the order in which they lie in the *source*. So a whole HND block stays one segment when it is
+packed, and a layout change costs only the side that unpacks. Runs of different lengths never share
+a chunk, because a dense box has one token count.
 """
 
 from collections.abc import Iterator

@@ -1,11 +1,16 @@
 """copy_kv_blocks between caches in host memory; with a GPU see test_gpu.py."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts import block_copies, copy_kv_blocks
+from kvferry.layouts import block_copies, copy_kv_blocks, host_staging, staging
+from kvferry.layouts.arrays import view_of
+from kvferry.layouts.host_staging import HostLane
+from kvferry.testing.host_stream import HostCopyStream
 
 SHAPES = {
     "blocks first, packed": ((7, 3, 4, 10), (5, 3, 4, 10), 0),
@@ -95,29 +100,43 @@ def test_a_block_outside_is_refused(source, target):
         copy_kv_blocks(caches((4, 2), 0), caches((4, 2), 1), source, target, "h2d")
 
 
-@pytest.mark.parametrize("steps", ["_to_host", "_to_device"])
+@pytest.mark.parametrize("to_device", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_the_steps_of_a_device_copy_are_right_with_the_host_in_its_place(monkeypatch, kind, steps):
+def test_the_lane_of_a_device_is_right_with_the_host_in_its_place(
+    monkeypatch, kind, chunk_bytes, to_device
+):
     source_shape, target_shape, dim = SHAPES[kind]
     source, target = caches(source_shape, 0), caches(target_shape, 1)
     wanted = {name: cache.clone() for name, cache in target.items()}
     copy_kv_blocks(source, wanted, [6, 0, 3], [1, 4, 0], "d2h")
-
-    class Stream:
-        def run(self, work):
-            work()
-            return self
-
-        def synchronize(self):
-            pass
-
-    plain_empty = torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *shape, pin_memory, **others: plain_empty(*shape, **others)
-    )
-    monkeypatch.setattr(block_copies, "_side_stream", lambda device: Stream())
-    pairs = [(block_copies._as_words(source[name]), block_copies._as_words(target[name]), dim)
-             for name in source]  # fmt: skip
-    getattr(block_copies, steps)(pairs, [6, 0, 3], [1, 4, 0])
+    views = [(view_of(source[name]), view_of(target[name]), dim) for name in source]
+    ends = [[view[side].address for view in views] for side in (0, 1)]
+    monkeypatch.setattr(host_staging, "stage", lambda *tables: staging.stage(*tables, chunk_bytes))
+    with HostCopyStream() as stream:
+        lane = HostLane(stream)
+        for tiles, runs in block_copies._tables(views, [6, 0, 3], [1, 4, 0]):
+            lane.copy(*ends, tiles, runs, to_device=to_device)
     for name, cache in wanted.items():
         assert torch.equal(target[name], cache)
+
+
+def test_a_lane_waits_for_what_the_engine_has_asked_of_the_device():
+    source, target = np.arange(6.0).reshape(3, 2), np.zeros((3, 2))
+    views = [(view_of(source), view_of(target), 0)]
+    ((tiles, runs),) = block_copies._tables(views, [1, 2], [2, 0])
+    with HostCopyStream() as stream:
+        stream.engine.reached.clear()
+        lane = HostLane(stream)
+        call = threading.Thread(
+            target=lane.copy,
+            args=([source.ctypes.data], [target.ctypes.data], tiles, runs),
+            kwargs={"to_device": True},
+        )
+        call.start()
+        call.join(0.05)
+        assert call.is_alive()
+        assert not target.any()
+        stream.engine.reached.set()
+        call.join()
+    np.testing.assert_array_equal(target, source[[2, 0, 1]] * [[1], [0], [1]])

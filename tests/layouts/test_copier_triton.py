@@ -161,13 +161,13 @@ def test_interleaved_tokens_are_copied_from_step_to_step(copier):
 
 
 @pytest.mark.parametrize(
-    ("box", "unit", "piece", "extents"),
+    ("box", "unit", "segment", "extents"),
     [
-        # NHD to NHD: heads and elements are one piece.
+        # NHD to NHD: heads and elements are one segment.
         ((4, 2, 64, 2, (256, 128, 2), (256, 128, 2)), 16, 256, [0, 1, 1]),
         # HND to NHD: a head's elements are; heads lie inside tokens on the target.
         ((4, 2, 64, 2, (128, 512, 2), (256, 128, 2)), 16, 128, [2, 0, 1]),
-        # Heads inside elements: both melt, in the other order.
+        # Heads inside elements: both merge, in the other order.
         ((4, 2, 64, 2, (256, 2, 4), (256, 2, 4)), 16, 256, [0, 1, 1]),
         # K as [elements, tokens]: single elements.
         ((8, 1, 64, 4, (4, 0, 32), (256, 0, 4)), 4, 4, [64, 0, 1]),
@@ -175,17 +175,19 @@ def test_interleaved_tokens_are_copied_from_step_to_step(copier):
         ((4, 1, 3, 3, (9, 9, 3), (9, 9, 3)), 1, 9, [0, 1, 1]),
     ],
 )
-def test_a_unit_is_as_wide_as_the_tile_is_aligned(copier, box, unit, piece, extents):
+def test_a_unit_is_as_wide_as_the_tile_is_aligned(copier, box, unit, segment, extents):
     tiles, _ = one_box(*box)
     (row,) = copier.device_boxes([1 << 20], [1 << 21], tiles)
-    assert (row[6], row[7] * row[6], row[8::3].tolist()) == (unit, piece, extents)
+    assert row["unit_bytes"] == unit
+    assert row["segment_units"] * unit == segment
+    assert row["dims"]["extent"].tolist() == extents
 
 
 @pytest.mark.parametrize("lead", [1, 2, 4, 8, 16])
 def test_addresses_that_are_not_aligned_are_moved_in_shorter_units(copier, lead):
     tiles, _ = one_box(4, 2, 64, 2, (256, 128, 2), (256, 128, 2), lead=lead)
-    assert copier.device_boxes([0], [0], tiles)[0, 6] == lead
-    assert copier.device_boxes([lead], [0], tiles)[0, 6] == lead
+    assert copier.device_boxes([0], [0], tiles)["unit_bytes"][0] == lead
+    assert copier.device_boxes([lead], [0], tiles)["unit_bytes"][0] == lead
 
 
 def test_tiles_of_several_widths_are_one_launch(copier):
@@ -194,7 +196,7 @@ def test_tiles_of_several_widths_are_one_launch(copier):
     narrow["source_offset"] = narrow["target_offset"] = 1024
     tiles = np.concatenate([wide, narrow])
     source = np.random.default_rng(2).integers(0, 256, 1100, dtype=np.uint8)
-    assert set(copier.device_boxes([0], [0], tiles)[:, 6]) == {16, 4}
+    assert set(copier.device_boxes([0], [0], tiles)["unit_bytes"]) == {16, 4}
     check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 
@@ -216,7 +218,7 @@ def test_a_defect_of_the_table_is_caught(copier, monkeypatch):
 
     def wrong(*arguments):
         boxes = right(*arguments)
-        boxes[:, 10] += 1
+        boxes["dims"]["target_stride"][:, 0] += 1
         return boxes
 
     monkeypatch.setattr(copier, "device_boxes", wrong)
@@ -232,11 +234,10 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kvferry.layouts.copier_triton import UNITS
-from kvferry.layouts.triton_kernels import BOX_COLUMNS, copy_kernel
+from kvferry.layouts.copier_triton import BOX_WORDS, RUN_WORDS, UNITS, copy_kernel
 
-constants = dict(BOX_COLUMNS=BOX_COLUMNS, UNITS=UNITS)
-signature = {"boxes": "*i64", "num_tiles": "i32", "num_runs": "i32"}
+constants = dict(BOX_WORDS=BOX_WORDS, RUN_WORDS=RUN_WORDS, UNITS=UNITS)
+signature = {"tables": "*i64", "num_tiles": "i32", "num_runs": "i32"}
 signature |= dict.fromkeys(constants, "constexpr")
 source = ASTSource(copy_kernel, signature=signature, constexprs=constants)
 made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32),

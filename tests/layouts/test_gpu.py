@@ -81,7 +81,7 @@ def test_many_layers_and_blocks_at_once_are_right():
 
 
 def test_a_side_stream_waits_for_the_engine_and_the_engine_for_its_event():
-    from kvferry.layouts.streams import SideStream
+    from kvferry.layouts.cuda_stream import SideStream
 
     host = caches_of(2, 16, 8, 128, torch.bfloat16)
     device = [torch.zeros_like(cache, device="cuda") for cache in host]

@@ -16,7 +16,7 @@ from kvferry.layouts import (
     kv_postprocess_layout_on_receive,
     postprocess,
     repack,
-    repack_host,
+    repack_run,
     zero_tail,
 )
 
@@ -131,7 +131,7 @@ def test_any_view_is_made_what_the_definition_says_and_nothing_else_is_touched()
 
 @pytest.mark.parametrize("nbytes", [1, 100, 1000])
 def test_frames_that_take_several_buffers_are_done_the_same(monkeypatch, nbytes):
-    monkeypatch.setattr(repack_host, "BUFFER_BYTES", nbytes)
+    monkeypatch.setattr(repack_run, "BUFFER_BYTES", nbytes)
     check_any_view()
 
 
@@ -144,7 +144,7 @@ def test_a_defect_of_the_batches_is_caught(monkeypatch):
             scatter["source_block"] = scatter["source_block"][::-1]
         return gather, scatter
 
-    monkeypatch.setattr(repack_host, "BUFFER_BYTES", 100)
+    monkeypatch.setattr(repack_run, "BUFFER_BYTES", 100)
     monkeypatch.setattr(repack.Repack, "bind", as_if_all_fitted)
     with pytest.raises(AssertionError):
         check_any_view(phases=[Phase.generate], database=None, derandomize=True)
@@ -365,4 +365,4 @@ def test_a_negative_number_of_tokens_has_no_tail():
 
 def test_warm_compiles_the_hosts_kernel():
     postprocess.warm()
-    assert repack_host.repack_table.signatures
+    assert repack_run.repack_table.signatures

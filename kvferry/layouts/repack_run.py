@@ -1,27 +1,38 @@
-"""Repacks in host memory: the copier, through a frame buffer that stays in the core's cache.
+"""How a repack is carried out: the copier, to dense frames and back.
 
-Each batch of frames is gathered into the buffer and scattered back while its cache lines are still
-close, so the memory itself is read once and written once, and no line is fetched only to be
-overwritten. As batches are scattered, the memory of the next ones is asked for, so that the core
-does not wait for it. Streaming stores would be slower here: the lines are in the cache already.
+In host memory each batch of frames is gathered into a buffer and scattered back while its cache
+lines are still close, so the memory itself is read once and written once, and no line is fetched
+only to be overwritten. As batches are scattered, the memory of the next ones is asked for, so that
+the core does not wait for it. Streaming stores would be slower here: the lines are in the cache
+already.
+
+On a device the frames of all units go to a scratch buffer in one launch of the device's copier and
+come back in another.
 """
 
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.layouts.kernels import DIM_DTYPE, copy_table, kernel
 from kvferry.layouts.repack import Repack
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, as_rows
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
+
+if TYPE_CHECKING:
+    import torch
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
 BUFFER_BYTES = 128 << 10
 """Bytes of the buffer unless one frame needs more: with the frames themselves a core's share of
 the second-level cache."""
+
+SCRATCH_BYTES = 64 << 20
+"""Bytes of scratch on a device unless one frame of all units needs more: two launches then move
+enough to keep a GPU busy, and it is little beside a KV cache."""
 
 
 def repack_on_host(
@@ -36,8 +47,6 @@ def repack_on_host(
         threads: how many share the work, this one included.
     """
     frames = len(block_ids) // repack.frame_blocks
-    if not (frames and repack.units):
-        return
     frame_bytes = repack.block_bytes * repack.frame_blocks
     batch = min(frames, max(1, BUFFER_BYTES // frame_bytes))
     gather_runs, scatter_runs = repack.bind(block_ids, batch)
@@ -73,6 +82,38 @@ def repack_on_host(
     work(0)
     for thread in others:
         thread.join()
+
+
+def repack_on_device(
+    repack: Repack,
+    regions: Sequence["torch.Tensor"],
+    block_ids: Int64s,
+    copy: Callable[[Sequence["torch.Tensor"], Sequence["torch.Tensor"], Tiles, Runs], object],
+) -> None:
+    """Repacks blocks in place, on the device's current stream.
+
+    Args:
+        repack: what to do.
+        regions: tensors that begin where the regions begin, all on one device.
+        block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
+        copy: the device's copier: (source regions, target regions, tiles, runs).
+    """
+    import torch
+
+    frame_bytes = repack.block_bytes * repack.frame_blocks
+    frames = len(block_ids) // repack.frame_blocks
+    batch = min(frames, max(1, SCRATCH_BYTES // (repack.units * frame_bytes)))
+    each = -(-batch * frame_bytes // 16) * 16  # bytes of a unit, aligned for 16-byte words
+    scratch = torch.empty(repack.units * each, dtype=torch.uint8, device=regions[0].device)
+    gather, scatter = repack.gather.copy(), repack.scatter.copy()
+    starts = each * np.arange(repack.units)
+    gather["target_offset"] += np.repeat(starts, repack.tiles_per_unit[0])
+    scatter["source_offset"] += np.repeat(starts, repack.tiles_per_unit[1])
+    for first in range(0, frames, batch):
+        ids = block_ids[first * repack.frame_blocks : (first + batch) * repack.frame_blocks]
+        gather_runs, scatter_runs = repack.bind(ids)
+        copy(regions, [scratch], gather, gather_runs)
+        copy([scratch], regions, scatter, scatter_runs)
 
 
 class Batches(NamedTuple):

@@ -1,0 +1,74 @@
+"""The copier in torch's own operations: tiles × runs between tensors of one device, any device.
+
+The plain form, for devices without Triton and for tests of the faster ones: it makes an index of
+every word that is moved, on either side.
+"""
+
+from collections.abc import Sequence
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.layouts.tiles import Runs, Tiles
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bits are moved, so that a dtype that an operation lacks is no matter."""
+
+
+def copy_tiles_torch(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], tiles: Tiles, runs: Runs
+) -> None:
+    """Copies ``tiles`` × ``runs``; on a device, on the current stream. Nothing is checked.
+
+    Args:
+        sources: tensors that begin where the source regions begin; views of any strides.
+        targets: the same for the target regions.
+        tiles: a 1-d array of ``TILE_DTYPE``.
+        runs: a 1-d array of ``RUN_DTYPE``.
+    """
+    shapes = runs[["tokens", "source_step", "target_step"]]
+    for shape in np.unique(shapes):
+        alike = runs[shapes == shape]
+        for tile in tiles:
+            source, target = sources[tile["source_region"]], targets[tile["target_region"]]
+            offsets = _offsets(tile, alike, "source"), _offsets(tile, alike, "target")
+            width = gcd(8, int(tile["itemsize"]), _lead(source), _lead(target))
+            width = gcd(width, *(int(np.gcd.reduce(each, axis=None)) for each in offsets))
+            from_, to = (
+                torch.from_numpy(_words(each, int(tile["itemsize"]), width)).to(source.device)
+                for each in offsets
+            )
+            _flat(target, width)[to] = _flat(source, width)[from_]
+
+
+def _offsets(tile: np.void, runs: Runs, side: str) -> npt.NDArray[np.int64]:
+    """``[runs, tokens, heads, elements]``: bytes from the region's start, runs of one shape."""
+    steps = runs[f"{side}_step"][0] * np.arange(runs["tokens"][0])
+    first = tile[f"{side}_offset"] + runs[f"{side}_block"] * tile[f"{side}_block_stride"]
+    tokens = (runs[f"{side}_token"][:, None] + steps) * tile[f"{side}_token_stride"]
+    heads = np.arange(tile["heads"])[:, None] * tile[f"{side}_head_stride"]
+    elements = np.arange(tile["elements"]) * tile[f"{side}_element_stride"]
+    found: npt.NDArray[np.int64] = (
+        first[:, None, None, None] + tokens[:, :, None, None] + heads + elements
+    )
+    return found
+
+
+def _words(offsets: npt.NDArray[np.int64], itemsize: int, width: int) -> npt.NDArray[np.int64]:
+    """Numbers of all words of ``width`` bytes of elements at these offsets."""
+    return (offsets[..., None] // width + np.arange(itemsize // width)).ravel()
+
+
+def _lead(tensor: torch.Tensor) -> int:
+    """Bytes of its storage before a tensor."""
+    return tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+
+
+def _flat(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """What lies behind a tensor's begin as words."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=WORDS[width], device=tensor.device)
+    count = (storage.nbytes() - _lead(tensor)) // width
+    return words.set_(storage, _lead(tensor) // width, (count,), (1,))

@@ -1,0 +1,167 @@
+"""A repack on a device: through bounded scratch, with either copier, as on the host."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvferry.layouts import Layout, repack_run, run_repack
+from kvferry.layouts.repack import HeldSlice, make_repack, views_as_units
+from kvferry.layouts.repack_run import repack_on_host
+from kvferry.topology import EngineGeometry, ParallelShape, plan_repack, plan_transfer
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NHD, HND = Layout.named("NHD"), Layout.named("HND")
+
+
+@pytest.fixture(params=["torch", "triton"])
+def method(request):
+    """The device's copiers; Triton's interpreter takes the place of a GPU."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return request.param
+
+
+def repack_of(caches, held_tokens):
+    _, tokens, heads, elements = caches[0].shape
+    itemsize = caches[0].element_size()
+    strides = [stride * itemsize for stride in caches[0].stride()]
+    return make_repack(
+        views_as_units(dict.fromkeys(range(len(caches)), (strides, elements))),
+        itemsize=itemsize,
+        heads=heads,
+        block_size=tokens,
+        slots=NHD,
+        held=[HeldSlice(HND, heads)],
+        held_block_size=held_tokens,
+    )
+
+
+def caches_of(count, shape, dtype=torch.int16):
+    rng = np.random.default_rng(4)
+    return [
+        torch.from_numpy(rng.integers(0, 127, shape)).to(dtype).to(DEVICE) for _ in range(count)
+    ]
+
+
+def by_numba(repack, caches, ids):
+    copies = [cache.cpu().clone() for cache in caches]
+    repack_on_host(repack, [copy.data_ptr() for copy in copies], np.array(ids))
+    return copies
+
+
+def assert_same(found, wanted):
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one.cpu(), other)
+
+
+@pytest.mark.parametrize("held_tokens", [8, 2, 16])
+def test_all_layers_and_all_requests_go_together(method, held_tokens):
+    caches = caches_of(6, (9, 8, 3, 16))
+    repack = repack_of(caches, held_tokens)
+    ids = [5, 2, 8, 1]  # of two requests
+    wanted = by_numba(repack, caches, ids)
+    run_repack(repack, caches, ids, 9, method=method)
+    assert_same(caches, wanted)
+
+
+@pytest.mark.parametrize("frames_of_scratch", [0.5, 1, 3])
+def test_the_scratch_is_bounded_and_holds_at_least_one_frame(
+    method, monkeypatch, frames_of_scratch
+):
+    caches = caches_of(2, (9, 8, 3, 16))
+    repack = repack_of(caches, 8)
+    ids = [1, 3, 4, 6, 7]
+    wanted = by_numba(repack, caches, ids)
+    frame = repack.units * repack.block_bytes
+    monkeypatch.setattr(repack_run, "SCRATCH_BYTES", int(frames_of_scratch * frame))
+    taken = []
+    plain_empty = torch.empty
+
+    def empty(*shape, **options):
+        made = plain_empty(*shape, **options)
+        taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    run_repack(repack, caches, ids, 9, method=method)
+    assert max(taken) == max(1, int(frames_of_scratch)) * frame
+    assert_same(caches, wanted)
+
+
+@pytest.mark.parametrize("lead", [1, 2, 4, 8])
+def test_caches_that_are_not_aligned_are_moved_in_shorter_words(method, lead):
+    memory = torch.arange(3 * 4 * 2 * 16 + 8, dtype=torch.int32).to(torch.uint8).to(DEVICE)
+    cache = memory[lead : lead + 3 * 4 * 2 * 16].view(3, 4, 2, 16)
+    repack = repack_of([cache], 4)
+    wanted = by_numba(repack, [cache], [2])
+    before = memory.clone()
+    run_repack(repack, [cache], [2], 3, method=method)
+    assert_same([cache], wanted)
+    assert torch.equal(memory[:lead], before[:lead])
+    assert torch.equal(memory[lead + cache.numel() :], before[lead + cache.numel() :])
+
+
+def test_host_memory_needs_the_interpreter(monkeypatch):
+    pytest.importorskip("triton")
+    cache = torch.zeros(4, 4, 2, 8, dtype=torch.int16)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        run_repack(repack_of([cache], 4), [cache], [1], 4, method="triton")
+
+
+def test_a_repack_that_changes_nothing_has_no_units(method):
+    caches = caches_of(1, (4, 1, 3, 8))
+    repack = repack_of(caches, 1)
+    assert repack.units == 0
+    run_repack(repack, caches, [1], 4, method=method)
+    more = caches_of(1, (4, 2, 3, 8))
+    run_repack(repack_of(more, 2), more, [], 4, method=method)
+
+
+@pytest.mark.parametrize(
+    ("source_layout", "source_tp", "source_block", "target_layout", "target_block"),
+    [
+        ("HND", 1, 4, "NHD", 4),
+        ("HND", 2, 6, "NHD", 4),  # slices of two sources, frames of three blocks
+        ("BNHKD", 1, 4, "NHD", 4),  # K and V come packed and go apart: two chunks per unit
+        ("NHD", 3, 2, "BHNKD", 8),
+        ("BHK(k=DN,v=ND)", 1, 4, "NHD", 4),  # single elements
+        ("HND", 1, 4, "BLKNHD", 4),  # layers in one tensor
+    ],
+)
+def test_any_pair_of_geometries_is_done_as_on_the_host(
+    method, source_layout, source_tp, source_block, target_layout, target_block
+):
+    model = {"num_layers": 2, "num_kv_heads": 3, "head_size": 8, "dtype": "bfloat16"}
+    source, target = (
+        EngineGeometry(**model, layout=layout, block_size=block, parallel=ParallelShape(tp=tp))
+        for layout, block, tp in (
+            (source_layout, source_block, source_tp),
+            (target_layout, target_block, 1),
+        )
+    )
+    memory = target.memory(0, 8, region_per_tensor=True)
+    caches = caches_of(len(memory.tensors), target.cache_shape(0, 8))
+    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    ids = [5, 1, 7, 2, 3, 6]
+    wanted = by_numba(repack, caches, ids)
+    assert not torch.equal(wanted[0], caches[0].cpu())
+    run_repack(repack, caches, ids, 8, method=method)
+    assert_same(caches, wanted)
+
+
+def test_parts_of_two_sizes_are_one_unit(method):
+    model = {"num_layers": 3, "num_kv_heads": 2, "head_size": 8, "head_size_v": 4}
+    source, target = (
+        EngineGeometry(
+            **model, dtype="float16", block_size=4, layout=layout, parallel=ParallelShape()
+        )
+        for layout in ("HND", "NHD")
+    )
+    memory = target.memory(0, 4, region_per_tensor=True)
+    caches = caches_of(3, target.cache_shape(0, 4))
+    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    assert repack.units == 3
+    wanted = by_numba(repack, caches, [2, 3])
+    run_repack(repack, caches, [2, 3], 4, method=method)
+    assert_same(caches, wanted)
