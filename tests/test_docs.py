@@ -1,5 +1,6 @@
 """What the README and the docs show works: Python runs, TOML and JSON are valid configuration."""
 
+import importlib
 import re
 import sys
 import tomllib
@@ -94,3 +95,46 @@ def test_links_lead_somewhere(page):
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def named_things(page: Path) -> set[str]:
+    """Dotted names of kvferry and paths of this repository that a page has between backticks."""
+    spans = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
+    dotted = r"kvferry(?:\.\w+)+"
+    path = r"(?:kvferry|tests|benchmarks|docs|examples|\w+)/[\w/]*\w\.(?:py|md|toml|svg|json|sh)"
+    words = [word for span in spans for word in re.findall(rf"{path}|{dotted}", span)]
+    return {word for word in words if not word.endswith((".json", ".costs", ".key"))}
+
+
+def exists(name: str) -> bool:
+    if "/" in name:
+        return any((root / name).exists() for root in (ROOT, ROOT / "kvferry"))
+    if (ROOT / name.replace(".", "/")).is_dir():  # a room, though what it needs is not installed
+        return True
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        if "." not in module:
+            return hasattr(importlib.import_module(module), attribute)
+        return exists(module) and is_member(module, attribute)
+    return True
+
+
+def is_member(name: str, attribute: str) -> bool:
+    """Whether a module, or a class of one, has the attribute."""
+    module, _, cls = name.rpartition(".")
+    owner = getattr(importlib.import_module(module), cls, None)
+    owner = owner if isinstance(owner, type) else importlib.import_module(name)
+    return hasattr(owner, attribute) or attribute in getattr(owner, "__struct_fields__", ())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_the_pages_name_exists(page):
+    missing = [name for name in sorted(named_things(page)) if not exists(name)]
+    assert missing == []
+
+
+def test_names_that_do_not_exist_are_noticed():
+    wrong = ["kvferry.nope", "kvferry.nope.Thing", "kvferry.errors.NoError", "layouts/nope.py"]
+    assert [name for name in wrong if exists(name)] == []
