@@ -18,10 +18,11 @@ import math
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import zmq
 
@@ -92,6 +93,8 @@ class ControlClient(Closing):
         """By address."""
         self._broken: set[Connection] = set()
         """Replaced by others, and not closed yet."""
+        self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
+        """Calls whose futures somebody has to complete."""
         self._wakes_at = math.inf
         """``time.monotonic()`` at which the thread wakes though nothing has come."""
         self._mailbox = Mailbox("client", self._turn, poller=select.poll()).start()
@@ -225,13 +228,12 @@ class ControlClient(Closing):
         thread that runs already need not wait for that.
 
         Returns:
-            Whether anything came.
+            Whether a future was completed.
         """
-        came = False
         for connection in tuple(self._connections.values()):
             if connection.calls:
-                came = self._receive(connection) or came
-        return came
+                self._receive(connection)
+        return self._complete()
 
     def close(self) -> None:
         """Ends all connections; open futures raise ``CancelledError``. Idempotent."""
@@ -240,12 +242,12 @@ class ControlClient(Closing):
                 return
             self._closing = True
         self._mailbox.close()
-        ended: Ended = []
         for connection in [*self._connections.values(), *self._broken]:
             with connection.lock:
-                ended += connection.end(CancelledError("the control client was closed"))
+                closed = CancelledError("the control client was closed")
+                self._ended.extend(connection.end(closed))
         self._context.destroy(linger=0)
-        _end(ended)
+        self._complete()
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -257,25 +259,27 @@ class ControlClient(Closing):
     ) -> "Future[T]":
         split_address(address)
         try:
-            ended = self._send(address, call, send)
+            self._send(address, call, send)
+        except CancelledError as error:  # nobody is there any more to complete it
+            call.end(error)
         except KVFerryError as error:
-            ended = [(call, error)]
+            self._ended.append((call, error))
+        if self._ended:
+            self._mailbox.post(self._complete)
         if call.deadline < self._wakes_at:
-            self._mailbox.post(lambda: None)  # the thread plans anew
-        _end(ended)
+            self._mailbox.post(partial(self._wake_at, call.deadline))
         return call.future
 
     def _send(
         self, address: str, call: Call[T], send: Callable[[Connection, Call[T]], Ended]
-    ) -> Ended:
+    ) -> None:
         while True:
             connection = self._connection(address)
             with connection.lock:
                 if not connection.is_lost:
-                    ended = send(connection, call)
-                    if connection.has_news:
-                        self._mailbox.post(partial(self._look, connection))
-                    return ended
+                    self._ended.extend(send(connection, call))
+                    self._ended.extend(connection.receive())
+                    return
             # It broke, and our thread has not come to closing it yet. A new one takes its place.
             with self._lock:
                 if self._connections.get(address) is connection:
@@ -294,37 +298,57 @@ class ControlClient(Closing):
                 self._mailbox.post(partial(self._watch, connection))
             return connection
 
-    def _receive(self, connection: Connection) -> bool:
+    def _receive(self, connection: Connection) -> None:
         with connection.lock:
-            ended = connection.receive()
-        _end(ended)
-        return bool(ended)
+            self._ended.extend(connection.receive())
+
+    def _complete(self) -> bool:
+        """Completes futures, with no lock held: their callbacks may ask again."""
+        completed = False
+        while True:
+            try:
+                call, outcome = self._ended.popleft()
+            except IndexError:
+                return completed
+            call.end(outcome)
+            completed = True
 
     # ---- the thread ---------------------------------------------------------------------------
 
     def _turn(self) -> float | None:
-        """Gives up calls that are overdue."""
+        """Gives up calls that are overdue, once it is time for that."""
         now = time.monotonic()
-        # Before we look: whoever sends a call that we do not see compares its deadline with this.
-        planned, self._wakes_at = self._wakes_at, math.inf
+        if now >= self._wakes_at:
+            # Before the look: who sends a call that it does not see finds this and wakes us.
+            self._wakes_at = math.inf
+            self._wake_at(self._expire(now))
+        return None if self._wakes_at == math.inf else self._wakes_at - now
+
+    def _wake_at(self, when: float) -> None:
+        self._wakes_at = min(self._wakes_at, when)
+
+    def _expire(self, now: float) -> float:
+        """Gives up what is overdue; returns when to look again."""
+        next_look = math.inf
         with self._lock:
             connections = tuple(self._connections.values())
-        wakes_at = planned if planned > now else math.inf
         for connection in connections:
             with connection.lock:
-                ended = connection.expire(now) if connection.next_look <= now else []
-                wakes_at = min(wakes_at, connection.next_look)
-            _end(ended)
-        self._wakes_at = wakes_at
-        return None if wakes_at == math.inf else max(0.0, wakes_at - time.monotonic())
+                self._ended.extend(connection.expire(now))
+                next_look = min(next_look, connection.next_look)
+        self._complete()
+        return next_look
 
     def _watch(self, connection: Connection) -> None:
-        for descriptor in connection.descriptors:
-            self._mailbox.watch(descriptor, partial(self._look, connection))
+        answers, monitor = connection.descriptors
+        self._mailbox.watch(answers, partial(self._on_answers, connection))
+        self._mailbox.watch(monitor, partial(self._on_monitor, connection))
 
-    def _look(self, connection: Connection) -> None:
-        """Something may have come on a connection, or it broke."""
+    def _on_answers(self, connection: Connection) -> None:
         self._receive(connection)
+        self._complete()
+
+    def _on_monitor(self, connection: Connection) -> None:
         with connection.lock:
             is_lost = not connection.is_closed and connection.is_lost
         if is_lost:
@@ -340,8 +364,8 @@ class ControlClient(Closing):
                 del self._connections[connection.address]
             self._broken.discard(connection)
         with connection.lock:
-            ended = connection.end()
-        _end(ended)
+            self._ended.extend(connection.end())
+        self._complete()
 
 
 def fetch_status(
@@ -389,9 +413,3 @@ def fetch_descriptions(
             except KVFerryError as error:
                 found.append(error)
     return found
-
-
-def _end(ended: Ended) -> None:
-    """Completes the futures of calls, under no lock of ours: callbacks may ask again."""
-    for call, outcome in ended:
-        call.end(outcome)

@@ -40,9 +40,11 @@ T = TypeVar("T")
 MOST_FINISHES = 1024
 """Finishes that share one message."""
 MOST_MESSAGES = 4
-"""Messages with finishes under way on a connection; more finishes wait, and share the next one."""
+"""Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
 """Seconds between the two looks for an answer after which a call is given up."""
+
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
 
 #: Errors that a server may send by name: those that are built from a message alone.
 _ERRORS: dict[str, type[KVFerryError]] = {
@@ -96,8 +98,9 @@ class Connection:
     descriptor becomes readable when ZeroMQ puts something into a socket whose owner has looked
     (``EVENTS``) and found nothing, and any use of the socket, by whichever thread, may make it
     unreadable again though an answer lies in the socket. So nobody may give the lock back before
-    having looked last of all: :meth:`receive` goes on until there is nothing, and who has only
-    sent asks :attr:`has_news` and wakes the thread if there is some.
+    having looked last of all: :meth:`receive` goes on until there is nothing, and whoever has sent
+    calls it too. The thread may find nothing, because another one was faster; it never misses
+    anything.
     """
 
     def __init__(self, context: Context, address: str, options: ControlOptions) -> None:
@@ -169,7 +172,7 @@ class Connection:
 
     def _send_waiting(self) -> Ended:
         ended: Ended = []
-        while self._waiting and self._finishes_under_way() < MOST_MESSAGES:
+        while self._waiting and len(self.calls) < MOST_MESSAGES:
             ended += self.send(_joined(list(self._next_batch())))
         return ended
 
@@ -181,18 +184,10 @@ class Connection:
                 return
             yield self._waiting.popleft()
 
-    def _finishes_under_way(self) -> int:
-        return sum(isinstance(call.request, Finishes) for call in self.calls.values())
-
     def _patience_ends(self) -> float:
         return time.monotonic() + self._options.request_timeout_s
 
     # ---- receiving ----------------------------------------------------------------------------
-
-    @property
-    def has_news(self) -> bool:
-        """Whether an answer lies in the socket, or the connection broke and nobody has noted it."""
-        return self._can_receive(self._socket) or self._can_receive(self._monitor)
 
     def receive(self) -> Ended:
         """Takes all answers that have come, and sends the finishes that waited for them."""
@@ -263,7 +258,7 @@ class Connection:
 
     @staticmethod
     def _can_receive(socket: Socket) -> bool:
-        return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def expect(reply: Reply, kind: type[T]) -> T:

@@ -1,7 +1,9 @@
 """Calls leave from any thread and are answered on any: nothing is lost, nothing waits in vain."""
 
+import contextlib
 import math
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -123,23 +125,40 @@ def busy(met):
 
     def hold(future):
         entered.set()
-        over.wait(WAIT)
+        over.wait(2 * WAIT)
 
-    client.status(served.address).add_done_callback(hold)
-    if not entered.wait(0.5):  # it was answered before the callback was added
-        client.renew(served.address, served.incarnation, [])
-    assert entered.wait(WAIT)
-    yield served, client
-    over.set()
+    with source() as (router, address):
+        held = client.finish(address, "i", "lease", rank=0, ok=True)
+        held.add_done_callback(hold)
+        answer_one(router)
+        assert entered.wait(WAIT)
+        yield served, client
+        over.set()
 
 
-def pumped(client, future):
+@contextlib.contextmanager
+def source():
+    """A ROUTER that answers nothing by itself, and its address."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        router.rcvtimeo = WAIT * 1000
+        yield router, f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+def answer_one(router):
+    """Confirms the one finish of the next request."""
+    who, payload = router.recv_multipart()
+    asked = messages.decode_request(payload)
+    answer = messages.FinishReply(id=asked.id, answers=(FinishAnswer.HELD,))
+    router.send_multipart([who, messages.encode(answer)])
+
+
+def is_pumped(client, future, wait_s=WAIT):
     """Waits for a future as a step thread does."""
-    deadline = time.monotonic() + WAIT
-    while not future.done():
+    deadline = time.monotonic() + wait_s
+    while not future.done() and time.monotonic() < deadline:
         client.pump()
-        assert time.monotonic() < deadline
-    return future.result()
+    return future.done()
 
 
 def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
@@ -147,7 +166,7 @@ def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
     threads = []
     finished = client.finish(served.address, served.incarnation, served.grant(0), rank=0, ok=True)
     finished.add_done_callback(lambda future: threads.append(threading.current_thread()))
-    assert pumped(client, finished) == FinishAnswer.HELD
+    assert is_pumped(client, finished)
     assert threads == [threading.current_thread()]
     assert client.pump() is False
 
@@ -155,17 +174,14 @@ def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
 def test_a_broken_connection_is_replaced_by_whoever_sends_next(busy, serve):
     served, client = busy
     open_call = client.finish(served.address, served.incarnation, "lost", rank=0, ok=True)
-    pumped(client, open_call)
+    assert is_pumped(client, open_call)
     served.server.close()
     again = serve(engine_id=served.description.engine_id, port=served.server.port)
-    deadline = time.monotonic() + WAIT
-    while True:  # until the end of the old connection has been told to this process
+    for _ in range(2 * WAIT):  # until this process has been told that the connection ended
         answer = client.status(again.address)
-        try:
-            assert pumped(client, answer).incarnation == again.incarnation
-            return
-        except AssertionError:
-            assert time.monotonic() < deadline
+        if is_pumped(client, answer, 0.5):
+            break
+    assert answer.result(0).incarnation == again.incarnation
 
 
 def test_answers_that_came_in_time_are_found_by_a_thread_that_wakes_late(serve, describe):
@@ -191,18 +207,13 @@ with ControlClient(engine_id="d", incarnation="d1", options=options) as client:
 
 
 def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0
-        router.rcvtimeo = WAIT * 1000
-        address = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+    with source() as (router, address):
         command = [sys.executable, "-c", STOPPED, address]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
-                who, payload = router.recv_multipart()
+                assert router.poll(WAIT * 1000)
                 process.send_signal(signal.SIGSTOP)
-                asked = messages.decode_request(payload)
-                answer = messages.FinishReply(id=asked.id, answers=(FinishAnswer.HELD,))
-                router.send_multipart([who, messages.encode(answer)])
+                answer_one(router)
                 time.sleep(1.5)  # longer than the client's patience
                 process.send_signal(signal.SIGCONT)
                 assert process.stdout.readline() == "held\n"
@@ -212,19 +223,28 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
 
 def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
     """The first finds answers that came in time, the second those that ZeroMQ had not read yet."""
-    options = ControlOptions(request_timeout_s=1.0)
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0
-        router.rcvtimeo = WAIT * 1000
-        address = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
-        connection = Connection(context, address, options)
-        calls = [Call(messages.StatusRequest(id=0), lambda reply: reply) for _ in range(3)]
+    with zmq.Context() as context, source() as (router, address):
+        connection = Connection(context, address, ControlOptions(request_timeout_s=1.0))
+        request = messages.Finishes(
+            id=0,
+            engine_id="d",
+            incarnation="d1",
+            source_incarnation="p1",
+            items=(messages.Finish(lease_id="lease", rank=0, ok=True),),
+        )
+        calls = [Call(request, lambda reply: reply) for _ in range(3)]
+
+        def answered():
+            answer_one(router)
+            assert select.select(connection.descriptors, [], [], WAIT)[0]
+
         with connection.lock:
             assert [connection.send(call) for call in calls] == [[], [], []]
+            assert connection.receive() == []  # whoever has sent looks
             late = calls[-1].deadline + 1.0
-            answer_one(router, connection)
+            answered()
             assert [call for call, _ in connection.expire(late)] == calls[:1]
-            answer_one(router, connection)
+            answered()
             assert [call for call, _ in connection.expire(late + SECOND_LOOK_S / 2)] == calls[1:2]
             ((call, error),) = connection.expire(late + SECOND_LOOK_S)
             assert call is calls[2]
@@ -233,24 +253,12 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
             assert connection.end() == []
 
 
-def answer_one(router, connection):
-    """Answers one request; returns once the answer lies in the socket of the connection."""
-    who, payload = router.recv_multipart()
-    asked = messages.decode_request(payload)
-    router.send_multipart([who, messages.encode(messages.Released(id=asked.id))])
-    deadline = time.monotonic() + WAIT
-    while not connection.has_news:
-        assert time.monotonic() < deadline
-
-
 def test_a_call_without_an_answer_ends_in_time_though_others_are_answered(serve, describe):
     """The thread that sleeps until the first deadline is not told of every later one."""
     served = serve()
     description = describe("decode-0", "d1")
     client = served.client(description, ControlOptions(request_timeout_s=0.5))
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
-        mute.linger = 0
-        address = f"127.0.0.1:{mute.bind_to_random_port('tcp://127.0.0.1')}"
+    with source() as (_, address):
         for pause in (0.0, 0.1, 0.4, 0.6, 0.3):
             time.sleep(pause)
             client.status(served.address).result(WAIT)
