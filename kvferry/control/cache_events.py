@@ -43,32 +43,22 @@ def _packed(number: int) -> bytes:
     return number.to_bytes(8, "big", signed=True)
 
 
-class _Kept:
-    """The youngest batches, for those who missed some. Threads share it."""
+class _Replay(Closing):
+    """Keeps the youngest batches, and a thread that sends them to those who missed some."""
 
-    def __init__(self, steps: int) -> None:
-        self._lock = threading.Lock()
-        self._batches: deque[tuple[int, bytes]] = deque(maxlen=steps)
-
-    def add(self, number: int, batch: bytes) -> None:
-        with self._lock:
-            self._batches.append((number, batch))
-
-    def since(self, number: int) -> list[tuple[int, bytes]]:
-        with self._lock:
-            return [kept for kept in self._batches if kept[0] >= number]
-
-
-class _ReplayServer(Closing):
-    """Answers whoever missed batches, on a thread of its own that nobody shares the socket with."""
-
-    def __init__(self, router: Socket, kept: _Kept, topic: bytes) -> None:
+    def __init__(self, router: Socket, steps: int, topic: bytes) -> None:
         self._router = router
-        self._kept = kept
         self._topic = topic
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=steps)
         self._mailbox = Mailbox("events", poller=zmq.Poller())
         self._mailbox.watch(router, self._serve)
         self._mailbox.start()
+
+    def keep(self, number: int, batch: bytes) -> None:
+        """Remembers a batch; from the publisher's thread."""
+        with self._lock:
+            self._kept.append((number, batch))
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
@@ -87,7 +77,9 @@ class _ReplayServer(Closing):
             logger.warning("a request for KV cache events was not understood, and is ignored")
             return
         first = int.from_bytes(frames[2], "big", signed=True)
-        for number, batch in self._kept.since(first):
+        with self._lock:
+            missed = [kept for kept in self._kept if kept[0] >= first]
+        for number, batch in missed:
             self._send(frames[0], self._topic, number, batch)
         self._send(frames[0], b"", _END, b"")
 
@@ -109,8 +101,7 @@ class CacheEventPublisher(Closing):
         self._config = config
         self._topic = config.topic.encode()
         self._next = 0
-        self._kept = _Kept(config.buffer_steps)
-        self._replay: _ReplayServer | None = None
+        self._replay: _Replay | None = None
         self.replay_endpoint: str | None = None
         """Where listeners on this machine ask for what they missed, if they can."""
         self._context: Context = zmq.Context()
@@ -127,7 +118,7 @@ class CacheEventPublisher(Closing):
                 self.replay_endpoint = _listen(
                     router, config.replay_endpoint, "kv_events.replay_endpoint"
                 )
-                self._replay = _ReplayServer(router, self._kept, self._topic)
+                self._replay = _Replay(router, config.buffer_steps, self._topic)
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -142,7 +133,8 @@ class CacheEventPublisher(Closing):
         batch = KVEventBatch(ts=time.time(), events=list(events), data_parallel_rank=0)
         data = msgspec.msgpack.encode(batch)
         number, self._next = self._next, self._next + 1
-        self._kept.add(number, data)  # first: who sees the message may ask for it
+        if self._replay is not None:
+            self._replay.keep(number, data)  # first: who sees the message may ask for it
         try:
             self._publisher.send_multipart((self._topic, _packed(number), data), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # listeners see a gap; the engine computes on

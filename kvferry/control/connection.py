@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,8 +37,6 @@ from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, split_addr
 
 T = TypeVar("T")
 
-MOST_FINISHES = 1024
-"""Finishes that share one message."""
 MOST_MESSAGES = 4
 """Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
@@ -173,16 +171,13 @@ class Connection:
     def _send_waiting(self) -> Ended:
         ended: Ended = []
         while self._waiting and len(self.calls) < MOST_MESSAGES:
-            ended += self.send(_joined(list(self._next_batch())))
+            # Those that are for one start of the source; another one follows only its restart.
+            source = _finishes(self._waiting[0]).source_incarnation
+            batch = []
+            while self._waiting and _finishes(self._waiting[0]).source_incarnation == source:
+                batch.append(self._waiting.popleft())
+            ended += self.send(_joined(batch))
         return ended
-
-    def _next_batch(self) -> Iterator[Call[FinishAnswer]]:
-        """The oldest finishes that wait, as far as they are for one start of the source."""
-        source = _finishes(self._waiting[0]).source_incarnation
-        for _ in range(MOST_FINISHES):
-            if not self._waiting or _finishes(self._waiting[0]).source_incarnation != source:
-                return
-            yield self._waiting.popleft()
 
     def _patience_ends(self) -> float:
         return time.monotonic() + self._options.request_timeout_s

@@ -90,11 +90,6 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"lease_duration_s ({self.lease_duration_s})"
             )
 
-    @property
-    def renew_interval_s(self) -> float:
-        """Seconds between two renewals of a lease by its target."""
-        return self.lease_duration_s / self.renewals_per_lease
-
     def leased_blocks_cap(self, num_blocks: int) -> int:
         """Blocks that leases may pin in a pool of ``num_blocks`` (the null block included)."""
         return num_blocks * 3 // 4 if self.max_leased_blocks is None else self.max_leased_blocks

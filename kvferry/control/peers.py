@@ -122,18 +122,6 @@ class PeerTable:
             peer.last_seen = self._clock()
             return peer
 
-    def get(self, engine_id: str) -> Peer | None:
-        """The peer of that id, ready or refused."""
-        with self._lock:
-            return self._peers.get(engine_id)
-
-    def note_error(self, engine_id: str, message: str) -> None:
-        """Keeps the last thing that went wrong with a peer; unknown ids are ignored."""
-        with self._lock:
-            peer = self._peers.get(engine_id)
-            if peer is not None:
-                peer.last_error = message
-
     def forget(self, engine_id: str) -> None:
         """Drops all state of a peer; unknown ids are ignored."""
         with self._lock:

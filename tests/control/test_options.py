@@ -8,7 +8,7 @@ from kvferry.errors import ConfigError
 
 
 def test_a_lease_is_renewed_every_sixth_of_its_duration():
-    assert ControlOptions(lease_duration_s=30).renew_interval_s == 5
+    assert ControlOptions().renewals_per_lease == 6
 
 
 @pytest.mark.parametrize(

@@ -84,11 +84,10 @@ def test_ages_count_from_the_first_message_of_a_start_and_from_the_last(peers, d
     assert (status.age_s, status.last_seen_s, status.ranks) == (7.0, 2.0, 2)
 
 
-def test_forgetting_a_peer_forgets_everything(peers, describe):
+def test_a_forgotten_peer_must_shake_hands_again(peers, describe):
     peers.admit(describe("d", "one"))
-    peers.note_error("d", "stalled")
-    assert peers.get("d").last_error == "stalled"
     peers.forget("d")
     peers.forget("d")
-    peers.note_error("d", "ignored")
-    assert peers.get("d") is None
+    assert peers.snapshot() == ()
+    with pytest.raises(HandshakeNeededError):
+        peers.current("d", "one")
