@@ -101,44 +101,40 @@ class CacheShape:
             ValueError: a group is not of this model's layers, or the layout or the shape does not
                 fit, see :class:`EngineGeometry`.
         """
-        stages = default_split(self.num_layers, parallel.pp)
-        made: list[GroupGeometry] = []
-        for group in groups:
-            spec = group.kv_cache_spec
-            layers = self._layers_of(group)
-            is_whole = len(layers) == self.num_layers
-            if isinstance(spec, MambaSpec):
-                made.append(
-                    recurrent_group(
-                        num_layers=len(layers),
-                        states=self.layer_states[layers[0]],
-                        block_size=spec.block_size,
-                        parallel=parallel,
-                        layer_split=None if is_whole else split_of_group(layers, stages),
-                        layer_indices=None if is_whole else layers,
-                    )
-                )
-                continue
-            assert isinstance(spec, AttentionSpec)  # _layers_of
-            made.append(
-                EngineGeometry(
-                    num_layers=len(layers),
-                    num_kv_heads=self.num_kv_heads,
-                    head_size=self.head_size,
-                    dtype=spec.dtype,
-                    block_size=spec.block_size,
-                    layout=layout,
-                    parallel=parallel,
-                    use_mla=self.use_mla,
-                    page_size_padded=spec.page_size_padded,
-                    layer_split=None if is_whole else split_of_group(layers, stages),
-                    layer_indices=None if is_whole else layers,
-                    sliding_window=(
-                        spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-                    ),
-                )
+        return tuple(self._geometry(group, layout, parallel) for group in groups)
+
+    def _geometry(
+        self, group: KVCacheGroupSpec, layout: Layout | str, parallel: ParallelShape
+    ) -> GroupGeometry:
+        spec, layers = group.kv_cache_spec, self._layers_of(group)
+        layer_split = layer_indices = None
+        if len(layers) < self.num_layers:
+            layer_split = split_of_group(layers, default_split(self.num_layers, parallel.pp))
+            layer_indices = layers
+        if isinstance(spec, MambaSpec):
+            return recurrent_group(
+                num_layers=len(layers),
+                states=self.layer_states[layers[0]],
+                block_size=spec.block_size,
+                parallel=parallel,
+                layer_split=layer_split,
+                layer_indices=layer_indices,
             )
-        return tuple(made)
+        assert isinstance(spec, AttentionSpec)  # _layers_of
+        return EngineGeometry(
+            num_layers=len(layers),
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            dtype=spec.dtype,
+            block_size=spec.block_size,
+            layout=layout,
+            parallel=parallel,
+            use_mla=self.use_mla,
+            page_size_padded=spec.page_size_padded,
+            layer_split=layer_split,
+            layer_indices=layer_indices,
+            sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        )
 
     def _layers_of(self, group: KVCacheGroupSpec) -> list[int]:
         """The layers of a group, ascending.

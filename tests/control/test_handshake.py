@@ -1,6 +1,7 @@
 """Validation of one description, comparison of two."""
 
 import dataclasses
+import time
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from kvferry.topology.description import EngineDescription, tagged_groups
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.pairing import pair_groups
 from kvferry.topology.sharding import ParallelShape
+from kvferry.topology.states import recurrent_group, state_part
 from kvferry.topology.tensors import PartStrides
 from kvferry.transports.decoding import decode
 
@@ -317,6 +319,74 @@ def test_whatever_groups_a_peer_sends_they_are_valid_or_a_protocol_error(hybrid,
     except ProtocolError:
         return
     assert compare(description, replace(description, engine_id="other")) == []
+
+
+# ---- one description of states -------------------------------------------------------------
+
+
+@pytest.fixture
+def recurrent(describe):
+    """The description of an engine with one group of recurrent layers, by its shape."""
+
+    def made(engine_id, **shape):
+        group = recurrent_group(
+            num_layers=2,
+            states=(
+                state_part("conv", "bfloat16", {"x": (4, 3), "B": (1, 2)}, 3),
+                state_part("ssm", "float32", {"heads": (4, 1)}, 5),
+            ),
+            block_size=16,
+            parallel=ParallelShape(**shape),
+        )
+        base = describe(engine_id, num_layers=2, **shape)
+        ranks = tuple(replace(rank, memory=(group.memory(rank.rank, 10),)) for rank in base.ranks)
+        return replace(base, groups=tagged_groups([group]), ranks=ranks)
+
+    return made
+
+
+def test_an_engine_of_states_is_described_and_meets_its_like(recurrent):
+    ours = receive(sent(recurrent("p", tp=2)))
+    theirs = receive(sent(recurrent("d", pp=2)))
+    assert compare(ours, theirs) == []
+
+
+STATE = ["groups", 0, "states", 0]
+
+WRONG_STATES = {
+    "no states": (["groups", 0, "states"], (), "0 states of 0 sections"),
+    "a state of nothing": ([*STATE, "sections"], (), "give each state one section"),
+    "a section of no units": ([*STATE, "sections", 0, "num_units"], 0, "num_units: 0 is less"),
+    "a section of everything": ([*STATE, "sections", 0, "unit_size"], 1 << 40, "is more than"),
+    "a channel of nothing": ([*STATE, "channel_size"], -1, "conv: channel_size: -1"),
+    "an unknown dtype": ([*STATE, "dtype"], "float7", "conv: dtype 'float7' is unknown"),
+    "two states of one name": ([*STATE, "name"], "ssm", "a name of its own"),
+    "a layout of tokens": (["groups", 0, "layout", "order"], "KBNHD", "BHD, or BDH"),
+    "tokens over ranks": (["groups", 0, "parallel", "pcp"], 2, "not made of tokens"),
+    "another size": (["groups", 0, "states", 1, "channel_size"], 50, "spans bytes"),
+    "another kind of group": (["groups", 0], {"type": "windows"}, "Invalid value 'windows'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_validation_of_states_names(case, recurrent):
+    path, value, message = WRONG_STATES[case]
+    with pytest.raises(ProtocolError, match=message):
+        receive(sent(recurrent("e", tp=2), (path, value)))
+
+
+def test_absurd_groups_are_refused_in_no_time(describe, recurrent):
+    """However many they are: a geometry takes time only for the length of what is given."""
+    for description in (describe("e"), recurrent("e")):
+        wire = msgspec.msgpack.decode(sent(description))
+        (group,) = wire["groups"]
+        group["geometry"]["num_layers"] = 1 << 20
+        group["geometry"]["parallel"] |= {"tp": 1 << 20, "pp": 1 << 20}
+        payload = msgspec.msgpack.encode(wire | {"groups": [group] * 5000})
+        start = time.process_time()
+        with pytest.raises(ProtocolError, match="5000 described, allowed are 1 to 64"):
+            receive(payload)
+        assert time.process_time() - start < 5
 
 
 # ---- a pair --------------------------------------------------------------------------------
