@@ -1,14 +1,17 @@
 """Who owns which blocks: specs, groups, block pool, prefix cache, manager, block tables."""
 
-from kvferry.cache.block_pool import BlockPool
+from kvferry.cache.block_pool import BlockPool, KVCacheBlock, KVCacheBlocks
 from kvferry.cache.block_table import BlockTable
-from kvferry.cache.blocks import KVCacheBlock, KVCacheBlocks
-from kvferry.cache.config_builder import build_kv_cache_config, largest_model_len
-from kvferry.cache.grouping import group_layers
-from kvferry.cache.hashing import MultiModalInput
-from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from kvferry.cache.config_builder import build_kv_cache_config, group_layers, largest_model_len
+from kvferry.cache.events import PrefixCacheStats
+from kvferry.cache.kv_cache_config import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
 from kvferry.cache.manager import KVCacheManager
-from kvferry.cache.request import CacheRequest, Request
+from kvferry.cache.request import CacheRequest, MultiModalInput, Request
 from kvferry.cache.specs import (
     AttentionSpec,
     CacheLimits,
@@ -19,10 +22,7 @@ from kvferry.cache.specs import (
     MLAAttentionSpec,
     SinkFullAttentionSpec,
 )
-from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, SlidingWindowSpec
-from kvferry.cache.specs_mamba import MambaSpec
-from kvferry.cache.specs_uniform import UniformTypeKVCacheSpecs
-from kvferry.cache.stats import PrefixCacheStats
+from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 
 __all__ = [
     "AttentionSpec",

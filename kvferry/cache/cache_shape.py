@@ -10,8 +10,7 @@ from kvferry.cache.specs import (
     KVCacheSpec,
     MLAAttentionSpec,
 )
-from kvferry.cache.specs_local import SlidingWindowSpec
-from kvferry.cache.specs_mamba import MambaSpec
+from kvferry.cache.specs_local import MambaSpec, SlidingWindowSpec
 from kvferry.layouts.layout import Layout
 from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape
 from kvferry.topology.sharding import default_split, split_of_group
@@ -90,7 +89,7 @@ class CacheShape:
         """The KV cache of an engine, one geometry per group.
 
         Args:
-            groups: what :func:`~kvferry.cache.grouping.group_layers` makes of
+            groups: what :func:`~kvferry.cache.config_builder.group_layers` makes of
                 :meth:`kv_cache_specs`.
             layout: of every group of attention.
             parallel: of the engine. Its stages divide the model's layers, whatever groups they

@@ -1,12 +1,214 @@
-"""From what layers keep and how much memory there is to the KV cache of an engine."""
+"""From what layers keep and how much memory there is to the KV cache of an engine.
+
+First layers are grouped: those of a group share a block table. All groups draw blocks from one
+pool, so a block of any group takes the same bytes: pages of equal size, and about as many layers in
+every group. The rules are those of vLLM (``vllm/v1/core/kv_cache_utils.py``, version 0.32), except
+that pages which are no multiples of each other are an error here, not padded without a word.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.cache.grouping import group_layers
-from kvferry.cache.kv_cache_config import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from kvferry.cache.specs import CacheLimits, KVCacheSpec
-from kvferry.cache.specs_mamba import MambaSpec
+from kvferry.cache.kv_cache_config import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    UniformTypeKVCacheSpecs,
+)
+from kvferry.cache.specs import (
+    AttentionSpec,
+    CacheLimits,
+    EncoderOnlyAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MLAAttentionSpec,
+)
+from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+
+Specs = Mapping[str, KVCacheSpec]
+
+
+def group_layers(specs: Specs, *, hybrid: bool = True) -> tuple[KVCacheGroupSpec, ...]:
+    """Puts layers into groups that share a block table.
+
+    Layers that merge into one spec make one group; so do layers of one type whose pages differ in
+    size. Any other model is hybrid: its layers are dealt out to groups of one kind, of equal page
+    size and of as equal a number of layers as can be.
+
+    >>> full = FullAttentionSpec(16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    >>> window = SlidingWindowSpec(16, 8, 128, "bfloat16", sliding_window=1024)
+    >>> specs = {f"layer.{i}": full if i % 3 == 2 else window for i in range(6)}
+    >>> [group.layer_names for group in group_layers(specs)]
+    [('layer.0', 'layer.3'), ('layer.1', 'layer.4'), ('layer.2', 'layer.5')]
+    >>> group_layers(specs, hybrid=False)[0].kv_cache_spec.sliding_window
+    1024
+
+    Args:
+        specs: what each layer of the model keeps on one rank, in the model's order. Layers of
+            encoders, which keep nothing, are in no group.
+        hybrid: whether layers may be in several groups. If not, windows and chunks are computed
+            but the blocks of all tokens are kept.
+
+    Raises:
+        ValueError: the layers make no group; the message names two that do not agree, what they
+            have, and what to change.
+    """
+    for name, spec in specs.items():
+        if not isinstance(spec, KVCacheSpec):
+            raise ValueError(f"specs: {name!r} has {spec!r}, which is no KVCacheSpec")
+    kept = {
+        name: spec for name, spec in specs.items() if not isinstance(spec, EncoderOnlyAttentionSpec)
+    }
+    if not kept:
+        return ()
+    group = _one_group(kept)
+    if group is None and not hybrid:
+        kept = {name: _keep_all_tokens(spec) for name, spec in kept.items()}
+        group = _one_group(kept)
+        if group is None:
+            raise ValueError(_why_not_one_group(kept))
+    if group is not None:
+        return (group,)
+    return tuple(
+        KVCacheGroupSpec(names, _merge([unified[name] for name in names]))
+        for unified in (unify_page_sizes(kept),)
+        for names in _deal_out(_layers_by_kind(unified))
+    )
+
+
+def _merge(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
+    return type(specs[0]).merge(specs)
+
+
+def _is_mergeable(specs: Sequence[KVCacheSpec]) -> bool:
+    try:
+        _merge(specs)
+    except ValueError:
+        return False
+    return True
+
+
+def _one_group(specs: Specs) -> KVCacheGroupSpec | None:
+    values = list(specs.values())
+    if _is_mergeable(values):
+        return KVCacheGroupSpec(list(specs), _merge(values))
+    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+    return None if uniform is None else KVCacheGroupSpec(list(specs), uniform)
+
+
+def _keep_all_tokens(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec of a layer that computes within its window or chunk but keeps all blocks."""
+    if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        return spec
+    kind = MLAAttentionSpec if spec.use_mla else FullAttentionSpec
+    return kind(
+        spec.block_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.dtype,
+        spec.use_mla,
+        spec.page_size_padded,
+        spec.head_size_v,
+        sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+        attention_chunk_size=(
+            spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+        ),
+    )
+
+
+def _why_not_one_group(specs: Specs) -> str:
+    (first, wanted), *others = specs.items()
+    for name, spec in others:
+        if spec.block_size != wanted.block_size:
+            return (
+                f"block_size: layer {name!r} has {spec.block_size}, layer {first!r} has "
+                f"{wanted.block_size}; give both the same, or allow hybrid groups (hybrid=True)"
+            )
+        if spec.slot_rule != wanted.slot_rule:
+            break
+    return (
+        f"layer {name!r} is a {type(spec).__name__}, layer {first!r} a {type(wanted).__name__}: "
+        "they do not keep the same tokens and cannot share a block table; allow hybrid groups "
+        "(hybrid=True)"
+    )
+
+
+def unify_page_sizes(specs: Specs) -> dict[str, KVCacheSpec]:
+    """Gives all layers pages of one size.
+
+    Attention layers get larger blocks, by a whole factor; recurrent states are padded.
+
+    >>> small = SlidingWindowSpec(16, 4, 128, "bfloat16", sliding_window=1024)
+    >>> large = FullAttentionSpec(16, 8, 128, "bfloat16")
+    >>> unified = unify_page_sizes({"a": small, "b": large})
+    >>> [(spec.block_size, spec.page_size_bytes) for spec in unified.values()]
+    [(32, 65536), (16, 65536)]
+
+    Raises:
+        ValueError: the page of one attention layer is no multiple of another's.
+    """
+    states = [s.page_size_bytes for s in specs.values() if isinstance(s, MambaSpec)]
+    pages = {n: s.page_size_bytes for n, s in specs.items() if not isinstance(s, MambaSpec)}
+    page = max(pages.values(), default=1)
+    for name, small in pages.items():
+        if page % small:
+            largest = max(pages, key=lambda other: pages[other])
+            raise ValueError(_why_not_one_page(name, largest, specs))
+    # A state that is larger than a page: pages of attention grow until it fits.
+    page *= -(-max(states, default=1) // page)
+    return {
+        name: replace(spec, page_size_padded=page if page > spec.real_page_size_bytes else None)
+        if isinstance(spec, MambaSpec)
+        else spec.copy_with_new_block_size(spec.block_size * (page // spec.page_size_bytes))
+        for name, spec in specs.items()
+    }
+
+
+def _why_not_one_page(name: str, largest: str, specs: Specs) -> str:
+    spec, wanted = specs[name], specs[largest]
+    remedies = ["choose block sizes whose pages are multiples of each other"]
+    if isinstance(spec, AttentionSpec):
+        remedies.append(f"set page_size_padded={wanted.page_size_bytes} for {name!r}")
+    if _one_group({other: _keep_all_tokens(each) for other, each in specs.items()}):
+        remedies.append("keep the blocks of all tokens (hybrid=False)")
+    return (
+        f"page_size_bytes: a page of layer {largest!r} ({type(wanted).__name__}) has "
+        f"{wanted.page_size_bytes} bytes, which is no multiple of the {spec.page_size_bytes} of "
+        f"layer {name!r} ({type(spec).__name__}), so their groups cannot share one pool; "
+        f"{', or '.join(remedies)}"
+    )
+
+
+def _layers_by_kind(specs: Specs) -> list[list[str]]:
+    """Names of layers whose specs merge, in the order in which kinds first appear."""
+    kinds: list[tuple[list[KVCacheSpec], list[str]]] = []
+    for name, spec in specs.items():
+        for merged, names in kinds:
+            if spec in merged or _is_mergeable([*merged, spec]):
+                if spec not in merged:
+                    merged.append(spec)
+                names.append(name)
+                break
+        else:
+            kinds.append(([spec], [name]))
+    return [names for _, names in kinds]
+
+
+def _deal_out(kinds: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Splits layers of each kind into groups of about as many layers as the others'.
+
+    A group of fewer layers than the largest leaves part of each of its blocks unused. Groups are
+    as large as the rarest kind; if no kind has half as many layers again, as large as the most
+    frequent, since a few unused pages cost less than a second, nearly empty group.
+    """
+    counts = [len(names) for names in kinds]
+    size = max(counts) if 2 * max(counts) < 3 * min(counts) else min(counts)
+    groups: list[Sequence[str]] = []
+    for names in kinds:
+        num_groups = -(-len(names) // size)
+        # Every n-th layer, not runs of layers: each pipeline stage then has layers of all groups.
+        groups.extend(names[index::num_groups] for index in range(num_groups))
+    return groups
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,21 +6,16 @@ from itertools import cycle
 from math import gcd, lcm
 from typing import TypeAlias
 
-from kvferry.cache.block_pool import BlockPool
-from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.block_pool import BlockPool, KVCacheBlock
 from kvferry.cache.kv_cache_config import KVCacheConfig
 from kvferry.cache.request import CacheRequest
-from kvferry.cache.single_type import (
-    NEVER,
+from kvferry.cache.single_type import NEVER, GroupTable, HitRules, Room, table_block_size
+from kvferry.cache.single_type_kinds import (
     FullAttentionManager,
-    GroupTable,
-    HitRules,
     MambaManager,
-    Room,
     SinkFullAttentionManager,
     layer_spec,
     manager_kind,
-    table_block_size,
 )
 
 BlockLists: TypeAlias = tuple[Sequence[KVCacheBlock], ...]

@@ -5,6 +5,8 @@ and the MessagePack form (a batch is an array, an event a map whose ``type`` is 
 since vLLM pull request 42892). Whoever applies all events in order, to one set of hashes per group,
 holds exactly the hashes that this engine's requests may hit: a hash is announced when its first
 block is cached and withdrawn with its last one.
+
+The counters of the prefix cache stand here too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +16,31 @@ from typing import Any, TypeAlias
 import msgspec
 
 from kvferry.cache.request import CacheRequest
+
+
+class PrefixCacheStats(msgspec.Struct):
+    """What the prefix cache was asked and could answer, over some span of time."""
+
+    requests: int = 0
+    """Lookups."""
+    queries: int = 0
+    """Tokens looked up."""
+    hits: int = 0
+    """Tokens found."""
+    reset: bool = False
+    """Whether the cache was reset in that time."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens found per token looked up; 0 when there was no lookup."""
+        return self.hits / self.queries if self.queries else 0.0
+
+    def record(self, *, queries: int, hits: int) -> None:
+        """Counts one lookup."""
+        self.requests += 1
+        self.queries += queries
+        self.hits += hits
+
 
 BlockHash: TypeAlias = bytes | int
 """A block hash, whole; or its last 8 bytes as a big-endian integer, see :func:`with_short_hashes`.

@@ -3,14 +3,12 @@
 from collections.abc import Collection, Sequence
 from weakref import WeakSet
 
-from kvferry.cache.block_pool import BlockPool
-from kvferry.cache.blocks import KVCacheBlocks
+from kvferry.cache.block_pool import BlockPool, KVCacheBlocks
 from kvferry.cache.coordinator import KVCacheCoordinator, RequestTables
-from kvferry.cache.events import KVCacheEvent
+from kvferry.cache.events import KVCacheEvent, PrefixCacheStats
 from kvferry.cache.kv_cache_config import KVCacheConfig
 from kvferry.cache.request import CacheRequest
 from kvferry.cache.single_type import Room
-from kvferry.cache.stats import PrefixCacheStats
 
 
 class KVCacheManager:

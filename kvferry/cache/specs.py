@@ -2,8 +2,8 @@
 
 The formulas are those that vLLM publishes (``vllm/v1/kv_cache_interface.py``, version 0.32);
 where one differs, its docstring says so. Windows and chunks are in
-:mod:`kvferry.cache.specs_local`, recurrent state in :mod:`kvferry.cache.specs_mamba`, groups of
-unlike layers in :mod:`kvferry.cache.specs_uniform`.
+:mod:`kvferry.cache.specs_local`, recurrent state in :mod:`kvferry.cache.specs_local`, groups of
+unlike layers in :mod:`kvferry.cache.kv_cache_config`.
 """
 
 from abc import ABC, abstractmethod

@@ -1,14 +1,17 @@
-"""Specs of layers that look back a bounded way: sliding windows and chunks.
+"""Specs of layers that look back a bounded way: sliding windows, chunks, recurrent states.
 
 Blocks below what a layer looks at are freed before a step's blocks are allocated, so a request
 holds at most the tokens looked back at plus those of one step. The rule for the first token kept
 is in :mod:`kvferry.topology.windows`.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-from kvferry.cache.specs import AttentionSpec, CacheLimits, check_count
+from kvferry.cache.specs import AttentionSpec, CacheLimits, KVCacheSpec, check_count
+from kvferry.topology.tensors import ITEMSIZES, dtype_name
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,90 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
         return min(num_blocks, self.count_blocks(limits.max_model_len, limits)) * (
             self.page_size_bytes
         )
+
+
+MAMBA_CACHE_MODES = ("none", "all")
+
+
+@dataclass(frozen=True)
+class MambaSpec(KVCacheSpec):
+    """A layer that keeps the state after the last token: a block is one state.
+
+    >>> spec = MambaSpec(64, shapes=[(3, 8192), (8192, 16)], dtypes=["bfloat16", "float32"])
+    >>> spec.page_size_bytes
+    573440
+    """
+
+    shapes: Sequence[Sequence[int]]
+    """Shape of each tensor of the state on one rank; kept as tuples."""
+    dtypes: Sequence[Any]
+    """Torch dtype of each, or its name; kept as bare names."""
+    page_size_padded: int | None = None
+    """Bytes to which a page is padded, so that pages of unlike layers agree."""
+    num_speculative_blocks: int = 0
+    """States of drafted tokens, kept until it is known which of them are accepted."""
+    mamba_cache_mode: str = "none"
+    """vLLM's names. ``"none"``: one block holds a request of any length, so its state is updated
+    in place and no prefix can be a hit; ``block_size`` is the model length or more. ``"all"``: the
+    state at the end of every block is kept until the step after, so that a prefix can be a hit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            shapes = tuple(tuple(shape) for shape in self.shapes)
+        except TypeError as error:
+            raise ValueError(
+                f"MambaSpec.shapes: {self.shapes!r} is not one shape per state, such as ((3, 4),)"
+            ) from error
+        object.__setattr__(self, "shapes", shapes)
+        object.__setattr__(self, "dtypes", tuple(dtype_name(dtype) for dtype in self.dtypes))
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise ValueError(
+                f"MambaSpec.shapes: {len(self.shapes)} shapes and {len(self.dtypes)} dtypes; give "
+                "one dtype per shape, and one shape at least"
+            )
+        if min(min(shape, default=0) for shape in self.shapes) < 1:
+            raise ValueError(f"MambaSpec.shapes: {self.shapes} has a size that is not 1 or more")
+        check_count(self, "num_speculative_blocks", least=0)
+        if self.mamba_cache_mode not in MAMBA_CACHE_MODES:
+            raise ValueError(
+                f"MambaSpec.mamba_cache_mode: {self.mamba_cache_mode!r} is none of "
+                f"{', '.join(MAMBA_CACHE_MODES)}"
+            )
+        if self.page_size_padded is not None and self.page_size_padded < self.real_page_size_bytes:
+            raise ValueError(
+                f"MambaSpec.page_size_padded: {self.page_size_padded} bytes are fewer than the "
+                f"state needs; give {self.real_page_size_bytes} or more"
+            )
+
+    @property
+    def slot_rule(self) -> Hashable:
+        """See :attr:`~kvferry.cache.KVCacheSpec.slot_rule`: the states kept."""
+        return ("mamba", self.num_speculative_blocks, self.mamba_cache_mode)
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one state without padding."""
+        return sum(
+            prod(shape) * ITEMSIZES[dtype]
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one state of one layer on one rank, padding included."""
+        return self.page_size_padded or self.real_page_size_bytes
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Bytes of one layer on one rank: the states that a step reads and writes.
+
+        With ``"all"`` the bound that vLLM once published is a state per block of the whole
+        request; as older states are freed here, it is less where a step is shorter than that.
+        """
+        num_states = 1
+        if self.mamba_cache_mode == "all":
+            num_states = min(
+                -(-limits.max_model_len // self.block_size),
+                1 + -(-limits.max_step_tokens // self.block_size),
+            )
+        return (num_states + self.num_speculative_blocks) * self.page_size_bytes

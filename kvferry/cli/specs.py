@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.cache.cache_shape import CacheShape
-from kvferry.cache.grouping import group_layers
+from kvferry.cache.config_builder import group_layers
 from kvferry.control.handshake import MAX_RANKS
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError

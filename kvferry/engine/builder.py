@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvferry.cache import KVCacheConfig
-from kvferry.cache.grouping import group_layers
+from kvferry.cache.config_builder import group_layers
 from kvferry.config import EngineConfig, KVTransferConfig
 from kvferry.connectors.base import SchedulerConnector
 from kvferry.connectors.registry import connector_context

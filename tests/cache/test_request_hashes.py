@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.cache import MultiModalInput, Request
-from kvferry.cache.hashing import HASH_BYTES
+from kvferry.cache.request import HASH_BYTES
 
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 SALTS = st.sampled_from([None, "", "a", "b"])

@@ -12,7 +12,7 @@ from kvferry.cache import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvferry.cache.grouping import group_layers
+from kvferry.cache.config_builder import group_layers
 from kvferry.engine.model_config import DeepseekConfig, LlamaConfig, MinistralConfig, parse_config
 from kvferry.engine.weights import fingerprint, load_model_config, prepare_model
 from kvferry.engine.weights_folder import TINY_MODELS, TinyConfig, TinyLatent

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.cache import KVCacheConfig
-from kvferry.cache.grouping import group_layers
+from kvferry.cache.config_builder import group_layers
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import InProcessExecutor
 from kvferry.engine.messages import SamplingParams

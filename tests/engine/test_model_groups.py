@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.cache.grouping import group_layers
+from kvferry.cache.config_builder import group_layers
 from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import LocalGroup
 from kvferry.engine.messages import SamplingParams, ScheduledRequest

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from kvferry.cache.block_pool import BlockPool
-from kvferry.cache.blocks import KVCacheBlock
+from kvferry.cache.block_pool import BlockPool, KVCacheBlock
 from kvferry.cache.request import CacheRequest
 from kvferry.cache.specs import KVCacheSpec
 

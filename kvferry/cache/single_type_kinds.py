@@ -1,0 +1,320 @@
+"""What differs between kinds of layers: one manager per KV cache group.
+
+::
+
+    full attention, MLA, sinks    all tokens are kept
+    sliding windows and chunks    passed blocks are freed
+    recurrent layers              the last state is kept
+    cross attention               the encoder's output is kept
+"""
+
+from collections.abc import Sequence
+from math import gcd
+from typing import ClassVar
+
+from kvferry.cache.block_pool import KVCacheBlock
+from kvferry.cache.kv_cache_config import UniformTypeKVCacheSpecs
+from kvferry.cache.request import CacheRequest
+from kvferry.cache.single_type import NEVER, GroupTable, Limits, Room, SingleTypeManager
+from kvferry.cache.specs import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SinkFullAttentionSpec,
+)
+from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvferry.topology.windows import computed_to_forget, first_kept_token
+
+
+class FullAttentionManager(SingleTypeManager):
+    """Every token needs all before it: a hit is an unbroken run from the first block on."""
+
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
+    ) -> list[KVCacheBlock]:
+        """See :meth:`SingleTypeManager.find_longest_hit`. Left to right, up to the first miss."""
+        stride = self._hash_stride
+        most = max_tokens // self.block_size
+        end = min(most + self._num_beyond, num_known_tokens // self.block_size)
+        get = self.pool.cached_blocks(self.group_id).get
+        # Calls `get` for one hash after the other until it returns None; no step in Python.
+        lookups = map(get, block_hashes[stride - 1 : end * stride : stride])
+        hits = list(iter(lookups.__next__, None))
+        del hits[self._aligned(max(0, min(most, len(hits) - self._num_beyond))) :]
+        return hits
+
+
+class SinkFullAttentionManager(FullAttentionManager):
+    """Full attention over learnt tokens (sinks) before every request's own.
+
+    The sinks' blocks are the first that the pool hands out: the attention finds them at the ids
+    1, 2, ... They are nobody's, so they are in no table and never given back.
+    """
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        self.sink_blocks = self.pool.get_new_blocks(spec.num_reserved_blocks)
+
+
+class WindowedManager(SingleTypeManager):
+    """A window or a chunk, of one of which the subclass sets the size.
+
+    A hit needs only the blocks that hold a token of its last window; null blocks stand for those
+    before. Where the window needs no token at all (at the start of a chunk, or a window of 1), a
+    hit needs no block either. The field finds the same hits, except where it is wrong or misses
+    some: a chunk that begins within a block is a hit there although a part of it is missing, and
+    with a window of 1 one cached block is asked for.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def first_kept(self, num_computed: int) -> int:
+        """See :func:`~kvferry.topology.windows.first_kept_token`."""
+        return first_kept_token(
+            num_computed,
+            sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+
+    def forgets_at(self, num_tokens: int) -> int:
+        """See :func:`~kvferry.topology.windows.computed_to_forget`."""
+        num_computed = computed_to_forget(
+            num_tokens,
+            sliding_window=self.sliding_window,
+            attention_chunk_size=self.attention_chunk_size,
+        )
+        return NEVER if num_computed is None else num_computed
+
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
+    ) -> list[KVCacheBlock]:
+        """See :meth:`SingleTypeManager.find_longest_hit`. Right to left, window by window.
+
+        After a miss the next candidate ends at the first block that its window lacks: windows of
+        shorter hits begin no later, so every hit that ends beyond needs the missing block too.
+        """
+        size, beyond = self.block_size, self._num_beyond
+        end = self._aligned(max(0, min(max_tokens // size, num_known_tokens // size - beyond)))
+        while end > 0:
+            first = self.first_kept(end * size) // size
+            found = self._look_up(block_hashes, first, end + beyond)
+            if None not in found:
+                hits = [self.pool.null_block] * first
+                hits += [block for block in found[: end - first] if block is not None]
+                return hits
+            end = self._aligned(max(0, first + found.index(None) - beyond))
+        return []
+
+    def _look_up(
+        self, block_hashes: Sequence[bytes], first: int, end: int
+    ) -> list[KVCacheBlock | None]:
+        """The cached blocks of the table entries ``first`` to ``end - 1``."""
+        stride = self._hash_stride
+        get = self.pool.cached_blocks(self.group_id).get
+        return list(map(get, block_hashes[(first + 1) * stride - 1 : end * stride : stride]))
+
+    def is_reachable(self, index: int) -> bool:
+        """Whether any hit could need the block ``index`` of a table.
+
+        The shortest hit that holds the block needs most of the blocks so far back.
+        """
+        size, alignment = self.block_size, self._rules.alignment
+        shortest = -(-(index + 1) * size // alignment) * alignment
+        # A hit of no tokens needs no proof.
+        is_after_hit = bool(index and self._num_beyond) and index * size % alignment == 0
+        return is_after_hit or self.first_kept(shortest) // size <= index
+
+
+class SlidingWindowManager(WindowedManager):
+    """A token needs the ``sliding_window - 1`` tokens before it."""
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        assert isinstance(spec, SlidingWindowSpec)
+        self.sliding_window = spec.sliding_window
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """See :meth:`SingleTypeManager.peak_blocks`.
+
+        At worst the window before a step begins with the last token of a block: that block, and
+        the blocks of the ``sliding_window - 2 + max_step_tokens`` tokens after it.
+        """
+        assert self.sliding_window is not None
+        after_first = self.sliding_window - 2 + max_step_tokens
+        return min(self.num_required(num_tokens), 1 + -(-after_first // self.block_size))
+
+
+class ChunkedLocalAttentionManager(WindowedManager):
+    """A token needs those before it in its chunk."""
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        assert isinstance(spec, ChunkedLocalAttentionSpec)
+        self.attention_chunk_size = spec.attention_chunk_size
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """See :meth:`SingleTypeManager.peak_blocks`.
+
+        At worst all of a chunk but its last token is computed before a step, and the chunk begins
+        as late in a block as chunks can.
+        """
+        assert self.attention_chunk_size is not None
+        latest_start = self.block_size - gcd(self.attention_chunk_size, self.block_size)
+        span = latest_start + self.attention_chunk_size - 1 + max_step_tokens
+        return min(self.num_required(num_tokens), -(-span // self.block_size))
+
+
+class MambaManager(WindowedManager):
+    """A token needs the state after the token before it, so it is a window of two tokens.
+
+    Entry ``i`` of a table is the state after the last token of block ``i``, or after the last
+    token so far; the last ``num_speculative_blocks`` entries take the states of drafts. A step
+    writes the state at the end of each block that it fills; all but the last are given back in
+    the next step, and stay hits. A hit needs the last state alone. (vLLM's mode ``all``. In mode
+    ``none`` one block holds a whole request, so its state is updated in place.)
+    """
+
+    is_token_sharded: ClassVar[bool] = False
+    sliding_window = 2
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        assert isinstance(spec, MambaSpec)
+        self._num_speculative = spec.num_speculative_blocks
+        self._num_beyond = 0  # drafters have no recurrent layers
+        self._unwritten: set[KVCacheBlock] | None = None
+        """States that the step under way writes; ``None`` if nobody says when steps begin."""
+
+    def new_step_starts(self) -> None:
+        """What was hashed so far is written by now.
+
+        A step computes keys and values of all requests before any is read, but a recurrent layer
+        reads its first state before another request's are written. So a state cannot be a hit in
+        the step that writes it; the request then goes on from an older one.
+        """
+        self._unwritten = set()
+
+    def num_required(self, num_slots: int) -> int:
+        """Entries of a table with room for ``num_slots`` tokens, the drafts' states included."""
+        return -(-num_slots // self.block_size) + self._num_speculative
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """See :meth:`SingleTypeManager.peak_blocks`: the last state, and those of a step."""
+        in_step = 1 + -(-max_step_tokens // self.block_size) + self._num_speculative
+        return min(self.num_required(num_tokens), in_step)
+
+    def first_whole_block(self, first_token: int) -> int:
+        """First block that a load from ``first_token`` on fills: a state is loaded whole."""
+        return first_token // self.block_size
+
+    def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
+        """Makes the states at the ends of full blocks hits for later requests."""
+        first = table.num_cached
+        super().cache_blocks(table, request, num_tokens)
+        if self._unwritten is not None:
+            self._unwritten.update(table.blocks[first : table.num_cached])
+
+    def limits(self, table: GroupTable) -> Limits:
+        """Until when nothing is to be done to a table."""
+        limits = super().limits(table)
+        num_slots = (len(table.blocks) - self._num_speculative) * self.block_size
+        return limits._replace(num_slots=num_slots)
+
+    def _look_up(
+        self, block_hashes: Sequence[bytes], first: int, end: int
+    ) -> list[KVCacheBlock | None]:
+        found = super()._look_up(block_hashes, first, end)
+        if not self._unwritten:
+            return found
+        return [None if block in self._unwritten else block for block in found]
+
+
+class CrossAttentionManager(SingleTypeManager):
+    """Room for the encoder's tokens, given once, and kept to the end of the request.
+
+    Never shared: block hashes stand for the decoder's tokens, and say nothing of the encoder's
+    input. For the same reason no other group of such a model has hits.
+    """
+
+    is_cacheable: ClassVar[bool] = False
+    is_token_sharded: ClassVar[bool] = False
+
+    def find_longest_hit(
+        self, block_hashes: Sequence[bytes], max_tokens: int, num_known_tokens: int
+    ) -> list[KVCacheBlock]:
+        """None, ever."""
+        return []
+
+    def check_hits(
+        self, hits: Sequence[KVCacheBlock], num_tokens: int, block_hashes: Sequence[bytes]
+    ) -> None:
+        """Refuses any hit.
+
+        Raises:
+            ValueError: there are some.
+        """
+        if hits:
+            raise ValueError(
+                f"new_computed_blocks: {len(hits)} blocks for the cross attention of group "
+                f"{self.group_id}, which shares none; give what get_computed_blocks returned"
+            )
+
+    def count_missing(self, table: GroupTable, room: Room, num_hits: int) -> int:
+        """New blocks for the encoder's tokens."""
+        return max(0, self.num_required(room.num_encoder_tokens) - len(table.blocks))
+
+    def count_missing_for_all(
+        self, table: GroupTable, room: Room, num_hits: int, num_tokens: int, max_step_tokens: int
+    ) -> int:
+        """The same: they come at once."""
+        return self.count_missing(table, room, num_hits)
+
+    def add_hits(self, table: GroupTable, hits: Sequence[KVCacheBlock], room: Room) -> None:
+        """Nothing: there are none."""
+
+    def grow(self, table: GroupTable, room: Room) -> list[KVCacheBlock]:
+        """Gives a table room for the encoder's tokens."""
+        new_blocks = self.pool.get_new_blocks(self.count_missing(table, room, 0))
+        table.blocks.extend(new_blocks)
+        return new_blocks
+
+    def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
+        """Nothing is ever cached."""
+
+    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
+        """None for the decoder's tokens; the encoder's are asked for by their own number."""
+        return 0
+
+    def limits(self, table: GroupTable) -> Limits:
+        """The decoder's tokens change nothing."""
+        return Limits(NEVER, 0, NEVER, NEVER)
+
+
+MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
+    FullAttentionSpec: FullAttentionManager,
+    SinkFullAttentionSpec: SinkFullAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    MambaSpec: MambaManager,
+    CrossAttentionSpec: CrossAttentionManager,
+}
+"""Which manager serves which spec, and the specs that inherit from it."""
+
+
+def layer_spec(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec that says which blocks a group's requests hold: of any layer, as all agree."""
+    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def manager_kind(spec: KVCacheSpec, group_id: int) -> type[SingleTypeManager]:
+    """The manager for a group of such layers.
+
+    Raises:
+        ValueError: there is none for this kind of spec.
+    """
+    for base in type(spec).__mro__:
+        kind = MANAGERS.get(base)
+        if kind is not None:
+            return kind
+    raise ValueError(
+        f"kv_cache_groups: group {group_id} has a {type(spec).__name__}, which no manager "
+        f"serves; supported: {', '.join(known.__name__ for known in MANAGERS)}. Layers that keep "
+        "nothing, as encoder-only attention, belong to no group"
+    )
