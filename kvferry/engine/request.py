@@ -61,15 +61,28 @@ _MAY_BECOME: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 @dataclass(slots=True)
-class RemoteLoad:
-    """What the connector is to fill of a request's blocks."""
+class Load:
+    """What the connector fills of a request's blocks: its offer, what failed, and the outcome."""
 
     local_tokens: int
     """Tokens of the local prefix hit, which the load leaves alone."""
-    external_tokens: int
-    """Tokens that follow them and come from outside."""
+    external_tokens: int = 0
+    """Tokens that follow them and come from outside; 0 where there is nothing to load."""
+    is_async: bool = False
+    """Whether the request is parked until the tokens are there."""
+    under_way: bool = False
+    """Whether ranks may still write to the blocks, or have yet to say that they do not."""
     invalid_block_ids: set[int] = field(default_factory=set)
     """Blocks that a rank reported as not filled."""
+    error: str = ""
+    """Why it failed; once it has ended, empty if it did not."""
+    valid_tokens: int = 0
+    """Once it has ended, leading tokens of the request whose KV is in its blocks."""
+    partial_groups: frozenset[int] = frozenset()
+    """Once it has ended, KV cache groups of whose blocks only a part was filled."""
+    first_filled: tuple[int, ...] | None = None
+    """Once it has ended, the token from which on each group was filled; ``None`` for what was
+    needed."""
 
 
 class EngineRequest(Request):
@@ -93,8 +106,8 @@ class EngineRequest(Request):
         self.sequence = 0
         #: Tokens that the allocated blocks have room for and are meant for.
         self.allocated_tokens = 0
-        #: Set from the allocation of a load to its end.
-        self.load: RemoteLoad | None = None
+        #: The last load that the connector offered.
+        self.load = Load(local_tokens=0)
         #: Cleared once a load failed: the rest is computed here.
         self.may_load = True
         self.num_cached_tokens = 0

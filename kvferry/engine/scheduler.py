@@ -35,7 +35,7 @@ from kvferry.engine.request import (
     check_request,
     output_limit,
 )
-from kvferry.engine.transfers import NO_MATCH, EndedLoad, KVTransfers, Match
+from kvferry.engine.transfers import KVTransfers
 from kvferry.errors import EngineError, KVFerryError, TransferError
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class Scheduler:
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting) + len(self._ready),
-            loading=self._transfers.num_loading,
+            loading=len(self._transfers.loading),
             lent=self._transfers.num_held,
             lent_blocks=self._transfers.num_held_blocks,
             free_blocks=self._manager.block_pool.get_num_free_blocks(),
@@ -256,22 +256,25 @@ class Scheduler:
         """Gives a waiting request its blocks and lets it run or load, if that is possible."""
         local_blocks, num_local = self._manager.get_computed_blocks(request)
         try:
-            match = self._transfers.match(request, num_local)
+            if not self._transfers.match(request, num_local):
+                return _Admission.LATER
         except KVFerryError as error:
             if self._load_failed(request, error):
                 return _Admission.ADMITTED
-            match = NO_MATCH
-        if match is None:
-            return _Admission.LATER
-        computed = num_local + match.tokens
+        load = request.load
+        computed = num_local + load.external_tokens
         count = 0
-        if not match.load_async:
+        if not load.is_async:
             if not step.budget or not self._has_seat():
                 return _Admission.BLOCKED
             count = min(request.num_tokens - computed, step.budget)
         reserved = self._reserved_blocks()
         needed = self._manager.blocks_to_come(
-            request, self._options.max_num_batched_tokens, num_local, local_blocks, match.tokens
+            request,
+            self._options.max_num_batched_tokens,
+            num_local,
+            local_blocks,
+            load.external_tokens,
         )
         if needed + reserved > self._manager.block_pool.get_num_free_blocks():
             return _Admission.BLOCKED
@@ -281,31 +284,30 @@ class Scheduler:
             num_new_computed_tokens=num_local,
             new_computed_blocks=local_blocks,
             # What is not there yet must not be found by others: cached once the load has ended.
-            delay_cache_blocks=match.tokens > 0,
-            num_external_computed_tokens=match.tokens,
+            delay_cache_blocks=load.external_tokens > 0,
+            num_external_computed_tokens=load.external_tokens,
             reserved_blocks=reserved,
         )
         if allocated is None:
             return _Admission.BLOCKED
         self._waiting.remove(request)
-        self._admitted(request, num_local, match, count, step)
+        self._admitted(request, count, step)
         return _Admission.ADMITTED
 
-    def _admitted(
-        self, request: EngineRequest, num_local: int, match: Match, count: int, step: _Step
-    ) -> None:
-        request.num_computed_tokens = num_local
-        request.allocated_tokens = num_local + match.tokens + count
+    def _admitted(self, request: EngineRequest, count: int, step: _Step) -> None:
+        load = request.load
+        request.num_computed_tokens = load.local_tokens
+        request.allocated_tokens = load.local_tokens + load.external_tokens + count
         if request.timings.scheduled is None:
             request.timings.scheduled = step.now
-            request.num_cached_tokens = num_local
-        self._transfers.allocated(request, match)
-        if match.tokens:
+            request.num_cached_tokens = load.local_tokens
+        self._transfers.allocated(request)
+        if load.external_tokens:
             request.timings.load_started = step.now
-        if match.load_async:
+        if load.is_async:
             request.advance(RequestStatus.WAITING_FOR_REMOTE_KVS)
             return
-        request.num_computed_tokens += match.tokens
+        request.num_computed_tokens += load.external_tokens
         self._run(request)
         self._compute(request, count, step)
 
@@ -387,8 +389,8 @@ class Scheduler:
         Raises:
             EngineError: the ranks drew no token where one was due.
         """
-        for ended in self._transfers.receive(transfers or KVConnectorOutput()):
-            self._load_ended(ended)
+        for loaded in self._transfers.receive(transfers or KVConnectorOutput()):
+            self._load_ended(loaded)
         for part in output.requests:
             request = self._requests.get(part.request_id)
             if request is None or request.status is not RequestStatus.RUNNING:
@@ -420,29 +422,29 @@ class Scheduler:
         else:
             self._news.append(news)
 
-    def _load_ended(self, ended: EndedLoad) -> None:
-        request = ended.request
+    def _load_ended(self, request: EngineRequest) -> None:
+        load = request.load
         request.timings.load_finished = time.time()
         self._manager.cache_blocks(
-            request, ended.valid_tokens, ended.partial_groups, ended.first_filled
+            request, load.valid_tokens, load.partial_groups, load.first_filled
         )
-        if not ended.cause:
+        if not load.error:
             if not request.num_output_tokens:  # not one that was preempted and loaded again
-                request.num_external_tokens = ended.external_tokens
-            if not ended.synchronous:
-                request.num_computed_tokens = ended.valid_tokens
+                request.num_external_tokens = load.external_tokens
+            if load.is_async:
+                request.num_computed_tokens = load.valid_tokens
                 request.advance(RequestStatus.WAITING)
                 insort(self._ready, request, key=_by_arrival)
             return
-        if self._load_failed(request, TransferError(f"KV could not be loaded: {ended.cause}")):
+        if self._load_failed(request, TransferError(f"KV could not be loaded: {load.error}")):
             return
         # The valid prefix has just been cached: the request finds it there when it is admitted
         # again, unless somebody needed the blocks more.
-        if ended.synchronous:
+        if load.is_async:
+            self._requeue(request, RequestStatus.WAITING)
+        else:
             self._detach(request)
             self._requeue(request, RequestStatus.PREEMPTED)
-        else:
-            self._requeue(request, RequestStatus.WAITING)
 
     def _load_failed(self, request: EngineRequest, error: KVFerryError) -> bool:
         """Applies ``kv_load_failure_policy``; returns whether it ended the request."""

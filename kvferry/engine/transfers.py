@@ -6,8 +6,6 @@ reads or writes. Both leave only when the connector says so: nothing here times 
 """
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +13,7 @@ import msgspec
 from kvferry.cache import KVCacheManager
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
 from kvferry.engine.messages import SchedulerOutput
-from kvferry.engine.request import EngineRequest, RemoteLoad
+from kvferry.engine.request import EngineRequest, Load
 from kvferry.errors import PluginError
 
 logger = logging.getLogger(__name__)
@@ -24,57 +22,15 @@ _MAX_REMEMBERED = 4096
 """Ids whose unexpected report was logged; the log is not a place for a connector to fill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What can come from outside for a request."""
-
-    tokens: int
-    load_async: bool
-    """Whether the request is parked until its tokens are there."""
-
-
-NO_MATCH = Match(tokens=0, load_async=False)
-
-
-@dataclass(frozen=True, slots=True)
-class EndedLoad:
-    """How a load ended."""
-
-    request: EngineRequest
-    synchronous: bool
-    external_tokens: int
-    """Tokens that were to come from outside."""
-    valid_tokens: int
-    """Leading tokens of the request whose KV is in its blocks."""
-    partial_groups: frozenset[int]
-    """KV cache groups of whose blocks only a part was filled."""
-    first_filled: tuple[int, ...] | None
-    """For each group, the token from which on it was filled; ``None`` for what was needed."""
-    cause: str
-    """Why it failed; empty if it did not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A request that has ended and whose blocks stay allocated."""
-
-    request: EngineRequest
-    num_blocks: int
-    loading: bool
-    """Whether its load was still under way."""
-
-
 class KVTransfers:
     """Calls the connector in the order it was promised, and keeps what it must keep."""
 
     def __init__(self, connector: SchedulerConnector | None, manager: KVCacheManager) -> None:
         self._connector = connector
         self._manager = manager
-        self._loading: dict[str, EngineRequest] = {}
-        self._synchronous: dict[str, EngineRequest] = {}
-        self._held: dict[str, _Held] = {}
+        self._loads: dict[str, EngineRequest] = {}
+        self._held: dict[str, EngineRequest] = {}
         self._started: list[str] = []
-        self._causes: dict[str, str] = {}
         self._logged: set[tuple[str, str]] = set()
 
     @property
@@ -83,14 +39,9 @@ class KVTransfers:
         return self._connector is not None
 
     @property
-    def loading(self) -> Iterable[EngineRequest]:
+    def loading(self) -> list[EngineRequest]:
         """Requests parked until their load ends."""
-        return self._loading.values()
-
-    @property
-    def num_loading(self) -> int:
-        """How many requests are parked."""
-        return len(self._loading)
+        return [request for request in self._loads.values() if request.load.is_async]
 
     @property
     def num_held(self) -> int:
@@ -100,7 +51,7 @@ class KVTransfers:
     @property
     def num_held_blocks(self) -> int:
         """Blocks of those requests; one that two of them share counts twice."""
-        return sum(held.num_blocks for held in self._held.values())
+        return sum(map(self._manager.num_held_blocks, self._held))
 
     def holds(self, request_id: str) -> bool:
         """Whether an ended request of this id still has blocks."""
@@ -110,7 +61,7 @@ class KVTransfers:
         """Whether the ranks must go on stepping for the connector's sake."""
         if self._connector is None:
             return False
-        return bool(self._loading or self._held) or self._connector.has_pending_work()
+        return bool(self._loads or self._held) or self._connector.has_pending_work()
 
     def arrived(self, request: EngineRequest) -> None:
         """Shows the connector a new request.
@@ -121,37 +72,42 @@ class KVTransfers:
         if self._connector is not None:
             self._connector.on_new_request(request)
 
-    def match(self, request: EngineRequest, num_local: int) -> Match | None:
-        """What can come from outside beyond ``num_local`` tokens; ``None`` means ask later.
+    def match(self, request: EngineRequest, num_local: int) -> bool:
+        """Finds what can come from outside beyond ``num_local`` tokens: ``request.load``.
 
         At least one token is left to compute, whatever the connector offers.
 
+        Returns:
+            ``False`` if the connector wants to be asked later.
+
         Raises:
-            KVFerryError: the load is impossible.
+            KVFerryError: the load is impossible; ``request.load`` is of no tokens then.
         """
+        request.load = Load(num_local)
         if self._connector is None or not request.may_load:
-            return NO_MATCH
+            return True
         tokens, load_async = self._connector.get_num_new_matched_tokens(request, num_local)
         if tokens is None:
-            return None
+            return False
         if tokens < 0:
             raise PluginError(
                 f"{type(self._connector).__name__} offers {tokens} tokens for "
                 f"{request.request_id!r}; it must offer 0 or more, or None"
             )
         tokens = min(tokens, request.num_tokens - 1 - num_local)
-        return Match(tokens, load_async) if tokens else NO_MATCH
+        request.load = Load(num_local, tokens, is_async=load_async and tokens > 0)
+        return True
 
-    def allocated(self, request: EngineRequest, match: Match) -> None:
+    def allocated(self, request: EngineRequest) -> None:
         """The request's blocks are allocated, its local hit is in ``num_computed_tokens``."""
         if self._connector is None:
             return
+        load = request.load
         blocks = self._manager.get_blocks(request.request_id)
-        self._connector.update_state_after_alloc(request, blocks, match.tokens)
-        if match.tokens:
-            request.load = RemoteLoad(request.num_computed_tokens, match.tokens)
-            loads = self._loading if match.load_async else self._synchronous
-            loads[request.request_id] = request
+        self._connector.update_state_after_alloc(request, blocks, load.external_tokens)
+        if load.external_tokens:
+            load.under_way = True
+            self._loads[request.request_id] = request
             self._started.append(request.request_id)
 
     def take_started(self) -> list[str]:
@@ -165,27 +121,29 @@ class KVTransfers:
             return None
         return msgspec.msgpack.encode(self._connector.build_connector_meta(output))
 
-    def receive(self, output: KVConnectorOutput) -> list[EndedLoad]:
-        """Takes the joined report of a step: frees what nobody reads, returns loads that ended."""
+    def receive(self, output: KVConnectorOutput) -> list[EngineRequest]:
+        """Takes the joined report of a step: frees what nobody reads.
+
+        Returns:
+            Requests whose load has ended; ``load`` says how.
+        """
         if self._connector is None:
             return []
         self._connector.update_connector_output(output)
         self._note_failures(output.transfer_records, output.invalid_block_ids)
-        ended = [
-            self._outcome(request, name in output.failed_recving, synchronous=True)
-            for name, request in self._synchronous.items()
-        ]
         # A connector that reports a failure in one of the two sets only must not park it for ever.
         reported = output.finished_recving | output.failed_recving
-        for name in sorted(reported - set(self._synchronous)):
-            if name in self._loading:
-                request = self._loading.pop(name)
-                ended.append(self._outcome(request, name in output.failed_recving))
-            elif name in self._held and self._held[name].loading:
+        in_step = [name for name, request in self._loads.items() if not request.load.is_async]
+        ended = []
+        for name in [*in_step, *sorted(reported.difference(in_step))]:
+            if name in self._loads:
+                request = self._loads.pop(name)
+                self._end_load(request, name in output.failed_recving)
+                ended.append(request)
+            elif name in self._held and self._held[name].load.under_way:
                 self._release(name)
             else:
                 self._ignore("finished_recving", name)
-        self._synchronous.clear()
         for name in sorted(output.finished_sending):
             if name in self._held:
                 self._release(name)
@@ -199,10 +157,9 @@ class KVTransfers:
         Returns:
             The ``kv_transfer_params`` of the response.
         """
-        name = request.request_id
-        loading = self._loading.pop(name, None) is not None
-        self._synchronous.pop(name, None)
-        self._causes.pop(name, None)
+        name, load = request.request_id, request.load
+        self._loads.pop(name, None)
+        load.under_way = load.under_way and load.is_async
         keep, params = False, None
         block_ids = self._manager.get_block_ids(name)
         if self._connector is not None:
@@ -210,56 +167,49 @@ class KVTransfers:
         # Null blocks count: a table may hold nothing else, where a window of one token is loaded.
         is_admitted = any(block_ids)
         if keep and is_admitted:
-            self._held[name] = _Held(request, self._manager.num_held_blocks(name), loading)
-            if not loading:
+            self._held[name] = request
+            if not load.under_way:
                 self._started.append(name)
         elif is_admitted:
             self._manager.free(request)
         return params
 
     def _release(self, request_id: str) -> None:
-        self._manager.free(self._held.pop(request_id).request)
+        self._manager.free(self._held.pop(request_id))
 
     def _note_failures(self, records: list[TransferRecord], invalid_block_ids: set[int]) -> None:
         """Remembers why loads fail until they have ended on all ranks."""
-        loads = self._loading | self._synchronous
         for record in records:
-            if not record.ok and record.request_id in loads:
-                self._causes[record.request_id] = (
+            if not record.ok and record.request_id in self._loads:
+                self._loads[
+                    record.request_id
+                ].load.error = (
                     f"rank {record.rank} could not load from engine {record.peer!r}: {record.error}"
                 )
         if not invalid_block_ids:
             return
-        for request in loads.values():
-            assert request.load is not None
+        for request in self._loads.values():
             for table in self._manager.get_block_ids(request.request_id):
                 request.load.invalid_block_ids |= invalid_block_ids.intersection(table)
 
-    def _outcome(
-        self, request: EngineRequest, failed: bool, *, synchronous: bool = False
-    ) -> EndedLoad:
+    def _end_load(self, request: EngineRequest, failed: bool) -> None:
+        """Notes how a load ended."""
         load = request.load
-        assert load is not None
-        request.load = None
-        cause = self._causes.pop(request.request_id, "the connector gave no reason")
-        valid = load.local_tokens + load.external_tokens
-        partial: frozenset[int] = frozenset()
-        first_filled = None
+        load.under_way = False
+        load.error = load.error or "the connector gave no reason"
+        load.valid_tokens = load.local_tokens + load.external_tokens
         if not failed:
             # Of what came before a block that failed, too, some may have been left out.
             try:
-                partial, first_filled = self._filled(request)
+                load.partial_groups, load.first_filled = self._filled(request)
             except PluginError as error:
-                failed, cause = True, str(error)
+                failed, load.error = True, str(error)
         if failed:
-            valid = load.local_tokens
+            load.valid_tokens = load.local_tokens
         elif load.invalid_block_ids:
-            valid = self._valid_tokens(request, load)
+            load.valid_tokens = self._valid_tokens(request)
         else:
-            cause = ""
-        return EndedLoad(
-            request, synchronous, load.external_tokens, valid, partial, first_filled, cause
-        )
+            load.error = ""
 
     def _filled(self, request: EngineRequest) -> tuple[frozenset[int], tuple[int, ...] | None]:
         """What the connector says that a load has left out, and from where on it has filled.
@@ -281,8 +231,9 @@ class KVTransfers:
             )
         return partial, filled
 
-    def _valid_tokens(self, request: EngineRequest, load: RemoteLoad) -> int:
+    def _valid_tokens(self, request: EngineRequest) -> int:
         """Tokens before the first block that was not filled; the local hit is always valid."""
+        load = request.load
         tables = self._manager.get_block_ids(request.request_id)
         if len(tables) != 1:  # a block of one group says nothing about the tokens of another
             return load.local_tokens

@@ -159,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(9, salt, 3, {})
         self.steps(2)
 
-    @precondition(lambda self: self.scheduler._transfers.num_loading)
+    @precondition(lambda self: self.scheduler._transfers.loading)
     @rule(data=st.data())
     def abort_a_load(self, data):
         name = data.draw(st.sampled_from([r.request_id for r in self.scheduler._transfers.loading]))
@@ -195,7 +195,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             for group in range(len(self.windows))
         ]
         assert sum(map(len, owners)) == len(used)
-        for name, request in transfers._loading.items():
+        for request in transfers.loading:
+            name = request.request_id
             first = request.load.local_tokens // BLOCK_SIZE
             filled = {block for ids in tables[name] for block in ids[first:]} - {0}
             others = {
