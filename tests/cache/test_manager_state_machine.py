@@ -35,7 +35,7 @@ FAMILIES = {
 }
 
 QUICK = settings(
-    max_examples=100,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -173,7 +173,7 @@ def test_metrics_of_an_engine_tell_of_loads(cluster, client):
 
 
 def test_a_rank_that_dies_is_reported_and_the_end_is_clean(cache, tmp_path):
-    cluster = Cluster.open(cluster_config(), logs=tmp_path, timeout_s=150)
+    cluster = Cluster.open(cluster_config(prefill={"tp": 1}), logs=tmp_path, timeout_s=150)
     try:
         everything = processes_of(cluster)
         pids = {process.pid for process in everything}
@@ -377,7 +377,7 @@ def test_an_interrupted_start_leaves_no_logs_behind(cache, temporary):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Cluster.open(cluster_config(), progress=interrupt)
+        Cluster.open(cluster_config(prefill={"tp": 1}), progress=interrupt)
     assert list(temporary.iterdir()) == []
 
 

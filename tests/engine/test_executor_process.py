@@ -84,12 +84,16 @@ def test_sixteen_bit_sums_travel_too(tiny_folder, worker_spec, generate, prompts
     assert len(found[0].output) == 2
 
 
-def test_a_killed_rank_is_reported_with_its_signal(tiny_folder, worker_spec, recording_connector):
+def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
+    tiny_folder, worker_spec, recording_connector
+):
     """Connectors live in the processes; one of them kills its own in the middle of a step."""
     spec = worker_spec(tiny_folder(), pp=2, connector=recording_connector())
     with ProcessExecutor(spec) as executor:
         told = [msgspec.json.decode(data) for data in executor.handshakes()]
         assert [rank for rank, _, _ in told] == [0, 1]
+        lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in executor.pids]
+        assert [line[4:6] for line in lines] == [["tested", "rank0"], ["tested", "rank1"]]
         outputs = executor.execute(step(tell="x"))
         events = outputs[1].kv_connector_output.kv_cache_events
         assert events[:3] == ["allocate", "register_kv_caches", "start_load_kv x"]
@@ -172,13 +176,6 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
         assert "rank 1 of engine 'tested' did not answer for" in failures[0]
         assert executor.waiting_for() == ()
     assert not any(map(is_running, executor.pids))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_process_list_tells_engines_and_ranks_apart(tiny_folder, worker_spec):
-    with ProcessExecutor(worker_spec(tiny_folder(), tp=2)) as executor:
-        lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in executor.pids]
-    assert [line[4:6] for line in lines] == [["tested", "rank0"], ["tested", "rank1"]]
 
 
 def test_errors_of_the_start_keep_their_class_and_leave_no_process(
