@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.layouts import chunks, kernels
+from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import ChunkedCopy
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
@@ -128,6 +129,7 @@ def warm() -> None:
     tiles = np.array([(0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 4, 1)], dtype=TILE_DTYPE)
     runs = np.array([(0, 0, 0, 0, 1, 1, 1)], dtype=RUN_DTYPE)
     addresses = [source.ctypes.data], [target.ctypes.data]
+    check_bounds(tiles, runs, [4], [4])
     copy_tiles(*addresses, tiles, runs)
     assert bytes(source) == bytes(target)
     assert len(expand(tiles, runs)) == 1

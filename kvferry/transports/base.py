@@ -201,6 +201,7 @@ class Transfers:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         """Guards all of this and the counts of each transfer; held for a few lines at a time."""
+        self._idle = threading.Condition(self.lock)
         self._running: set[Transfer] = set()
         self._ended: list[Transfer] = []
         self._closed = False
@@ -214,7 +215,7 @@ class Transfers:
         """Takes a transfer in; false, and the transfer has failed, if the transport is closed."""
         with self.lock:
             closed = self._closed
-            if not closed:
+            if not closed and not transfer.is_terminal:
                 self._running.add(transfer)
         if closed:
             transfer.fail(TransferError("the transport is closed"))
@@ -228,6 +229,8 @@ class Transfers:
             transfer.finished = time.monotonic()
             transfer.state = state  # last: whoever sees it sees the rest
             self._ended.append(transfer)
+            if self._closed:
+                self._idle.notify_all()
 
     def cancel(self, transfer: Transfer) -> None:
         """Stops a transfer if it is under way; terminal once those who write have left."""
@@ -252,6 +255,11 @@ class Transfers:
         for transfer in running:
             transfer.fail(TransferError("the transport was closed"))
         return True
+
+    def drain(self) -> None:
+        """Waits, after :meth:`close`, until nothing is under way; for transports that fence."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._running)
 
 
 @dataclass(frozen=True, slots=True)

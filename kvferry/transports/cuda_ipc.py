@@ -33,24 +33,16 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.copier import Int64s
 from kvferry.layouts.device import CopyStream
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.transports.base import (
-    Addressing,
-    ByteArray,
-    Peer,
-    Transfer,
-    TransportOptions,
-    Waitable,
-)
+from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.device import DeviceTransport
 from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer, LocalReads
+from kvferry.transports.local import LocalPeer, LocalTransport
 from kvferry.transports.regions import check_flat
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
@@ -141,6 +133,8 @@ class _Launches:
         runs: Runs,
         chunk_bytes: int,
     ) -> None:
+        self.nbytes = num_bytes(tiles, runs)
+        """Bytes to copy."""
         self.bytes_done = 0
         """Bytes of the launches that are done."""
         self.segments = 0
@@ -151,6 +145,7 @@ class _Launches:
         self._runs = runs
         self._chunks = chunk_slices(cut_chunks(tiles, runs, chunk_bytes))
         self._next = 0
+        self._cancelled = False
         self._lock = threading.Lock()
 
     @property
@@ -167,7 +162,7 @@ class _Launches:
         copied = 0
         while copied < nbytes:
             with self._lock:  # launch and event are not to be parted by another thread's launch
-                if self._next == len(self._chunks):
+                if self._cancelled or self._next == len(self._chunks):
                     return False
                 tile_range, run_range = self._chunks[self._next]
                 self._next += 1
@@ -180,13 +175,17 @@ class _Launches:
                 self.bytes_done += num_bytes(tiles, runs)
         return self._next < len(self._chunks)
 
+    def cancel(self) -> None:
+        """Lets no further launch begin. Idempotent."""
+        self._cancelled = True
 
-class CudaIpcTransport(DeviceTransport):
+
+class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
     """CUDA IPC between the processes of one host, with NVLink or PCIe between its GPUs."""
 
     name = "cuda_ipc"
-    addressing = Addressing.MOVERS
-    fences = True
+    peer_class = CudaIpcPeer
+    short_bytes = -1  # whoever calls read() must not wait for the device
     ExtraConfig = CudaIpcExtraConfig
 
     def __init__(
@@ -196,6 +195,7 @@ class CudaIpcTransport(DeviceTransport):
         memory: IpcMemory,
     ) -> None:
         """Takes ownership of the stream; use :meth:`open`."""
+        super().__init__(_LAUNCHES)
         self._extra = extra
         self._stream = stream
         self._memory = memory
@@ -203,8 +203,6 @@ class CudaIpcTransport(DeviceTransport):
         self._regions: list[MemorySpan] = []
         self._shared: list[IpcRegion] = []
         self._pinned: list[ByteArray] = []
-        self._lock = threading.Lock()
-        self._reads: LocalReads[CudaIpcPeer] = LocalReads("cuda_ipc", _LAUNCHES)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "CudaIpcTransport":
@@ -304,34 +302,25 @@ class CudaIpcTransport(DeviceTransport):
                 self._memory.release(allocation)
             life.close()
             raise
-        return self._reads.add(CudaIpcPeer(life, tuple(opened.values()), regions, self._memory))
+        return self._add_peer(CudaIpcPeer(life, tuple(opened.values()), regions, self._memory))
 
-    def read(
-        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
-    ) -> Transfer:
-        """See :meth:`Transport.read`."""
-        if not isinstance(peer, CudaIpcPeer):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+    @property
+    def _target_bytes(self) -> Int64s:
         with self._lock:
-            regions = list(self._regions)
-        check_bounds(tiles, runs, peer.region_bytes, [region.nbytes for region in regions])
-        targets = np.array([region.address for region in regions], dtype=np.int64)
-        chunk_bytes = self._extra.chunk_bytes
-        copy = _Launches(self._stream, peer.addresses, targets, tiles, runs, chunk_bytes)
-        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
+            return np.array([region.nbytes for region in self._regions], dtype=np.int64)
 
-    def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`."""
-        return self._reads.poll()
-
-    def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once what was launched is done."""
-        self._reads.cancel(transfer)
+    def _copy(self, peer: CudaIpcPeer, tiles: Tiles, runs: Runs) -> _Launches:
+        with self._lock:
+            targets = np.array([region.address for region in self._regions], dtype=np.int64)
+        return _Launches(
+            self._stream, peer.addresses, targets, tiles, runs, self._extra.chunk_bytes
+        )
 
     def close(self) -> None:
         """See :meth:`Transport.close`."""
-        if not self._reads.close():
+        if self._transfers.closed:
             return
+        super().close()
         with self._lock:
             pinned, self._pinned = self._pinned, []
         self._life.close()

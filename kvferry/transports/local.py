@@ -1,25 +1,78 @@
-"""Connections on one host, where our own movers read the peer's memory and no wire takes part."""
+"""What the transports of one host share: our own threads read the peer's memory, without a wire.
 
+A long read is copied by movers that take turns. A short one is copied by the thread that calls
+``read``: handing it over would take longer.
+"""
+
+import logging
 import threading
 import time
 from abc import abstractmethod
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
-from kvferry.errors import KVFerryError, PeerLostError
-from kvferry.transports.base import Peer, Transfer, Transfers, TransferState, Waitable
-from kvferry.transports.movers import Chunks, CopyTransfer, MoverPool, start_after
+from kvferry.errors import KVFerryError, PeerLostError, TransferError
+from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.base import (
+    Addressing,
+    Peer,
+    Transfer,
+    Transfers,
+    TransferState,
+    Transport,
+    Waitable,
+)
+from kvferry.transports.movers import MoverPool, start_after
 
+logger = logging.getLogger(__name__)
+
+SHORT_BYTES = 1 << 20
+"""Up to so many bytes a read is copied by the thread that asks for it: at most about 100 µs. Waking
+a mover takes as long on an idle machine, and milliseconds while other threads run Python."""
+TURN_BYTES = 32 << 20
+"""Bytes that a mover copies before it looks at what else waits: some 5 ms. It does not ask for the
+interpreter lock meanwhile, and a read can be cancelled between two chunks."""
 _DEAD_PEERS_S = 1.0
 """Seconds between two looks for peers that have died."""
+
+
+class Copy(Protocol):
+    """A copy in chunks that any number of threads may work on together."""
+
+    nbytes: int
+    """Bytes to copy."""
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes of the chunks that are complete."""
+
+    @property
+    def segments(self) -> int:
+        """Contiguous copies that the complete chunks made."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all."""
+
+    def step(self, nbytes: int) -> bool:
+        """Copies chunks until about ``nbytes`` are copied; returns whether any are left.
+
+        Raises:
+            KVFerryError: the chunk cannot be copied; some of its bytes may be there.
+        """
+
+    def cancel(self) -> None:
+        """Lets no further chunk begin. Idempotent."""
 
 
 class LocalPeer(Peer):
     """The memory of one rank, and the reads from it. What it holds outlives the last of them."""
 
     def __init__(self, region_bytes: tuple[int, ...]) -> None:
-        self.region_bytes = region_bytes
+        self.region_bytes = np.array(region_bytes, dtype=np.int64)
         """By region id; 0 where nothing is served."""
         self.addresses = np.zeros(len(region_bytes), dtype=np.int64)
         """By region id, for the copier."""
@@ -43,11 +96,15 @@ class LocalPeer(Peer):
             return PeerLostError("the connection was closed")
         return self.lost()
 
-    def begin(self, read: "LocalTransfer") -> KVFerryError | None:
-        """Takes a read in; why it cannot be carried out, or ``None``."""
+    def begin(self, read: "LocalTransfer") -> bool:
+        """Takes a read in; false, and the read has failed, if the connection was closed."""
         with self._lock:
-            self._reads.add(read)
-            return self.error()
+            closed = self.closed
+            if not closed:
+                self._reads.add(read)
+        if closed:
+            read.fail(PeerLostError("the connection was closed"))
+        return not closed
 
     def forget(self, read: "LocalTransfer") -> None:
         """A read has ended."""
@@ -66,19 +123,61 @@ class LocalPeer(Peer):
             self._release_if_idle()
 
     def _release_if_idle(self) -> None:
-        # A mover may still be inside a chunk: what it reads through must outlive it.
+        # A thread may still be inside a chunk: what it reads through must outlive it.
         if self.closed and not self._reads:
             self.release()
 
 
-class LocalTransfer(CopyTransfer):
+class LocalTransfer(Transfer):
     """A read from a peer of this host. It fails if that is lost when the last byte has landed."""
 
     def __init__(
-        self, nbytes: int, transfers: Transfers, copy: Chunks, pool: MoverPool, peer: LocalPeer
+        self, copy: Copy, transfers: Transfers, movers: MoverPool, peer: LocalPeer
     ) -> None:
-        super().__init__(nbytes, transfers, copy, pool)
+        self._copy = copy
+        self._movers = movers
         self._peer = peer
+        super().__init__(copy.nbytes, transfers)
+
+    @property
+    def bytes_done(self) -> int:
+        """See :class:`Transfer`."""
+        return self._copy.bytes_done
+
+    @bytes_done.setter
+    def bytes_done(self, _: int) -> None:
+        pass
+
+    def start(self) -> None:
+        """Puts as many movers on it as are of use."""
+        error = self._peer.error()
+        if error is not None:
+            self.fail(error)
+            return
+        for _ in range(max(1, min(self._movers.size, self._copy.num_chunks))):
+            self._movers.submit(self.turn)
+
+    def turn(self) -> None:
+        """The calling thread copies for a while; if something is left, a mover goes on."""
+        if not self.enter():
+            return
+        more = False
+        try:
+            more = self._copy.step(TURN_BYTES)
+        except KVFerryError as error:
+            self.fail(error)
+        except Exception as error:  # a bug of ours: this read fails, the thread goes on
+            logger.exception("a copy failed")
+            self.fail(TransferError(f"the copy failed: {error!r}"))
+        finally:
+            self.leave(0, 0)
+        if more:
+            self._movers.submit(self.turn)
+
+    def stop(self, state: TransferState, error: KVFerryError | None = None) -> None:
+        """See :meth:`Transfer.stop`; those who copy end with their chunks."""
+        self._copy.cancel()
+        super().stop(state, error)
 
     def verify(self) -> KVFerryError | None:
         """See :meth:`Transfer.verify`."""
@@ -86,49 +185,58 @@ class LocalTransfer(CopyTransfer):
 
     def ended(self, state: TransferState) -> None:
         """See :meth:`Transfer.ended`."""
+        self.segments = self._copy.segments
         self._peer.forget(self)
 
 
 PeerT = TypeVar("PeerT", bound=LocalPeer)
 
 
-class LocalReads(Generic[PeerT]):
-    """The connections of one transport, and the reads over them. Thread-safe."""
+class LocalTransport(Transport, Generic[PeerT]):
+    """A transport between the processes of one host. Thread-safe."""
 
-    def __init__(self, name: str, threads: int) -> None:
-        """``threads`` movers are started; ``name`` is theirs."""
-        self.movers = MoverPool(name, threads)
+    addressing = Addressing.MOVERS
+    fences = True
+    peer_class: type[PeerT]
+    """What :meth:`connect` returns."""
+    short_bytes: ClassVar[int] = SHORT_BYTES
+    """Longest read that the caller of :meth:`read` copies itself."""
+
+    def __init__(self, threads: int) -> None:
+        """``threads`` movers are started."""
+        self._movers = MoverPool(self.name, threads)
         self._transfers = Transfers()
         self._peers: list[PeerT] = []
         self._lock = threading.Lock()
         self._next_look = 0.0
 
     @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._transfers.closed
+    @abstractmethod
+    def _target_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each of our regions."""
 
-    def add(self, peer: PeerT) -> PeerT:
-        """Takes a connection in, and lets go of dead ones first."""
-        self._drop_dead_peers()
-        with self._lock:
-            self._peers.append(peer)
-        return peer
+    @abstractmethod
+    def _copy(self, peer: PeerT, tiles: Tiles, runs: Runs) -> Copy:
+        """What copies tiles × runs, which are inside both sides' regions."""
 
-    def start(self, peer: PeerT, copy: Chunks, nbytes: int, after: Waitable | None) -> Transfer:
-        """Lets the movers work on ``copy``, of ``nbytes``, once ``after`` has happened."""
-        read = LocalTransfer(nbytes, self._transfers, copy, self.movers, peer)
-        error = peer.begin(read)
-        if not self._transfers.add(read):
+    def read(
+        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
+    ) -> Transfer:
+        """See :meth:`Transport.read`. A short one is over when this returns."""
+        if not isinstance(peer, self.peer_class):
+            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+        check_bounds(tiles, runs, peer.region_bytes, self._target_bytes)
+        read = LocalTransfer(self._copy(peer, tiles, runs), self._transfers, self._movers, peer)
+        if not peer.begin(read) or not self._transfers.add(read):
             return read
-        if error is not None:
-            read.fail(error)
+        if after is None and read.nbytes <= self.short_bytes:
+            read.turn()
         else:
             start_after(after, read, read.start)
         return read
 
     def poll(self) -> list[Transfer]:
-        """See :meth:`Transfers.poll`. Now and then it lets go of what dead peers have left."""
+        """See :meth:`Transport.poll`. Now and then it lets go of what dead peers have left."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + _DEAD_PEERS_S
@@ -136,19 +244,26 @@ class LocalReads(Generic[PeerT]):
         return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transfers.cancel`."""
+        """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
         self._transfers.cancel(transfer)
 
-    def close(self) -> bool:
-        """Fails reads, then ends movers and connections; false if that was done before."""
+    def close(self) -> None:
+        """See :meth:`Transport.close`."""
         if not self._transfers.close():
-            return False
-        self.movers.close()
+            return
+        self._movers.close()
+        self._transfers.drain()
         with self._lock:
             peers, self._peers = self._peers, []
         for peer in peers:
             peer.close()
-        return True
+
+    def _add_peer(self, peer: PeerT) -> PeerT:
+        """Takes a connection in, and lets go of dead ones first."""
+        self._drop_dead_peers()
+        with self._lock:
+            self._peers.append(peer)
+        return peer
 
     def _drop_dead_peers(self) -> None:
         """What a connection holds keeps a dead owner's memory in use, which its next start may

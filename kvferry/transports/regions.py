@@ -3,7 +3,6 @@
 import contextlib
 import mmap
 import threading
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +38,7 @@ class Regions:
         self._lock = threading.Lock()
         self._arrays: tuple[ByteArray, ...] = ()
         self._served: tuple[int, ...] = ()
+        self._nbytes: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._addresses: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def add(self, memory: ByteArray, *, serve: bool) -> int:
@@ -51,13 +51,14 @@ class Regions:
         with self._lock:
             self._arrays = (*self._arrays, memory)
             self._served = (*self._served, memory.nbytes if serve else 0)
+            self._nbytes = np.array([each.nbytes for each in self._arrays], dtype=np.int64)
             self._addresses = np.array([each.ctypes.data for each in self._arrays], dtype=np.int64)
             return len(self._arrays) - 1
 
     @property
-    def nbytes(self) -> Sequence[int]:
+    def nbytes(self) -> npt.NDArray[np.int64]:
         """Bytes of each region."""
-        return [array.nbytes for array in self._arrays]
+        return self._nbytes
 
     @property
     def served_nbytes(self) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ one is noticed by the lock that it no longer holds (:mod:`kvferry.transports.shm
 """
 
 import logging
-import threading
 
 import msgspec
 
@@ -16,21 +15,12 @@ from kvferry.errors import (
     PeerLostError,
     TransferError,
 )
-from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, warm
-from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.transports.base import (
-    Addressing,
-    ByteArray,
-    Peer,
-    Transfer,
-    Transport,
-    TransportOptions,
-    Waitable,
-)
+from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, Int64s, warm
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer, LocalReads
+from kvferry.transports.local import LocalPeer, LocalTransport
 from kvferry.transports.regions import Regions
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
@@ -93,21 +83,19 @@ class ShmPeer(LocalPeer):
             segment.close()
 
 
-class ShmTransport(Transport):
+class ShmTransport(LocalTransport[ShmPeer]):
     """Shared memory between the processes of one host."""
 
     name = "shm"
-    addressing = Addressing.MOVERS
-    fences = True
+    peer_class = ShmPeer
     ExtraConfig = ShmExtraConfig
 
     def __init__(self, options: TransportOptions, extra: ShmExtraConfig) -> None:
+        super().__init__(options.threads)
         self._extra = extra
         self._regions = Regions()
         self._shared: list[SharedRegion] = []
         self._segments: list[OwnedSegment] = []
-        self._lock = threading.Lock()
-        self._reads: LocalReads[ShmPeer] = LocalReads("shm", options.threads)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "ShmTransport":
@@ -168,33 +156,22 @@ class ShmTransport(Transport):
                 segment.close()
             raise
         sizes = tuple(shared.nbytes if shared.segment else 0 for shared in described.regions)
-        peer = self._reads.add(ShmPeer(segments, sizes))
+        peer = self._add_peer(ShmPeer(segments, sizes))
         self._prefault(peer)
         return peer
 
-    def read(
-        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
-    ) -> Transfer:
-        """See :meth:`Transport.read`."""
-        if not isinstance(peer, ShmPeer):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        copy = CopyJob(
+    @property
+    def _target_bytes(self) -> Int64s:
+        return self._regions.nbytes
+
+    def _copy(self, peer: ShmPeer, tiles: Tiles, runs: Runs) -> CopyJob:
+        return CopyJob(
             peer.addresses, self._regions.addresses, tiles, runs, self._extra.chunk_bytes
         )
-        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
-
-    def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`."""
-        return self._reads.poll()
-
-    def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
-        self._reads.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
-        self._reads.close()
+        super().close()
         with self._lock:
             segments, self._segments = self._segments, []
         for segment in segments:
@@ -213,13 +190,13 @@ class ShmTransport(Transport):
 
         def step() -> None:
             following = next(slices, None)
-            if following is None or self._reads.closed or peer.closed:
+            if following is None or self._transfers.closed or peer.closed:
                 return
             segment, first = following
             if segment.populate(first, _PREFAULT_BYTES):
-                self._reads.movers.submit(step)
+                self._movers.submit(step)
 
-        self._reads.movers.submit(step)
+        self._movers.submit(step)
 
 
 def _decode(endpoint: bytes) -> ShmEndpoint:

@@ -6,28 +6,18 @@ bytes, or two where pieces are short (:mod:`kvferry.transports.vm_kernels`). Wha
 system is tried when a connection is made.
 """
 
-import threading
 from typing import Literal
 
 import msgspec
 
 from kvferry.config import parse_struct
 from kvferry.errors import DecodeError, KVFerryError
-from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.copier import CHUNK_BYTES
-from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.layouts.copier import CHUNK_BYTES, Int64s
+from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports import vm_copy, vm_memory
-from kvferry.transports.base import (
-    Addressing,
-    ByteArray,
-    Peer,
-    Transfer,
-    Transport,
-    TransportOptions,
-    Waitable,
-)
+from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
-from kvferry.transports.local import LocalPeer, LocalReads
+from kvferry.transports.local import LocalPeer, LocalTransport
 from kvferry.transports.regions import Regions
 from kvferry.transports.vm_copy import ProcessCopy
 from kvferry.transports.vm_process import (
@@ -89,20 +79,18 @@ class VmPeer(LocalPeer):
         self.process.close()
 
 
-class VmTransport(Transport):
+class VmTransport(LocalTransport[VmPeer]):
     """Reads between the processes of one host, out of any memory of the other side."""
 
     name = "vm"
-    addressing = Addressing.MOVERS
-    fences = True
+    peer_class = VmPeer
     ExtraConfig = VmExtraConfig
 
     def __init__(self, options: TransportOptions, extra: VmExtraConfig) -> None:
+        super().__init__(options.threads)
         self._extra = extra
         self._regions = Regions()
         self._token = Token()
-        self._lock = threading.Lock()
-        self._reads: LocalReads[VmPeer] = LocalReads("vm", options.threads)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "VmTransport":
@@ -154,38 +142,27 @@ class VmTransport(Transport):
             DecodeError: the endpoint does not decode.
             PeerLostError: the peer is gone, out of reach, or may not be read.
         """
-        return self._reads.add(VmPeer(_decode(endpoint)))
+        return self._add_peer(VmPeer(_decode(endpoint)))
 
-    def read(
-        self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
-    ) -> Transfer:
-        """See :meth:`Transport.read`."""
-        if not isinstance(peer, VmPeer):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        copy = ProcessCopy(
+    @property
+    def _target_bytes(self) -> Int64s:
+        return self._regions.nbytes
+
+    def _copy(self, peer: VmPeer, tiles: Tiles, runs: Runs) -> ProcessCopy:
+        return ProcessCopy(
             peer.process,
             peer.addresses,
             self._regions.addresses,
             tiles,
             runs,
             chunk_bytes=self._extra.chunk_bytes,
-            threads=self._reads.movers.size,
+            threads=self._movers.size,
         )
-        return self._reads.start(peer, copy, num_bytes(tiles, runs), after)
-
-    def poll(self) -> list[Transfer]:
-        """See :meth:`Transport.poll`."""
-        return self._reads.poll()
-
-    def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the chunks under way have been copied."""
-        self._reads.cancel(transfer)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Peers find that nothing is served here any more."""
         self._token.wipe()
-        self._reads.close()
+        super().close()
 
     def _add(self, memory: ByteArray, *, serve: bool) -> int:
         if serve and self._extra.ptracer == "any":
