@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -280,21 +281,6 @@ class ControlService:
             return ()
 
 
-class _AllowedKeys:
-    """Decides which clients may connect; called by pyzmq's authenticator thread."""
-
-    def __init__(self, keys: CurveKeys, note_error: Callable[[str, str], None]) -> None:
-        self._allowed = {keys.public_key, *keys.allowed_keys}
-        self._note_error = note_error
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        text = key.decode("ascii", "replace")
-        if text in self._allowed:
-            return True
-        self._note_error("curve", f"a client with the unknown public key {text} was refused")
-        return False
-
-
 class ControlServer(ControlService, Closing):
     """Listens, and answers handshakes, renewals, finishes, releases and status requests.
 
@@ -366,8 +352,16 @@ class ControlServer(ControlService, Closing):
         self._context.destroy(linger=0)
 
     def _authenticate(self, keys: CurveKeys) -> None:
+        admitted = {keys.public_key, *keys.allowed_keys}
+
+        def is_admitted(_domain: str, key: bytes) -> bool:  # on pyzmq's own thread
+            text = key.decode("ascii", "replace")
+            if text not in admitted:
+                self.note_error("curve", f"a client with the unknown public key {text} was refused")
+            return text in admitted
+
         self._authenticator.start()
-        provider: Any = _AllowedKeys(keys, self.note_error)
+        provider: Any = SimpleNamespace(callback=is_admitted)
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
 
     def _serve(self) -> None:
