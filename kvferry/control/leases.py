@@ -365,13 +365,8 @@ class LeaseTable:
     def _renew(self, lease_id: str, target: Target, now: float) -> LeaseAnswer:
         entry = self._live(lease_id, now)
         if entry is None:
-            ended = self._ended.get(lease_id)
-            done = ended is not None and ended.outcome is LeaseOutcome.DONE
-            return (
-                LeaseAnswer.DONE
-                if ended and done and ended.target == target
-                else (LeaseAnswer.REVOKED)
-            )
+            is_done = self._done_by(lease_id, target) is not None
+            return LeaseAnswer.DONE if is_done else LeaseAnswer.REVOKED
         if target in entry.former:
             return LeaseAnswer.REVOKED
         if not entry.ready:
@@ -395,10 +390,16 @@ class LeaseTable:
 
     def _late_finish(self, lease_id: str, target: Target, rank: int, ok: bool) -> FinishAnswer:
         """Answers a report on an ended lease: only a repetition of a confirmed one is confirmed."""
+        ended = self._done_by(lease_id, target)
+        is_held = ended is not None and ended.reports.get(rank) == ok
+        return FinishAnswer.HELD if is_held else FinishAnswer.REVOKED
+
+    def _done_by(self, lease_id: str, target: Target) -> EndedLease | None:
+        """The ended lease, if every rank of this target has reported it."""
         ended = self._ended.get(lease_id)
         if ended is None or ended.outcome is not LeaseOutcome.DONE or ended.target != target:
-            return FinishAnswer.REVOKED
-        return FinishAnswer.HELD if ended.reports.get(rank) == ok else FinishAnswer.REVOKED
+            return None
+        return ended
 
     def _end(self, entry: _Open, outcome: LeaseOutcome) -> None:
         lease = entry.lease
