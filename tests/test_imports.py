@@ -29,11 +29,11 @@ ROOMS = (
     "control",
     "connectors",
     "explain",
-    "testing",
     "engine",
     "cluster",
     "integrations",
     "cli",
+    "testing",  # behind the product, none of which may import it
 )
 
 
@@ -95,6 +95,14 @@ def test_a_room_imports_only_rooms_above_it(room):
 )
 def test_an_import_of_a_lower_room_is_seen_in_any_form(source):
     assert len(violations("transports", source)) == 1
+
+
+@pytest.mark.parametrize("room", ROOMS[:-1])
+def test_nothing_of_the_product_imports_what_is_for_tests(room):
+    assert ROOMS[-1] == "testing"
+    assert violations(room, "from kvferry.testing import FakeEngine") == [
+        f"line 1: {room} imports testing"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorOutput
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
 
 #: What a router sends along with a request to a prefill engine.

@@ -27,8 +27,7 @@ from kvferry.connectors.base import (
 )
 from kvferry.connectors.registry import connector_context
 from kvferry.errors import KVFerryError
-from kvferry.testing.fake_rank import FakeRank, promise
-from kvferry.testing.fake_request import FakePart, FakeRequest, FakeSchedule, Stage
+from kvferry.testing.fake_rank import FakePart, FakeRank, FakeRequest, FakeSchedule, Stage, promise
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry

@@ -19,6 +19,9 @@ from kvferry.topology.tensors import Part, RankMemory
 ByteArray = npt.NDArray[np.uint8]
 UintArray = npt.NDArray[np.unsignedinteger]
 
+NO_TOKENS = 1
+"""The prefix state of no tokens."""
+
 _SPOILT = 0xA5
 """Every byte of a block that nobody holds."""
 
@@ -216,13 +219,19 @@ class KnownCache:
         return bits.astype(f"u{parts[part].itemsize}")
 
 
-def prefix_states(tokens: Sequence[int]) -> list[int]:
+def prefix_states(tokens: Sequence[int], state: int = NO_TOKENS) -> list[int]:
     """For each token, 61 bits that depend on all tokens up to it.
 
     >>> prefix_states([5, 7])[0] == prefix_states([5, 8])[0]
     True
+    >>> prefix_states([7], prefix_states([5])[0]) == prefix_states([5, 7])[1:]
+    True
+
+    Args:
+        tokens: those to go on with.
+        state: what stands for all tokens before them.
     """
-    state, states = 1, []
+    states = []
     for token in tokens:
         state = (state * 6_364_136_223_846_793_005 + token + 1) % ((1 << 61) - 1)
         states.append(state)

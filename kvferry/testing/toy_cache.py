@@ -13,16 +13,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.testing.known_cache import NO_TOKENS, prefix_states
 from kvferry.topology import EngineGeometry, ParallelShape
 
 ToyCache: TypeAlias = npt.NDArray[np.int64]
 """Shape ``[2, blocks, tokens per block, 1, 1]``: K, then V."""
-
-_MODULUS = (1 << 61) - 1
-_FACTOR = 6_364_136_223_846_793_005 % _MODULUS
-
-EMPTY = 1
-"""The hash of no tokens."""
 
 UNWRITTEN = -1
 """What the cells of a block hold that somebody spoilt."""
@@ -57,28 +52,9 @@ def toy_groups(
     )
 
 
-def prefix_hashes(token_ids: Sequence[int], state: int = EMPTY) -> list[int]:
-    """For each token, the hash of all tokens up to it.
-
-    >>> prefix_hashes([5, 7])[0] == prefix_hashes([5])[0]
-    True
-    >>> prefix_hashes([7], prefix_hashes([5])[0]) == prefix_hashes([5, 7])[1:]
-    True
-
-    Args:
-        token_ids: the tokens.
-        state: the hash of all tokens before them.
-    """
-    hashes = []
-    for token in token_ids:
-        state = (state * _FACTOR + token + 1) % _MODULUS
-        hashes.append(state)
-    return hashes
-
-
 def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
     """The token that the toy model draws after a sequence."""
-    return prefix_hashes(token_ids)[-1] % vocab_size
+    return prefix_states(token_ids)[-1] % vocab_size
 
 
 def reference_tokens(
@@ -105,7 +81,7 @@ def write_tokens(
         first: position of the first token to write.
         end: position after the last one.
     """
-    _write(cache, block_ids, token_ids[first:end], prefix_hashes(token_ids[:end])[first:], first)
+    _write(cache, block_ids, token_ids[first:end], prefix_states(token_ids[:end])[first:], first)
 
 
 def append_tokens(
@@ -123,7 +99,7 @@ def append_tokens(
     Returns:
         The hash of all tokens now.
     """
-    hashes = prefix_hashes(token_ids, state)
+    hashes = prefix_states(token_ids, state)
     _write(cache, block_ids, token_ids, hashes, first)
     return hashes[-1] if hashes else state
 
@@ -144,7 +120,7 @@ class Window(NamedTuple):
     @property
     def state(self) -> int:
         """The hash of the whole sequence."""
-        return self.hashes[-1] if self.hashes else EMPTY
+        return self.hashes[-1] if self.hashes else NO_TOKENS
 
 
 def read_window(
@@ -164,8 +140,8 @@ def read_window(
     token_ids = cache[0, blocks, slots, 0, 0].tolist()
     hashes = cache[1, blocks, slots, 0, 0].tolist()
     known = 0 if first == 0 else 1
-    before = EMPTY if first == 0 or not hashes else hashes[0]
-    if hashes[known:] != prefix_hashes(token_ids[known:], before):
+    before = NO_TOKENS if first == 0 or not hashes else hashes[0]
+    if hashes[known:] != prefix_states(token_ids[known:], before):
         return None
     return Window(tuple(token_ids), tuple(hashes))
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import REMOTE_DECODE, prompt
 from kvferry.testing.fake_engine import FakeEngine, run
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
 
 

@@ -25,7 +25,7 @@ from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair
 from kvferry.testing.fake_engine import Groups
-from kvferry.testing.fake_request import Stage
+from kvferry.testing.fake_rank import Stage
 from kvferry.testing.host_ipc import HostIpcMemory, HostIpcStream
 from kvferry.testing.host_stream import HostCopyEvent, HostCopyStream
 from kvferry.testing.hybrid_conformance import HYBRID_GEOMETRIES, HybridConnectorConformance

@@ -30,7 +30,7 @@ from kvferry.errors import (
 )
 from kvferry.testing.connector_conformance import Pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology.geometry import EngineGeometry
 
 KEY = "k" * 32

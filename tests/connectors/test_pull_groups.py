@@ -17,8 +17,7 @@ from kvferry.control.tickets import sign, verify
 from kvferry.errors import IncompatibleError, NullBlockError, TicketError
 from kvferry.testing.connector_conformance import Pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups
-from kvferry.testing.fake_rank import ContractBrokenError
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
 from kvferry.testing.hybrid_conformance import (
     HYBRID_GEOMETRIES,
     NUM_LAYERS,

@@ -17,7 +17,7 @@ from kvferry.control.tickets import sign, verify
 from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
 from kvferry.testing.connector_conformance import Pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine
-from kvferry.testing.fake_request import Stage
+from kvferry.testing.fake_rank import Stage
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.tcp_wire import decode_endpoint, encode

@@ -18,7 +18,7 @@ from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.lifetimes import Closing
 from kvferry.testing.connector_conformance import GEOMETRIES, open_pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
 
 pytestmark = [

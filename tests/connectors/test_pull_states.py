@@ -16,7 +16,7 @@ from kvferry.testing.connector_conformance import (
     prompt,
 )
 from kvferry.testing.fake_engine import Groups
-from kvferry.testing.fake_request import FakeRequest, Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,

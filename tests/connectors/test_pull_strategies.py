@@ -18,7 +18,7 @@ from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
-from kvferry.testing.fake_request import Stage
+from kvferry.testing.fake_rank import Stage
 from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
 from kvferry.testing.unfenced import Tide, unfenced_transport

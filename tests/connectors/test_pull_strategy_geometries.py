@@ -18,7 +18,7 @@ from kvferry.connectors.pull import routes
 from kvferry.connectors.pull.reads import InPlaceRead
 from kvferry.testing.connector_conformance import Pair, open_pair
 from kvferry.testing.fake_engine import Groups
-from kvferry.testing.fake_request import Stage
+from kvferry.testing.fake_rank import Stage
 from kvferry.testing.hybrid_conformance import WINDOW, WINDOWED, hybrid_group
 from kvferry.topology import (
     EngineGeometry,

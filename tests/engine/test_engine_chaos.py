@@ -21,8 +21,8 @@ from kvferry.control.messages import FinishAnswer
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
 from kvferry.errors import TicketError
+from kvferry.testing.simulated import SimulatedExecutor, toy_cache_config
 from kvferry.testing.toy_cache import reference_tokens, toy_geometry
 from kvferry.topology.description import ModelFingerprint
 

@@ -10,8 +10,8 @@ from kvferry.engine.engine import Completion
 from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.simulated import open_simulated
 from kvferry.errors import EngineError, WorkerDiedError
+from kvferry.testing.simulated import open_simulated
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64

@@ -15,7 +15,7 @@ from kvferry.connectors.registry import connector_context
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.simulated import SimulatedExecutor, toy_cache_config
+from kvferry.testing.simulated import SimulatedExecutor, toy_cache_config
 from kvferry.testing.toy_cache import reference_tokens, toy_groups
 from kvferry.topology.description import ModelFingerprint
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.simulated import open_simulated
 from kvferry.errors import OutOfBlocksError, RequestError
+from kvferry.testing.simulated import open_simulated
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64

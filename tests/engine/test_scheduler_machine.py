@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import RequestStatus, SchedulerOptions
-from kvferry.engine.simulated import open_simulated
 from kvferry.errors import OutOfBlocksError, TicketError
+from kvferry.testing.simulated import open_simulated
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64

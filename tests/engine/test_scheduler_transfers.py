@@ -7,9 +7,9 @@ import pytest
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.simulated import SimulatedExecutor, open_simulated, toy_cache_config
 from kvferry.errors import ConfigError, EngineError, TicketError, WorkerDiedError
 from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
+from kvferry.testing.simulated import SimulatedExecutor, open_simulated, toy_cache_config
 from kvferry.testing.toy_cache import reference_tokens
 
 VOCAB = 64

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.testing.known_cache import NO_TOKENS, prefix_states
 from kvferry.testing.toy_cache import (
-    EMPTY,
     append_tokens,
-    prefix_hashes,
     read_groups,
     read_tokens,
     read_window,
@@ -38,8 +37,8 @@ def written(table=TABLE, tokens=TOKENS, first=0):
 def test_a_window_is_read_from_a_table_with_null_blocks():
     window = read_window(written(WINDOW_TABLE), WINDOW_TABLE, FIRST, len(TOKENS))
     assert list(window.token_ids) == TOKENS[FIRST:]
-    assert list(window.hashes) == prefix_hashes(TOKENS)[FIRST:]
-    assert window.state == prefix_hashes(TOKENS)[-1]
+    assert list(window.hashes) == prefix_states(TOKENS)[FIRST:]
+    assert window.state == prefix_states(TOKENS)[-1]
 
 
 def test_nothing_is_written_to_the_null_block():
@@ -72,8 +71,8 @@ def test_one_changed_cell_within_the_window_shows_and_none_outside(token, part, 
 @given(cut=st.integers(0, len(TOKENS)))
 def test_appending_needs_no_more_than_the_state(cut):
     cache = written(tokens=TOKENS[:cut])
-    state = prefix_hashes(TOKENS[:cut])[-1] if cut else EMPTY
-    assert append_tokens(cache, TABLE, TOKENS[cut:], cut, state) == prefix_hashes(TOKENS)[-1]
+    state = prefix_states(TOKENS[:cut])[-1] if cut else NO_TOKENS
+    assert append_tokens(cache, TABLE, TOKENS[cut:], cut, state) == prefix_states(TOKENS)[-1]
     np.testing.assert_array_equal(cache, written())
 
 
