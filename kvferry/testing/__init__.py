@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvferry.testing.hybrid_conformance import HybridConnectorConformance
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
-    from kvferry.testing.unfenced import Tide, unfenced_transport
+    from kvferry.testing.unfenced import ReadGate, unfenced_transport
     from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 
 __all__ = [
@@ -37,7 +37,7 @@ __all__ = [
     "Faults",
     "HybridConnectorConformance",
     "KnownCache",
-    "Tide",
+    "ReadGate",
     "TransportConformance",
     "UnfencedTransportConformance",
     "faulty_transport",
@@ -53,7 +53,7 @@ _MODULES = {
     "Faults": "faults",
     "HybridConnectorConformance": "hybrid_conformance",
     "KnownCache": "known_cache",
-    "Tide": "unfenced",
+    "ReadGate": "unfenced",
     "TransportConformance": "transport_conformance",
     "UnfencedTransportConformance": "unfenced_conformance",
     "faulty_transport": "faults",

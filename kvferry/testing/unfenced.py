@@ -2,12 +2,12 @@
 
 .. code-block:: python
 
-    tide = Tide()
-    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, tide)):
+    read_gate = ReadGate()
+    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, read_gate)):
         ...
-        tide.hold()      # reads from now on land nothing
+        read_gate.hold()      # reads from now on land nothing
         ...              # cancel them, let them stall, close their connections
-        tide.release()   # and now they land
+        read_gate.release()   # and now they land
 
 As with a library whose requests cannot be recalled: neither a cancel nor a closed connection keeps
 the bytes from landing, and only when they have landed is the transfer terminal.
@@ -33,7 +33,7 @@ NEVER_S = 1e9
 """Stall timeout of the inner transport: nobody but the other side ends a read."""
 
 
-class Tide:
+class ReadGate:
     """When the bytes of reads land. Thread-safe; shared by all ranks of a test."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Tide:
 
 
 class _Start:
-    """What a read waits for: its event, then the tide."""
+    """What a read waits for: its event, then the gate."""
 
     def __init__(self, after: Waitable | None, gate: threading.Event) -> None:
         self._after = after
@@ -116,7 +116,7 @@ class UnfencedTransport(WrappedTransport):
     Closing it closes the inner transport, which does fence: the memory of a test ends with it.
     """
 
-    tide: ClassVar[Tide]
+    read_gate: ClassVar[ReadGate]
     fences = False
 
     def __init__(self, inner: Transport) -> None:
@@ -139,11 +139,11 @@ class UnfencedTransport(WrappedTransport):
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """As the inner transport, once the tide lets it."""
+        """As the inner transport, once the gate is open."""
         assert isinstance(peer, _UnfencedPeer)  # connect() returned it
         if peer.closed:
             return self._lose()
-        start = _Start(after, self.tide.gate())
+        start = _Start(after, self.read_gate.gate())
         with self._lock:
             transfer = self._inner.read(peer.inner, tiles, runs, after=start)
             self._starts[transfer] = start
@@ -171,11 +171,11 @@ class UnfencedTransport(WrappedTransport):
             self._inner.cancel(transfer)
 
 
-def unfenced_transport(transport: type[Transport], tide: Tide) -> type[UnfencedTransport]:
+def unfenced_transport(transport: type[Transport], read_gate: ReadGate) -> type[UnfencedTransport]:
     """A transport class that is ``transport`` but cannot fence; it keeps the name.
 
     Args:
         transport: one that fences.
-        tide: says when reads land.
+        read_gate: says when reads land.
     """
-    return UnfencedTransport.around(transport, "Unfenced", fences=False, tide=tide)
+    return UnfencedTransport.around(transport, "Unfenced", fences=False, read_gate=read_gate)

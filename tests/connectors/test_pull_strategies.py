@@ -21,7 +21,7 @@ from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import Stage
 from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
-from kvferry.testing.unfenced import Tide, unfenced_transport
+from kvferry.testing.unfenced import ReadGate, unfenced_transport
 from kvferry.topology import (
     Addressing,
     EngineGeometry,
@@ -62,12 +62,12 @@ def with_slow(values: dict[str, Any], *quick: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tide() -> Iterator[Tide]:
+def read_gate() -> Iterator[ReadGate]:
     """Makes ``shm`` a transport that cannot fence; what is still held at the end lands."""
-    tide = Tide()
-    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, tide)):
-        yield tide
-        tide.release()
+    read_gate = ReadGate()
+    with temporary_plugin(TRANSPORTS, "shm", unfenced_transport(ShmTransport, read_gate)):
+        yield read_gate
+        read_gate.release()
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def abort_in_the_middle_of(
     pair: Pair, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Aborts a load while a function of a module works on its blocks: they stay its own."""
-    gate = Tide()
+    gate = ReadGate()
     gate.hold()
     real = getattr(module, name)
     begun: list[int] = []
@@ -314,7 +314,7 @@ def test_only_the_connection_that_was_lost_is_made_again(open_one: OpenPair) -> 
 
 @pytest.mark.parametrize("geometries", **with_slow(GEOMETRIES, "tp1-tp4"))
 def test_a_transport_that_cannot_fence_reads_through_staging(
-    open_one: OpenPair, tide: Tide, geometries: tuple[Groups, Groups]
+    open_one: OpenPair, read_gate: ReadGate, geometries: tuple[Groups, Groups]
 ) -> None:
     pair = open_one(geometries)
     serve_several(pair)
@@ -322,7 +322,7 @@ def test_a_transport_that_cannot_fence_reads_through_staging(
 
 
 def test_a_strategy_that_is_impossible_is_said_so_and_another_is_taken(
-    open_one: OpenPair, tide: Tide, caplog: pytest.LogCaptureFixture
+    open_one: OpenPair, read_gate: ReadGate, caplog: pytest.LogCaptureFixture
 ) -> None:
     pair = open_one(strategy="strided")
     serve_several(pair)
@@ -361,7 +361,7 @@ def test_loads_larger_than_the_staging_memory_pass_through_it(
     open_one: OpenPair, request: pytest.FixtureRequest, unfenced: bool
 ) -> None:
     if unfenced:
-        request.getfixturevalue("tide")
+        request.getfixturevalue("read_gate")
     pair = open_one((LARGE, LARGE), strategy="staged", staging_bytes=4096)
     serve_several(pair)
     records = [r for output in pair.consumer.outputs for r in output.transfer_records]
@@ -392,18 +392,18 @@ def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_c
 # ---- nothing lands in the cache after a load was reported ---------------------------------------
 
 
-def start_held_load(pair: Pair, tide: Tide) -> Any:
+def start_held_load(pair: Pair, read_gate: ReadGate) -> Any:
     """A load of which every read is under way and nothing has landed."""
     request = pair.decode(pair.prefill("r", 21))
-    tide.hold()
+    read_gate.hold()
     pair.run(lambda: request.stage is Stage.LOADING, "its admission")
-    wait_until(lambda: tide.held > 0, "no read was started")
+    wait_until(lambda: read_gate.held > 0, "no read was started")
     return request
 
 
-def end_of_tide(pair: Pair, tide: Tide) -> None:
+def open_the_gate(pair: Pair, read_gate: ReadGate) -> None:
     """What was held lands now; nobody's blocks change and every slot comes back."""
-    tide.release()
+    read_gate.release()
     settle_staging(pair.consumer)
     for engine in (pair.producer, pair.consumer):
         engine.check_memory()
@@ -411,10 +411,10 @@ def end_of_tide(pair: Pair, tide: Tide) -> None:
 
 
 def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quarantine(
-    open_one: OpenPair, tide: Tide
+    open_one: OpenPair, read_gate: ReadGate
 ) -> None:
     pair = open_one(stall_timeout_s=0.3)
-    start_held_load(pair, tide)
+    start_held_load(pair, read_gate)
     pair.consumer.abort("r")
     pair.settle()
     assert quarantined(pair.consumer) > 0
@@ -422,14 +422,14 @@ def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quar
         lambda: any(connection.closed for connection in connections_of(pair.consumer)),
         "the connection of a peer that stands still is kept",
     )
-    end_of_tide(pair, tide)
+    open_the_gate(pair, read_gate)
 
 
 def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in_quarantine(
-    open_one: OpenPair, tide: Tide
+    open_one: OpenPair, read_gate: ReadGate
 ) -> None:
     pair = open_one(stall_timeout_s=0.3)
-    request = start_held_load(pair, tide)
+    request = start_held_load(pair, read_gate)
     pair.finish(request)
     assert request.failed
     errors = [r.error for output in pair.consumer.outputs for r in output.transfer_records]
@@ -437,20 +437,20 @@ def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in
     assert any(connection.closed for connection in connections_of(pair.consumer))
     pair.settle()
     assert quarantined(pair.consumer) > 0
-    end_of_tide(pair, tide)
+    open_the_gate(pair, read_gate)
 
 
 def test_a_load_aborted_while_it_is_unpacked_is_reported_when_that_has_ended(
-    open_one: OpenPair, tide: Tide, monkeypatch: pytest.MonkeyPatch
+    open_one: OpenPair, read_gate: ReadGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     abort_in_the_middle_of(open_one(), staged_reads, "unpack", monkeypatch)
 
 
 def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_afterwards(
-    open_one: OpenPair, tide: Tide
+    open_one: OpenPair, read_gate: ReadGate
 ) -> None:
     pair = open_one((LARGE, LARGE), staging_bytes=4096, stall_timeout_s=0.3)
-    request = start_held_load(pair, tide)
+    request = start_held_load(pair, read_gate)
     pair.finish(request)
     wait_until(lambda: quarantined(pair.consumer) > 0, "the read was not given up")
     assert quarantined(pair.consumer) <= 2048, "a source fills half of it at most"
@@ -462,11 +462,11 @@ def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_
         pair.finish(refused)
         assert refused.failed
         errors += errors_of(pair, [refused.request_id])
-    end_of_tide(pair, tide)
+    open_the_gate(pair, read_gate)
 
 
 def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_staging_memory(
-    tide: Tide,
+    read_gate: ReadGate,
 ) -> None:
     def opened(role: Any, engine_id: str, **keys: Any) -> FakeEngine:
         extra = {"cluster_key": "k" * 32, "transport": "shm", **keys}
@@ -485,16 +485,16 @@ def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_st
         consumer = opened("kv_consumer", "d", staging_bytes=4096, mover_threads=16)
         stopped = Pair(opened("kv_producer", "stopped"), consumer, 20.0)
         well = Pair(opened("kv_producer", "well"), consumer, 20.0)
-        stands = start_held_load(stopped, tide)
+        stands = start_held_load(stopped, read_gate)
         wait_until(lambda: staging_of(consumer)[0].waiting > 0, "it would take more")
-        tide.let_new_pass()
+        read_gate.let_new_pass()
         for id in ("a", "b"):
             request = well.decode(well.prefill(id, 21))
             well.finish(request)
             assert not request.failed
         assert stands.stage is Stage.LOADING
-        assert tide.held > 0
-        tide.release()
+        assert read_gate.held > 0
+        read_gate.release()
         stopped.finish(stands)
         assert not stands.failed
         for pair in (stopped, well):
@@ -502,22 +502,22 @@ def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_st
 
 
 def test_what_is_held_when_its_source_is_lost_lands_in_quarantine(
-    open_one: OpenPair, tide: Tide
+    open_one: OpenPair, read_gate: ReadGate
 ) -> None:
     pair = open_one(stall_timeout_s=0.3)
-    request = start_held_load(pair, tide)
+    request = start_held_load(pair, read_gate)
     pair.producer.close()
     run([pair.consumer], lambda: request.stage is Stage.FINISHED, timeout_s=20.0, what="its end")
     run([pair.consumer], lambda: pair.consumer.is_idle, timeout_s=20.0, what="idleness")
     pair.consumer.check_memory()
-    tide.release()
+    read_gate.release()
     settle_staging(pair.consumer)
     pair.consumer.check_memory()
 
 
-def test_an_engine_closes_while_its_reads_are_held(open_one: OpenPair, tide: Tide) -> None:
+def test_an_engine_closes_while_its_reads_are_held(open_one: OpenPair, read_gate: ReadGate) -> None:
     pair = open_one()
-    start_held_load(pair, tide)
+    start_held_load(pair, read_gate)
     began = time.monotonic()
     pair.consumer.close()
     assert time.monotonic() - began < 5.0

@@ -9,7 +9,7 @@ import pytest
 from kvferry.errors import CancelledError
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess
-from kvferry.testing.unfenced import Tide, UnfencedTransport, unfenced_transport
+from kvferry.testing.unfenced import ReadGate, UnfencedTransport, unfenced_transport
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
 from kvferry.transports.base import TransferState, TransportOptions
 from kvferry.transports.shm import ShmTransport
@@ -18,7 +18,7 @@ from kvferry.transports.tcp import TcpTransport
 
 @pytest.mark.slow
 class TestUnfencedShm(UnfencedTransportConformance):
-    transport = unfenced_transport(ShmTransport, Tide())
+    transport = unfenced_transport(ShmTransport, ReadGate())
     serving = ShmTransport
     doubt_s = 0.5
 
@@ -27,7 +27,7 @@ class TestUnfencedShm(UnfencedTransportConformance):
 class TestUnfencedTcp(UnfencedTransportConformance):
     """A stopped peer goes on to send what was asked of it before."""
 
-    transport = unfenced_transport(TcpTransport, Tide())
+    transport = unfenced_transport(TcpTransport, ReadGate())
     serving = TcpTransport
     doubt_s = 0.5
 
@@ -40,15 +40,15 @@ class _Liar(UnfencedTransport):
 
 
 @pytest.fixture
-def tide():
-    tide = Tide()
-    yield tide
-    tide.release()
+def read_gate():
+    read_gate = ReadGate()
+    yield read_gate
+    read_gate.release()
 
 
-def test_a_terminal_state_that_proves_nothing_is_caught(tide):
+def test_a_terminal_state_that_proves_nothing_is_caught(read_gate):
     class Suite(UnfencedTransportConformance):
-        transport = _Liar.around(ShmTransport, "Lying", fences=False, tide=tide)
+        transport = _Liar.around(ShmTransport, "Lying", fences=False, read_gate=read_gate)
         serving = ShmTransport
         doubt_s = 0.5
         settle_s = 1.0
@@ -56,12 +56,12 @@ def test_a_terminal_state_that_proves_nothing_is_caught(tide):
         def assert_nothing_lands(self, scene):
             """The bytes come once the memory is somebody else's."""
             scene.refill()
-            tide.release()
+            read_gate.release()
             time.sleep(self.settle_s)
             scene.assert_untouched()
 
     suite = Suite()
-    tide.hold()
+    read_gate.hold()
     with (
         PeerProcess(ShmTransport, suite.options()) as peer,
         contextlib.closing(suite.transport.open(suite.options())) as local,
@@ -70,8 +70,8 @@ def test_a_terminal_state_that_proves_nothing_is_caught(tide):
         suite.test_a_read_cancelled_while_it_runs_lands_nothing_afterwards(local, peer)
 
 
-def test_what_was_held_lands_when_the_tide_lets_it_however_it_was_cancelled(tide):
-    transport = unfenced_transport(ShmTransport, tide)
+def test_what_was_held_lands_when_the_gate_opens_however_it_was_cancelled(read_gate):
+    transport = unfenced_transport(ShmTransport, read_gate)
     case = large_case(1 << 18)
     with (
         contextlib.closing(transport.open(TransportOptions())) as source,
@@ -82,13 +82,13 @@ def test_what_was_held_lands_when_the_tide_lets_it_however_it_was_cancelled(tide
         memory = np.zeros(case.target_region_bytes[0], dtype=np.uint8)
         target.register(memory, serve=False)
         peer = target.connect(source.endpoint())
-        tide.hold()
+        read_gate.hold()
         transfer = target.read(peer, case.tiles, case.runs)
         target.cancel(transfer)
         peer.close()
         assert target.poll() == []
         assert not memory.any()
-        tide.release()
+        read_gate.release()
         while not transfer.is_terminal:
             target.poll()
         assert transfer.state is TransferState.DONE
