@@ -1,11 +1,11 @@
 """Runs an engine on a thread of its own, for servers that must not block."""
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -14,6 +14,7 @@ from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import EngineError, KVFerryError
 from kvferry.lifetimes import Closing
+from kvferry.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,14 @@ class EngineLoop(Closing):
     def __init__(self, engine: Engine, on_failure: Callable[[KVFerryError], object]) -> None:
         self._engine = engine
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
         self._lock = threading.Lock()
         self._closing = False
         self._failure: KVFerryError | None = None
         self._step_started: float | None = None
+        self._pause_s = 0.0
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvferry-engine", daemon=True)
+        self._mailbox = Mailbox("engine", self._turn)
         self._watcher = threading.Thread(target=self._watch, name="kvferry-watch", daemon=True)
 
     @classmethod
@@ -82,7 +83,7 @@ class EngineLoop(Closing):
     ) -> Self:
         """Starts the thread."""
         loop = cls(engine, on_failure)
-        loop._thread.start()
+        loop._mailbox.start()
         loop._watcher.start()
         return loop
 
@@ -159,22 +160,27 @@ class EngineLoop(Closing):
 
     def close(self) -> None:
         """Ends the thread, answers live requests with an error, closes the engine. Idempotent."""
-        with self._lock:
-            if not self._closing:
-                self._closing = True
-                self._inbox.put(lambda: None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-            self._watcher.join()
+        self._end(EngineError("the engine was closed"), failed=False)
+        self._mailbox.close()
+        self._watcher.join()
 
     def _post(self, task: Callable[[], None]) -> None:
-        # Under the lock, nothing is posted after the thread has emptied the inbox for good.
+        # Under the lock, nothing is posted after the task that winds everything up.
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._closing:
                 raise EngineError("the engine is closed")
-            self._inbox.put(task)
+            self._mailbox.post(task)
+
+    def _end(self, error: KVFerryError, *, failed: bool) -> None:
+        """Lets nobody post any more; what was posted gets its answer before all is wound up."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._failure = error if failed else None
+            self._mailbox.post(partial(self._wind_up, error))
 
     def _watch(self) -> None:
         """Says once of every stuck step that it is, on a thread of its own."""
@@ -190,34 +196,37 @@ class EngineLoop(Closing):
 
     # -- on the engine's thread ---------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-            error: KVFerryError = EngineError("the engine was closed")
-        except KVFerryError as reason:
-            error = reason
-        except Exception as reason:
-            logger.exception("the engine's step failed")
-            error = EngineError(f"the engine's step failed: {type(reason).__name__}: {reason}")
-        self._ended.set()
-        self._wind_up(error)
+    def _turn(self) -> float | None:
+        """One step; returns the pause before the next, in seconds."""
+        if self._ended.is_set():
+            return None
+        with self._failing():
+            self._pause_s = self._serve()
+        return self._pause_s
 
-    def _serve(self) -> None:
-        pause = 0.0
-        while not self._closing:
-            self._take_tasks(pause)
-            if not self._engine.has_work():
-                self._engine.check()
-                pause = _CHECK_INTERVAL_S
-                continue
-            for output in self._step():
-                self._deliver(output)
-            if self._engine.is_computing:
-                pause = 0.0
-            elif self._listeners:
-                pause = IDLE_SLEEP_S  # somebody waits for a load
-            else:
-                pause = min(max(2 * pause, IDLE_SLEEP_S), _MAX_PAUSE_S)
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """The engine cannot go on after whatever is raised in here."""
+        try:
+            yield
+        except KVFerryError as error:
+            self._end(error, failed=True)
+        except Exception as error:
+            logger.exception("the engine's step failed")
+            reason = f"the engine's step failed: {type(error).__name__}: {error}"
+            self._end(EngineError(reason), failed=True)
+
+    def _serve(self) -> float:
+        if not self._engine.has_work():
+            self._engine.check()
+            return _CHECK_INTERVAL_S
+        for output in self._step():
+            self._deliver(output)
+        if self._engine.is_computing:
+            return 0.0
+        if self._listeners:
+            return IDLE_SLEEP_S  # somebody waits for a load
+        return min(max(2 * self._pause_s, IDLE_SLEEP_S), _MAX_PAUSE_S)
 
     def _step(self) -> list[EngineOutput]:
         self._step_started = time.monotonic()
@@ -225,15 +234,6 @@ class EngineLoop(Closing):
             return self._engine.step()
         finally:
             self._step_started = None
-
-    def _take_tasks(self, pause: float) -> None:
-        """Runs what is in the inbox; waits for ``pause`` seconds if it is empty."""
-        try:
-            self._inbox.get(timeout=pause)() if pause else self._inbox.get_nowait()()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            return
 
     def _add(self, request_id: str, add: Callable[[], None], on_output: OnOutput) -> None:
         try:
@@ -247,7 +247,8 @@ class EngineLoop(Closing):
         self._listeners[request_id] = on_output
 
     def _abort(self, request_id: str) -> None:
-        self._engine.abort(request_id)
+        with self._failing():
+            self._engine.abort(request_id)
 
     def _deliver(self, output: EngineOutput) -> None:
         listener = self._listeners.get(output.request_id)
@@ -265,17 +266,8 @@ class EngineLoop(Closing):
             logger.exception("the listener of request %r failed", output.request_id)
 
     def _wind_up(self, error: KVFerryError) -> None:
-        with self._lock:
-            failed = not self._closing
-            if failed:
-                self._failure = error
-            self._closing = True
-        # The lock is free again and the inbox closed: what is still in it gets its answer now.
-        tasks: list[Callable[[], None]] = []
-        while not self._inbox.empty():
-            tasks.append(self._inbox.get_nowait())
-        for task in tasks:
-            task()
+        """The last task."""
+        self._ended.set()
         for request_id, listener in self._listeners.items():
             self._tell(listener, _error_output(request_id, error))
         self._listeners.clear()
@@ -283,8 +275,8 @@ class EngineLoop(Closing):
             self._engine.close()
         except KVFerryError:
             logger.exception("closing the engine")
-        if failed:
-            self._on_failure(error)
+        if self._failure is not None:
+            self._on_failure(self._failure)
 
 
 def _error_output(request_id: str, error: Exception) -> EngineOutput:
