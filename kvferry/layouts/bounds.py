@@ -11,12 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BoundsError
-from kvferry.layouts.kernels import kernel
-from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
+from kvferry.layouts.tiles import ADDRESS_LIMIT, RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
 Int64s = npt.NDArray[np.int64]
-
-_LIMIT = float(1 << 62)
 
 
 def check_bounds(
@@ -43,10 +40,12 @@ def check_bounds(
             f"tiles and runs are tables of TILE_DTYPE and RUN_DTYPE, got {tiles.dtype} with "
             f"{tiles.ndim} dims and {runs.dtype} with {runs.ndim} dims"
         )
+    from kvferry.layouts.bounds_kernels import is_inside  # compiles; planning alone need not
+
     sides = ((True, source_region_bytes), (False, target_region_bytes))
-    sizes = [(source, np.asarray(s, dtype=np.int64)) for source, s in sides if s is not None]
+    sizes = [(source, np.array(s, dtype=np.int64)) for source, s in sides if s is not None]
     rows = as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE)
-    if sizes and all(_is_inside(*rows, region_bytes, source) for source, region_bytes in sizes):
+    if sizes and all(is_inside(*rows, region_bytes, source) for source, region_bytes in sizes):
         return
     for table, name, fields in (
         (tiles, "tile", ("heads", "elements", "itemsize")),
@@ -58,99 +57,6 @@ def check_bounds(
         return
     for source, region_bytes in sizes:
         _check_side("source" if source else "target", tiles, runs, region_bytes)
-
-
-@kernel
-def _is_inside(tiles: Any, runs: Any, region_bytes: Any, source: bool) -> bool:
-    """Whether one side's copies surely stay inside; a "no" is for :func:`_check_side` to explain.
-
-    Args:
-        tiles: rows of ``TILE_DTYPE``.
-        runs: rows of ``RUN_DTYPE``.
-        region_bytes: int64, of each region of that side.
-        source: which side.
-    """
-    last_block, last_token = 0.0, 0.0  # in floats, which cannot wrap
-    for r in range(len(runs)):
-        block, token, step = _run_side(runs[r], source)
-        if block < 0 or token < 0 or step < 1 or runs[r].tokens < 1:
-            return False
-        last_block = max(last_block, float(block))
-        last_token = max(last_token, float(token) + float(runs[r].tokens) * float(step))
-    # Tiles share one or two pairs of strides, for keys and for values; the runs are looked at once
-    # per pair: rows of (block stride, token stride, lowest, highest).
-    spans, known = np.zeros((2, 4), dtype=np.int64), 0
-    for t in range(len(tiles)):
-        tile = tiles[t]
-        region, offset, block_stride, token_stride, head_stride, element_stride = _tile_side(
-            tile, source
-        )
-        if tile.heads < 1 or tile.elements < 1 or tile.itemsize < 1:
-            return False
-        reach = abs(float(offset)) + abs(float(block_stride)) * last_block
-        reach += abs(float(token_stride)) * last_token + float(tile.itemsize)
-        reach += abs(float(head_stride)) * float(tile.heads)
-        reach += abs(float(element_stride)) * float(tile.elements)
-        if reach >= _LIMIT or region < 0 or region >= len(region_bytes):
-            return False
-        row = 0
-        while row < known and (spans[row, 0] != block_stride or spans[row, 1] != token_stride):
-            row += 1
-        if row == known:
-            known = min(known + 1, 2)
-            row = min(row, 1)
-            low, high = _span(runs, block_stride, token_stride, source)
-            spans[row, 0], spans[row, 1] = block_stride, token_stride
-            spans[row, 2], spans[row, 3] = low, high
-        low, high = spans[row, 2], spans[row, 3]
-        heads, elements = head_stride * (tile.heads - 1), element_stride * (tile.elements - 1)
-        if offset + low + min(heads, 0) + min(elements, 0) < 0:
-            return False
-        end = offset + high + max(heads, 0) + max(elements, 0) + tile.itemsize
-        if end > region_bytes[region]:
-            return False
-    return len(tiles) > 0 and len(runs) > 0
-
-
-@kernel
-def _span(runs: Any, block_stride: int, token_stride: int, source: bool) -> tuple[int, int]:
-    """Lowest and highest first-element offset over all runs."""
-    low, high = 0, 0
-    for r in range(len(runs)):
-        block, token, step = _run_side(runs[r], source)
-        first = block * block_stride + token * token_stride
-        last = first + (runs[r].tokens - 1) * step * token_stride
-        low = min(first, last) if r == 0 else min(low, first, last)
-        high = max(first, last) if r == 0 else max(high, first, last)
-    return low, high
-
-
-@kernel
-def _tile_side(tile: Any, source: bool) -> tuple[int, int, int, int, int, int]:
-    if source:
-        return (
-            tile.source_region,
-            tile.source_offset,
-            tile.source_block_stride,
-            tile.source_token_stride,
-            tile.source_head_stride,
-            tile.source_element_stride,
-        )
-    return (
-        tile.target_region,
-        tile.target_offset,
-        tile.target_block_stride,
-        tile.target_token_stride,
-        tile.target_head_stride,
-        tile.target_element_stride,
-    )
-
-
-@kernel
-def _run_side(run: Any, source: bool) -> tuple[int, int, int]:
-    if source:
-        return run.source_block, run.source_token, run.source_step
-    return run.target_block, run.target_token, run.target_step
 
 
 def _check_side(side: str, tiles: Tiles, runs: Runs, sizes: Int64s) -> None:
@@ -186,17 +92,19 @@ def _check_magnitudes(side: str, tiles: Tiles, runs: Runs) -> None:
     def largest(values: Any) -> Any:
         return np.abs(values.astype(np.float64))
 
-    tokens = runs["tokens"].astype(np.float64) * runs[f"{side}_step"].astype(np.float64)
+    tokens = (runs["tokens"] - 1.0) * runs[f"{side}_step"]
     tokens += runs[f"{side}_token"].astype(np.float64)
     reach = (
         largest(tiles[f"{side}_offset"])
         + largest(tiles[f"{side}_block_stride"]) * largest(runs[f"{side}_block"]).max()
         + largest(tiles[f"{side}_token_stride"]) * tokens.max()
-        + largest(tiles[f"{side}_head_stride"]) * largest(tiles["heads"])
-        + largest(tiles[f"{side}_element_stride"]) * largest(tiles["elements"])
+        + largest(tiles[f"{side}_head_stride"]) * (tiles["heads"] - 1.0)
+        + largest(tiles[f"{side}_element_stride"]) * (tiles["elements"] - 1.0)
         + largest(tiles["itemsize"])
     )
-    _refuse(reach >= _LIMIT, f"tile {{row}}: {side} addresses reach {{value:.3g}} bytes", reach)
+    _refuse(
+        reach >= ADDRESS_LIMIT, f"tile {{row}}: {side} addresses reach {{value:.3g}} bytes", reach
+    )
 
 
 def _run_spans(side: str, tiles: Tiles, runs: Runs) -> tuple[Int64s, Int64s]:

@@ -71,7 +71,7 @@ class ChunkedCopy(ABC):
         self._runs = as_rows(runs, RUN_DTYPE)
         self._chunks = cut_chunks(self._tiles, self._runs, chunk_bytes)
         self._progress = np.zeros(1, dtype=PROGRESS_DTYPE)
-        self.nbytes = int(self._chunks["nbytes"].sum())
+        self.nbytes = sum(self._chunks["nbytes"].tolist())
         """Bytes to copy."""
 
     @abstractmethod

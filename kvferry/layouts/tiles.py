@@ -46,6 +46,9 @@ RUN_DTYPE = np.dtype(
     ]
 )
 
+ADDRESS_LIMIT = float(1 << 62)
+"""Sums that make an address are less than it in magnitude, so that int64 cannot wrap."""
+
 Tiles: TypeAlias = npt.NDArray[np.void]
 """A 1-d array of :data:`TILE_DTYPE`."""
 

@@ -78,10 +78,20 @@ def test_a_copy_that_leaves_its_region_is_refused_with_both_values(changes, says
         check_bounds(*one(**changes), [32], [32])
 
 
+@pytest.mark.parametrize("stride", [2**62, -(2**63)])
+def test_a_stride_along_a_dim_of_one_cell_does_not_matter(stride):
+    check_bounds(*one(source_head_stride=stride, heads=1), [32], [32])
+    with pytest.raises(BoundsError, match="target region"):
+        check_bounds(*one(source_head_stride=stride, heads=1, target_offset=999), [32], [32])
+
+
 def test_a_side_without_sizes_is_its_owners_to_check():
     check_bounds(*one(source_region=9), None, [32])
     with pytest.raises(BoundsError):
         check_bounds(*one(source_region=9), [32], None)
+    check_bounds(*one(), None, None)
+    with pytest.raises(BoundsError, match="heads is 0"):
+        check_bounds(*one(heads=0), None, None)
 
 
 def test_tables_of_other_dtypes_are_refused():
