@@ -260,11 +260,11 @@ class ControlClient(Closing):
         split_address(address)
         try:
             self._send(address, call, send)
-        except CancelledError as error:  # nobody is there any more to complete it
-            call.end(error)
         except KVFerryError as error:
             self._ended.append((call, error))
-        if self._ended:
+        if self._closing:
+            self._complete()  # nobody else does any more
+        elif self._ended:
             self._mailbox.post(self._complete)
         if call.deadline < self._wakes_at:
             self._mailbox.post(partial(self._wake_at, call.deadline))

@@ -37,6 +37,8 @@ from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, split_addr
 
 T = TypeVar("T")
 
+MOST_FINISHES = 1024
+"""Finishes that share one message."""
 MOST_MESSAGES = 4
 """Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
@@ -173,8 +175,12 @@ class Connection:
         while self._waiting and len(self.calls) < MOST_MESSAGES:
             # Those that are for one start of the source; another one follows only its restart.
             source = _finishes(self._waiting[0]).source_incarnation
-            batch = []
-            while self._waiting and _finishes(self._waiting[0]).source_incarnation == source:
+            batch: list[Call[FinishAnswer]] = []
+            while (
+                self._waiting
+                and len(batch) < MOST_FINISHES
+                and _finishes(self._waiting[0]).source_incarnation == source
+            ):
                 batch.append(self._waiting.popleft())
             ended += self.send(_joined(batch))
         return ended
@@ -237,13 +243,15 @@ class Connection:
 
     def end(self, error: KVFerryError | None = None) -> Ended:
         """Closes the connection; open calls end with ``error``, or with why it was lost."""
-        ended = self.receive()  # answers that came before the end are good
-        calls = [*self.calls.values(), *self._waiting]
-        self.calls.clear()
+        waiting = [*self._waiting]
         self._waiting.clear()
-        self._close()
+        ended = self.receive()  # answers that came before the end are good
         reason = error or PeerLostError(f"{self.address}: {self._lost}")
-        return ended + [(call, reason) for call in calls]
+        ended += [(call, reason) for call in [*self.calls.values(), *waiting]]
+        self.calls.clear()
+        self._lost = str(reason)
+        self._close()
+        return ended
 
     def _close(self) -> None:
         self.is_closed = True

@@ -17,7 +17,7 @@ from kvferry.control import messages
 from kvferry.control.connection import SECOND_LOOK_S, Call, Connection
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
-from kvferry.errors import PeerLostError
+from kvferry.errors import CancelledError, PeerLostError
 
 WAIT = 20  # seconds; far more than anything here takes
 PATIENT = ControlOptions(request_timeout_s=120.0)  # what is forgotten is not found by its timeout
@@ -115,6 +115,31 @@ def test_thousands_of_calls_at_once_are_all_answered(met):
     assert len(asked) == 4000
     for future, expected in asked:
         assert future.result(WAIT) == expected
+
+
+def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
+    served, client = met
+    asked, failures = [], []
+
+    def keep_calling():
+        try:
+            while not asked or not isinstance(asked[-1].exception(WAIT), CancelledError):
+                asked.append(client.status(served.address))
+                asked.append(
+                    client.finish(served.address, served.incarnation, "lease", rank=0, ok=True)
+                )
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=keep_calling) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    client.close()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert {type(future.exception(WAIT)) for future in asked} <= {type(None), CancelledError}
 
 
 @pytest.fixture
