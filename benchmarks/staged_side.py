@@ -5,6 +5,7 @@ the size that the connector takes, and is placed from there. Processes of their 
 transport ``nixl`` looks for progress when it is idle.
 """
 
+import threading
 import time
 
 import numpy as np
@@ -13,15 +14,11 @@ from benchmarks.cases import LAYOUTS, CacheShape, Case, check_target, lowered
 from benchmarks.kvferry_side import Offer, writable
 from benchmarks.samples import Sample
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.connectors.pull.loader import POLL_S
-from kvferry.connectors.pull.reads import TargetMemory
-from kvferry.connectors.pull.staged_reads import StagedRead
 from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.layouts.host_staging import HostPlacer
-from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology import TransferPlan
 from kvferry.transports.registry import open_transport
+from kvferry.transports.staged import StagedTransport, Staging
 
 
 class StagedSource:
@@ -53,16 +50,19 @@ class StagedReader:
         self._transport = open_transport("nixl")
         self._peer = self._transport.connect(endpoint)
         defaults = PullConfig()
-        address = self._target.ctypes.data
-        self._memories = {
-            count: TargetMemory(
-                [MemorySpan(address, self._target.nbytes, HOST)],
-                HostPlacer([address]),
-                staging_bytes=defaults.staging_bytes,
+        span = MemorySpan(self._target.ctypes.data, self._target.nbytes, HOST)
+        self._stagings = {
+            count: Staging(
+                [span],
+                nbytes=defaults.staging_bytes,
                 stall_timeout_s=defaults.stall_timeout_s,
                 threads=count,
             )
             for count in threads
+        }
+        self._staged = {
+            count: StagedTransport(self._transport, staging)
+            for count, staging in self._stagings.items()
         }
         self._plans: dict[tuple[str, str], tuple[TransferPlan, Tiles]] = {}
         # The connection is made and staging's pages are taken now.
@@ -75,19 +75,13 @@ class StagedReader:
         if layouts not in self._plans:
             self._plans[layouts] = lowered(self._shape, *layouts)
         plan, tiles = self._plans[layouts]
-        memory = self._memories[case.threads]
         source_blocks, target_blocks = case.block_tables(self._shape)
+        over = threading.Event()
         began = time.perf_counter()
         copies = plan.bind(source_blocks, target_blocks, self._shape.tokens)
-        chunks = stage(tiles, copies.runs_of(0))
-        read = StagedRead(
-            self._transport, self._peer, "source", memory, chunks, self._shape.transfer_bytes
-        )
-        while not read.is_settled:
-            self._transport.poll()
-            memory.staging.sweep()
-            read.advance(time.monotonic())
-            time.sleep(POLL_S)
+        read = self._staged[case.threads].read(self._peer, tiles, copies.runs_of(0))
+        read.on_end(lambda _: over.set())
+        over.wait()
         seconds = time.perf_counter() - began
         if read.error is not None:
             raise RuntimeError(f"staged, {case}: {read.error}")
@@ -107,7 +101,8 @@ class StagedReader:
 
     def close(self) -> None:
         """Ends the threads and closes the transport."""
-        for memory in self._memories.values():
-            memory.stop()
-            memory.staging.close()
+        for staged in self._staged.values():
+            staged.close()
         self._transport.close()
+        for staging in self._stagings.values():
+            staging.close()

@@ -1,13 +1,16 @@
-"""The form of every thread of ours that owns something: sockets, agents, a table.
+"""How state that several threads want has one owner: a thread with a mailbox, or a series of tasks.
 
-Others post tasks to it, and nobody else touches what it owns. Between tasks it takes its *turn*,
-which does what is due and says when it wants the next one. It sleeps until then, until something is
-posted, or until a socket that it watches has something to say::
+A :class:`Mailbox` is a thread. Others post tasks to it, and nobody else touches what it owns.
+Between tasks it takes its *turn*, which does what is due and says when it wants the next one. It
+sleeps until then, until something is posted, or until a socket that it watches has something to
+say::
 
     post(task) ──┐
     socket ──────┼──▶ sleep ──▶ tasks, handlers ──▶ turn() ──▶ seconds until the next turn ─┐
     time is up ──┘      ▲                                                                   │
                         └───────────────────────────────────────────────────────────────────┘
+
+A :class:`Serial` has no thread: its tasks run one after the other on the threads that post them.
 """
 
 import contextlib
@@ -17,6 +20,7 @@ import os
 import queue
 import select
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, Self, TypeVar
@@ -208,3 +212,49 @@ class Mailbox(Closing):
         """What was posted runs after the handlers."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._event_fd)
+
+
+class Serial:
+    """Runs tasks one at a time, in order, on whichever thread posts them: no thread of its own.
+
+    What only such tasks touch needs no lock. Nobody waits: while one thread runs tasks, it runs
+    those that others post too. So where nobody is in it, a task costs no change of threads.
+
+    >>> serial, seen = Serial("example"), []
+    >>> serial.post(lambda: (serial.post(lambda: seen.append("second")), seen.append("first")))
+    >>> seen
+    ['first', 'second']
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: deque[Task] = deque()
+        self._running = threading.Lock()
+        self._defect: BaseException | None = None
+
+    def post(self, task: Task) -> None:
+        """Runs ``task`` after those posted before: now, or by whoever is running them."""
+        self._tasks.append(task)
+        # Looked at again after each release: somebody may have come in vain in between.
+        while self._tasks and self._running.acquire(blocking=False):
+            try:
+                while self._tasks:
+                    self._run(self._tasks.popleft())
+            finally:
+                self._running.release()
+
+    def check(self) -> None:
+        """Raises what a task has raised.
+
+        Raises:
+            EngineError: a task has failed; what the tasks own cannot be relied on.
+        """
+        if self._defect is not None:
+            raise EngineError(f"{self._name} failed: {self._defect!r}") from self._defect
+
+    def _run(self, task: Task) -> None:
+        try:
+            task()
+        except Exception as defect:  # the thread is somebody else's
+            logger.exception("%s failed", self._name)
+            self._defect = defect

@@ -34,6 +34,13 @@ def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
         raise ConfigError(f"{where}: {_explain(str(error), kind, values)}") from error
 
 
+#: Keys of earlier releases → what came of them.
+REMOVED_KEYS = {
+    "strategy": "one rule chooses how cells come, and `kvferry plan` prints it with its reason",
+    "calibration": "no costs of a machine are needed to choose how cells come",
+}
+
+
 def check_table(values: object, where: str) -> None:
     """Raises ConfigError unless ``values`` is a mapping."""
     if not isinstance(values, Mapping):
@@ -68,6 +75,8 @@ def _struct_in(hint: msgspec.inspect.Type) -> type[msgspec.Struct] | None:
 
 def unknown_key(key: str, known: list[str], where: str) -> str:
     """What to tell about a key that is not one of ``known``."""
+    if key in REMOVED_KEYS:
+        return f"{where}: {key!r} is no key any more: {REMOVED_KEYS[key]}; delete it"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
     hint = f"did you mean {near[0]!r}?" if near else listed

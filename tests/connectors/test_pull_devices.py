@@ -182,13 +182,12 @@ def serve_several(pair: Pair) -> None:
     pair.settle()
 
 
-def strategies_of(pair: Pair) -> set[tuple[str, str]]:
+def ways_of(pair: Pair) -> set[tuple[str, str]]:
     return {
-        (peer.transport.name, route.strategy)
+        (peer.transport.name, str(one.way))
         for worker in pair.consumer.workers
-        for peer in worker._loader._peers.values()  # type: ignore[attr-defined]
-        for group in peer.groups
-        for route in group.routes
+        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for one in peer.plans
     }
 
 
@@ -201,7 +200,7 @@ def test_a_wire_moves_caches_of_devices_through_host_memory(
 ) -> None:
     pair = open_one(geometries)
     serve_several(pair)
-    assert strategies_of(pair) == {("tcp", "staged")}
+    assert ways_of(pair) == {("tcp", "staged")}
 
 
 @pytest.mark.parametrize("geometries", list(GEOMETRIES.values()), ids=list(GEOMETRIES))
@@ -210,7 +209,7 @@ def test_cuda_ipc_moves_them_in_one_pass(
 ) -> None:
     pair = open_one(geometries, device="cuda", transport="cuda_ipc")
     serve_several(pair)
-    assert strategies_of(pair) == {("cuda_ipc", "strided")}
+    assert ways_of(pair) == {("cuda_ipc", "placed")}
     assert all(not stream.pinned for stream in streams)  # there is neither mirror nor staging
 
 
@@ -290,10 +289,10 @@ def test_with_both_the_first_that_reaches_is_taken_and_both_are_served(
 ) -> None:
     pair = open_one(device="cuda", transport=["tcp", "cuda_ipc"])
     serve_several(pair)
-    assert strategies_of(pair) == {("tcp", "staged")}
+    assert ways_of(pair) == {("tcp", "staged")}
     pair = open_one(device="cuda", transport=["cuda_ipc", "tcp"])
     serve_several(pair)
-    assert strategies_of(pair) == {("cuda_ipc", "strided")}
+    assert ways_of(pair) == {("cuda_ipc", "placed")}
 
 
 @pytest.fixture
@@ -327,7 +326,7 @@ def test_dtypes_are_converted_on_the_host_on_their_way_to_a_device(
     device = "cuda" if transport == "cuda_ipc" else "cpu"
     pair = open_one((geometry("bfloat16"), geometry("float32")), device, transport)
     serve_several(pair)
-    assert strategies_of(pair) == {(transport, "staged")}
+    assert ways_of(pair) == {(transport, "staged")}
 
 
 # ---- when ----------------------------------------------------------------------------------------
@@ -380,7 +379,7 @@ def test_nothing_is_written_while_the_engine_may_use_the_blocks(
     source = pair.prefill("r", 21)
     busy = [HostCopyEvent() for _ in pair.consumer.workers]
     for worker, event in zip(pair.consumer.workers, busy, strict=True):
-        worker._stream.engine = event  # type: ignore[attr-defined]
+        worker._cache.stream.engine = event  # type: ignore[attr-defined]
     request = pair.decode(source)
     try:
         pair.run(lambda: request.stage is Stage.LOADING, "its admission")
@@ -439,11 +438,3 @@ def test_a_wire_that_cannot_serve_a_mirror_says_so(
     message = refusal(open_one, transport="shm")
     assert "transport: 'shm' cannot serve copies of a KV cache on cuda:0" in message
     assert "name tcp or vm in its place" in message
-
-
-def test_a_strategy_that_writes_to_the_device_is_replaced_and_said(
-    streams: list[DeviceStream], open_one: OpenPair, caplog: pytest.LogCaptureFixture
-) -> None:
-    serve_several(pair := open_one(strategy="strided"))
-    assert strategies_of(pair) == {("tcp", "staged")}
-    assert "tcp writes host memory, and the cache is on a device" in caplog.text

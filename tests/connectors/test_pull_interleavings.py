@@ -174,7 +174,7 @@ def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transpor
     pair = Pair(producer, open_engine("d", TARGET, transport=transport), 20.0)
     served(pair, "before")
     for worker in pair.consumer.workers:
-        for connection in worker._loader._peers["p"].connections.values():  # type: ignore[attr-defined]
+        for connection in worker._cache.loads._peers["p"].connections.values():  # type: ignore[attr-defined]
             connection.close()
     served(pair, "after")
 
@@ -216,7 +216,7 @@ def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
     consumer = open_engine("d", TARGET, transport=[transport, "tcp"])
     served(Pair(producer, consumer, 20.0), "r")
     for worker in consumer.workers:
-        assert worker._loader._peers["p"].transport.name == "tcp"  # type: ignore[attr-defined]
+        assert worker._cache.loads._peers["p"].transport.name == "tcp"  # type: ignore[attr-defined]
 
 
 # ---- what comes from elsewhere ------------------------------------------------------------------

@@ -76,8 +76,8 @@ def test_the_replicas_of_the_source_share_the_work(pair: Pair) -> None:
     pair.finish(request)
     pieces: Counter[int] = Counter()
     for worker in pair.consumer.workers:
-        (peer,) = worker._loader._peers.values()  # type: ignore[attr-defined]
-        (group,) = peer.groups
+        (peer,) = worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        (group,) = peer.plans
         pieces.update(piece.source_rank for piece in group.plan.pieces)
     (producer,) = pair.producer.groups
     assert set(pieces) == set(range(producer.world_size))

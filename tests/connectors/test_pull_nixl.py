@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.lifetimes import Closing
 from kvferry.testing.connector_conformance import GEOMETRIES, open_pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.transports.staging import StagingNumbers
 
 pytestmark = [
     pytest.mark.slow,
@@ -59,7 +59,7 @@ def config(role: str, ways: str, **extra: Any) -> dict[str, Any]:
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     """What each rank's staging memory is doing."""
-    return [worker._loader.staging for worker in engine.workers]  # type: ignore[attr-defined]
+    return [worker._cache.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
 def wait_until_staging_is_free(engine: FakeEngine) -> None:
@@ -164,7 +164,7 @@ def wait_until_half_way(consumer: FakeEngine, request: FakeRequest) -> None:
     )
     assert request.stage is Stage.LOADING, request.error
     deadline = time.monotonic() + 20.0
-    loaders = [worker._loader for worker in consumer.workers]  # type: ignore[attr-defined]
+    loaders = [worker._cache.loads for worker in consumer.workers]  # type: ignore[attr-defined]
     consumer.step()  # now the ranks have heard of it
     while True:
         assert time.monotonic() < deadline, "no load was caught on its way"
@@ -210,7 +210,7 @@ def test_a_source_that_stops_during_a_load_fails_it_as_stalled_and_harms_nobody_
     source: SourceProcess, consumer: FakeEngine
 ) -> None:
     stop_during_a_load(source, consumer)
-    stagings = [worker._target.staging.memory for worker in consumer.workers]  # type: ignore[attr-defined]
+    stagings = [worker._cache.staging.memory() for worker in consumer.workers]  # type: ignore[attr-defined]
     for staging in stagings:
         staging[:] = 0xA5
     source.resume()

@@ -138,7 +138,7 @@ class Member:
         assert not self.engine.connector._loads
         assert not self.engine.connector._sources._loads
         for worker in self.executor.workers:
-            assert not worker._loader._loads
+            assert not worker._cache.loads._loads
 
 
 class Chaos:
@@ -245,7 +245,7 @@ class Chaos:
 
     def disconnect(self):
         worker = self.rng.choice(self.any_of(DECODE).executor.workers)
-        for peer in list(worker._loader._peers.values()):
+        for peer in list(worker._cache.loads._peers.values()):
             for connection in list(peer.connections.values()):
                 connection.close()
 

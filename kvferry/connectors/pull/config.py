@@ -1,16 +1,14 @@
 """What a user may write in ``kv_connector_extra_config`` for the PullConnector."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from kvferry.config import parse_struct
-from kvferry.control.options import CurveKeys
+from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
-from kvferry.topology.machine_costs import MachineCosts, load_costs
-from kvferry.topology.strategies import Strategy
 from kvferry.transports.registry import transport_class
 
 MIN_STAGING_BYTES = 4096
@@ -54,11 +52,6 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = 256 << 20
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
     taken when it is first needed."""
-    strategy: Literal["strided", "direct", "in place", "staged"] | None = None
-    """How cells move wherever that is possible; chosen by cost unless given."""
-    calibration: str | None = None
-    """File with this machine's costs that ``kvferry bench --calibrate`` wrote; the one that it
-    writes by default, if there is one, unless given."""
     convert_dtype: bool = False
     """Whether a source whose KV cache has another dtype is read although precision is lost."""
     record_digests: bool = False
@@ -109,22 +102,6 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The offered transports, best first."""
         return (self.transport,) if isinstance(self.transport, str) else self.transport
 
-    @property
-    def forced_strategy(self) -> Strategy | None:
-        """The strategy that is asked for."""
-        return None if self.strategy is None else Strategy(self.strategy)
-
-    def costs(self) -> MachineCosts:
-        """The costs by which a strategy is chosen.
-
-        Raises:
-            ConfigError: the file of costs cannot be used.
-        """
-        try:
-            return load_costs(None if self.calibration is None else Path(self.calibration))
-        except ConfigError as error:
-            raise ConfigError(f"calibration: {error}") from error
-
     def key(self) -> bytes | None:
         """The cluster's key.
 
@@ -165,3 +142,28 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         except msgspec.DecodeError as error:
             raise ConfigError(f"curve_keys: {self.curve_keys} is not JSON: {error}") from error
         return parse_struct(CurveKeys, values, f"curve_keys: {self.curve_keys}")
+
+    def control_options(self) -> ControlOptions:
+        """The options of every control client and server of an engine.
+
+        Raises:
+            ConfigError: ``curve_keys`` or ``control_config`` cannot be used.
+        """
+        own = {
+            "lease_duration_s": self.lease_duration_s,
+            "max_leased_blocks": self.max_leased_blocks,
+            "request_timeout_s": self.request_timeout_s,
+            "curve": self.curve(),
+        }
+        for key in self.control_config:
+            if key in own:
+                where = "curve_keys" if key == "curve" else key
+                raise ConfigError(
+                    f"control_config: {key!r} does not belong here; write {where} beside "
+                    "control_config"
+                )
+        options = parse_struct(ControlOptions, self.control_config, "control_config")
+        try:
+            return msgspec.structs.replace(options, **own)
+        except ValueError as error:
+            raise ConfigError(f"control_config: {error}") from error

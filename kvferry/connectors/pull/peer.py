@@ -1,70 +1,79 @@
-"""One source engine as one target rank sees it: plans, routes, connections."""
+"""One source engine as one target rank sees it: plans, ways, connections."""
 
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.connectors.pull.groups import SourceGroups
-from kvferry.connectors.pull.reads import TargetMemory
-from kvferry.connectors.pull.routes import Planned, Route, RouteOptions, make_routes
 from kvferry.errors import PeerLostError, ProtocolError
-from kvferry.topology import GroupGeometry, GroupPair, TransferPlan, plan_transfer
+from kvferry.layouts.tiles import Tiles
+from kvferry.topology import (
+    BoundCopies,
+    GroupGeometry,
+    GroupPair,
+    TransferPlan,
+    check_block_ids,
+    plan_transfer,
+)
 from kvferry.topology.description import EngineDescription
 from kvferry.topology.sharding import ranges_text
-from kvferry.topology.strategies import StrategyChoice
 from kvferry.topology.tensors import RankMemory
-from kvferry.topology.typical import TYPICAL_TOKENS
-from kvferry.transports.base import Peer, Transport
+from kvferry.topology.typical import TYPICAL_TOKENS, mean_segment_bytes, typical_copies
+from kvferry.transports.base import Peer, Transfer, Transport, Waitable
+from kvferry.transports.staged import StagedTransport, Staging
+from kvferry.transports.ways import Way, choose_way
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RankIdentity:
-    """Which rank this is, and what it holds."""
+class TargetRank:
+    """Which rank reads, what it holds and where, and what moves it."""
 
     engine_id: str
     rank: int
     groups: tuple[GroupGeometry, ...]
     memory: tuple[RankMemory, ...]
     """One per group."""
+    staging: Staging
+    """Knows the cache's regions and device."""
+    transports: Mapping[str, Transport]
+    """Open transports by name, best first."""
+    staged: Mapping[str, StagedTransport]
+    """The same ones with staging around them."""
+    convert_dtype: bool = False
+    """Whether a conversion may lose precision."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupPlan:
-    """How the layers that a group of the source shares with one of ours move to this rank."""
+class PairPlan:
+    """How the layers that a group of the source shares with one of ours come to this rank."""
 
     index: int
     """Of the pair among all pairs of the two engines."""
     pair: GroupPair
     plan: TransferPlan
-    choice: StrategyChoice
-    """By which strategy its cells come, and what the others would cost."""
-    routes: tuple[Route, ...]
+    tiles: Mapping[int, Tiles]
+    """Source rank → its tiles, lowered onto both memories."""
     num_blocks: tuple[int, int]
     """Blocks of the source's tables and of ours."""
+    way: Way
 
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        source: SourceGroups,
-        planned: Planned,
-        transport: Transport,
-        target: TargetMemory,
-        options: RouteOptions,
-    ) -> "GroupPlan":
-        """A planned pair with its routes.
+    def bind(
+        self,
+        source_blocks: Sequence[int],
+        target_blocks: Sequence[int],
+        num_tokens: int,
+        first_token: int,
+    ) -> BoundCopies:
+        """The copies of a load, checked.
 
         Raises:
-            ConfigError: see :func:`make_routes`.
+            BlockError: the tables do not fit the plan or the memories.
         """
-        pair = source.pairs[index]
-        first_token = pair.first_kept_token(TYPICAL_TOKENS) % TYPICAL_TOKENS  # never an empty span
-        choice, routes = make_routes(planned, transport, target, options, first_token)
-        theirs = min(memory.num_blocks for memory in planned.source_memory.values())
-        num_blocks = theirs, planned.target_memory.num_blocks
-        return cls(index, pair, planned.plan, choice, routes, num_blocks)
+        copies = self.plan.bind(source_blocks, target_blocks, num_tokens, first_token)
+        check_block_ids(copies, *self.num_blocks)
+        return copies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,91 +82,105 @@ class SourcePeer:
 
     description: EngineDescription
     transport: Transport
+    staged: StagedTransport
+    """The same with staging around it."""
     pairs: tuple[GroupPair, ...]
     """All pairs of the source's groups and ours."""
-    groups: tuple[GroupPlan, ...]
+    plans: tuple[PairPlan, ...]
     """Those of which this rank reads anything."""
     connections: dict[int, Peer]
     """Source rank → the connection to it; only ranks that this rank reads from."""
 
     @classmethod
-    def connect(
-        cls,
-        description: EngineDescription,
-        identity: RankIdentity,
-        target: TargetMemory,
-        transports: Mapping[str, Transport],
-        options: RouteOptions,
-    ) -> "SourcePeer":
-        """Plans every pair of groups, connects to every source rank, and chooses the routes.
+    def connect(cls, description: EngineDescription, target: TargetRank) -> "SourcePeer":
+        """Plans every pair of groups, connects to every source rank, and chooses the ways.
 
         By the best transport that both sides have and that reaches: shared memory, for one, does
         not reach another host.
 
         Args:
             description: the source engine, already compared with ours.
-            identity: this rank.
-            target: its memory in this process.
-            transports: open transports by name, best first.
-            options: what a user said about routes.
+            target: this rank.
 
         Raises:
             ProtocolError: the source offers none of our transports.
             PeerLostError: a source rank is not there.
             ConfigError: the staging memory is too small for a single block.
         """
-        source = SourceGroups.of(description, identity.groups)
-        plans = [
-            plan
-            for index in range(len(source.pairs))
-            if (plan := _plan(index, description, source, identity, options)) is not None
-        ]
-        ranks = sorted({source_rank for _, planned in plans for source_rank in planned.tiles})
-        transport, connections = _reach(description, ranks, transports)
+        source = SourceGroups.of(description, target.groups)
+        plans = {
+            index: plan
+            for index, pair in enumerate(source.pairs)
+            if (plan := _plan(pair, source, target)).source_ranks
+        }
+        ranks = sorted({rank for plan in plans.values() for rank in plan.source_ranks})
+        transport, connections = _reach(description, ranks, target.transports)
+        staged = target.staged[transport.name]
         try:
-            groups = tuple(
-                GroupPlan.of(index, source, planned, transport, target, options)
-                for index, planned in plans
+            pairs = tuple(
+                _pair_plan(index, source.pairs[index], plan, description, target, transport)
+                for index, plan in plans.items()
             )
+            for pair in pairs:
+                if not pair.way.placed:
+                    _check_staging(pair, staged)
         except BaseException:
             for connection in connections.values():
                 connection.close()
             raise
-        peer = cls(description, transport, source.pairs, groups, connections)
+        peer = cls(description, transport, staged, source.pairs, pairs, connections)
         logger.info("reading from engine %s: %s", description.engine_id, peer.summary())
         return peer
 
     @property
     def converts(self) -> bool:
         """Whether any of its cells arrive in another dtype."""
-        return any(group.plan.conversion is not None for group in self.groups)
+        return any(pair.plan.conversion is not None for pair in self.plans)
 
     def summary(self) -> str:
-        """How its cells come, in one line: ``tcp, layers 0-3 strided (1.2 ms; staged 3.4 ms)``.
+        """How its cells come, in one line: ``tcp, layers 0-3 placed (tcp writes ...)``."""
+        ways = (
+            f"layers {ranges_text(pair.pair.layers)} {pair.way} ({pair.way.reason})"
+            for pair in self.plans
+        )
+        return ", ".join([self.transport.name, *ways])
 
-        The times are for a request of :data:`TYPICAL_TOKENS` tokens.
+    def read(
+        self, pair: PairPlan, source_rank: int, copies: BoundCopies, after: Waitable | None
+    ) -> Transfer | None:
+        """Starts to move what one source rank gives; ``None`` where that is nothing.
+
+        Raises:
+            KVFerryError: it cannot be started; nothing will land.
         """
-        return ", ".join(
-            [
-                self.transport.name,
-                *(
-                    f"layers {ranges_text(group.pair.layers)} {group.choice.text()}"
-                    for group in self.groups
-                ),
-            ]
+        runs = copies.runs_of(source_rank)
+        if not len(runs):
+            return None  # all that moves lies behind the window, or on other ranks
+        connection, tiles = self.connections[source_rank], pair.tiles[source_rank]
+        if pair.way.placed:
+            return self.transport.read(connection, tiles, runs, after=after)
+        return self.staged.read(
+            connection,
+            tiles,
+            runs,
+            after=after,
+            source=self.description.engine_id,
+            conversion=pair.plan.conversion,
         )
 
-    def reconnect(self, source_rank: int, lost: Peer) -> Peer:
-        """The connection to a source rank, in place of one that was lost.
+    def cancel(self, pair: PairPlan, transfer: Transfer) -> None:
+        """Asks for a transfer of :meth:`read` to stop."""
+        (self.transport if pair.way.placed else self.staged).cancel(transfer)
+
+    def reconnect(self, source_rank: int, lost: Peer) -> None:
+        """Connects to a source rank again, unless somebody has done so since ``lost`` was lost.
 
         Raises:
             PeerLostError: the source rank is not there.
         """
         if self.connections[source_rank] is lost:
             lost.close()
-            fresh = _connect(self.transport, self.description, [source_rank])
-            self.connections[source_rank] = fresh[source_rank]
-        return self.connections[source_rank]
+            self.connections.update(_connect(self.transport, self.description, [source_rank]))
 
     def close(self) -> None:
         """Drops the connections; reads still running on them fail."""
@@ -165,29 +188,53 @@ class SourcePeer:
             connection.close()
 
 
-def _plan(
-    index: int,
-    description: EngineDescription,
-    source: SourceGroups,
-    identity: RankIdentity,
-    options: RouteOptions,
-) -> tuple[int, Planned] | None:
-    """Plans a pair of groups; ``None`` where none of its layers are on this rank's stage."""
-    pair = source.pairs[index]
-    plan = plan_transfer(
+def _plan(pair: GroupPair, source: SourceGroups, target: TargetRank) -> TransferPlan:
+    return plan_transfer(
         source=source.geometries[pair.source_group],
-        target=identity.groups[pair.target_group],
-        target_rank=identity.rank,
-        target_engine_id=identity.engine_id,
+        target=target.groups[pair.target_group],
+        target_rank=target.rank,
+        target_engine_id=target.engine_id,
         layers=pair.layers,
-        convert=options.convert_dtype,
+        convert=target.convert_dtype,
     )
-    if not plan.source_ranks:
-        return None
-    ours = identity.memory[pair.target_group]
+
+
+def _pair_plan(
+    index: int,
+    pair: GroupPair,
+    plan: TransferPlan,
+    description: EngineDescription,
+    target: TargetRank,
+    transport: Transport,
+) -> PairPlan:
+    """The plan on both sides' memory, and the way of its cells for a typical request."""
+    ours = target.memory[pair.target_group]
     theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
     tiles = plan.lower(theirs, ours)
-    return index, Planned(description.engine_id, plan, tiles, theirs, ours)
+    first_token = pair.first_kept_token(TYPICAL_TOKENS) % TYPICAL_TOKENS  # never an empty span
+    way = choose_way(
+        transport,
+        device=target.staging.device,
+        conversion=plan.conversion,
+        segment_bytes=mean_segment_bytes(
+            tiles, typical_copies(plan, first_token=first_token, seed=0)
+        ),
+    )
+    num_blocks = min(memory.num_blocks for memory in theirs.values()), ours.num_blocks
+    return PairPlan(index, pair, plan, tiles, num_blocks, way)
+
+
+def _check_staging(pair: PairPlan, staged: StagedTransport) -> None:
+    """Checks that the smallest chunk of a pair fits into the staging memory.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    # The cells of a state lie once per block.
+    sides = pair.plan.source, pair.plan.target
+    tokens = min(1 if side.is_recurrent else side.block_size for side in sides)
+    for tiles in pair.tiles.values():
+        staged.check(tiles, tokens)
 
 
 def _reach(

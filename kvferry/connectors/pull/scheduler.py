@@ -17,11 +17,10 @@ from kvferry.connectors.base import (
     TransferRecord,
 )
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.connectors.pull.control import control_options
-from kvferry.connectors.pull.gate import TicketGate
 from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
+from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
@@ -57,7 +56,7 @@ class PullScheduler(SchedulerConnector):
         self._server = server
         self._client = client
         self._sources = sources
-        self._gate = TicketGate(key, extra)
+        self._tickets = AcceptedTickets(key, extra)
         self._loads: dict[str, Load] = {}
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
@@ -90,7 +89,7 @@ class PullScheduler(SchedulerConnector):
                 "request names; set cluster_key_file in kv_connector_extra_config",
                 config.engine_id,
             )
-        options = control_options(extra)
+        options = extra.control_options()
         leases = LeaseTable.from_options(options, context.num_blocks)
         server = ControlServer(
             engine_id=config.engine_id,
@@ -145,7 +144,8 @@ class PullScheduler(SchedulerConnector):
         """Checks the ticket of a request that was prefilled elsewhere and goes for its lease.
 
         Raises:
-            TicketError: the ticket is refused, see :meth:`TicketGate.admit`; nobody was contacted.
+            TicketError: the ticket is refused, see :meth:`AcceptedTickets.accept`; nobody was
+                contacted.
             ConfigError: this engine is a producer only.
         """
         params = request.kv_transfer_params
@@ -157,7 +157,7 @@ class PullScheduler(SchedulerConnector):
                 "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
             )
         try:
-            ticket = self._gate.admit(params.get("ticket"), request)
+            ticket = self._tickets.accept(params.get("ticket"), request)
         except TicketError as error:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             logger.warning("ticket refused: %s", text)
@@ -175,7 +175,7 @@ class PullScheduler(SchedulerConnector):
         if not params or not params.get("do_remote_prefill"):
             return
         try:
-            ticket = self._gate.admit_rejected(params.get("ticket"), request.request_id)
+            ticket = self._tickets.accept_rejected(params.get("ticket"), request.request_id)
         except TicketError:
             return
         self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
@@ -258,14 +258,14 @@ class PullScheduler(SchedulerConnector):
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
         load = self._loads.pop(request_id)
-        self._gate.retire(load.ticket)
+        self._tickets.retire(load.ticket)
         self._sources.release(load)
 
     def _loaded(self, request_id: str) -> None:
         """Every rank has reported this request's load."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._gate.retire(load.ticket)
+            self._tickets.retire(load.ticket)
             self._sources.drop(load)
         self._progress.pop(request_id, None)
 

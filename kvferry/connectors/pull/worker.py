@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,28 +18,21 @@ from kvferry.connectors.base import (
     WorkerConnector,
 )
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.connectors.pull.control import control_options
 from kvferry.connectors.pull.digests import RankDigests
-from kvferry.connectors.pull.load import RankLoad
-from kvferry.connectors.pull.loader import Loader
-from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
-from kvferry.connectors.pull.mirror import RankMirror
-from kvferry.connectors.pull.peer import RankIdentity
-from kvferry.connectors.pull.reads import TargetMemory
-from kvferry.connectors.pull.regions import (
+from kvferry.connectors.pull.loads import Loads, RankLoad
+from kvferry.connectors.pull.memory import (
+    RankMirror,
     RankRegions,
     check_buffer_device,
     check_device,
     device_of,
 )
-from kvferry.connectors.pull.routes import RouteOptions
-from kvferry.connectors.pull.staging import StagingNumbers
+from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
+from kvferry.connectors.pull.peer import TargetRank
 from kvferry.control.client import ControlClient
 from kvferry.layouts.arrays import HOST
 from kvferry.layouts.device import CopyStream
 from kvferry.layouts.digest import warm as warm_digest
-from kvferry.layouts.host_staging import DevicePlacer, HostPlacer, Placer
-from kvferry.layouts.postprocess import warm as warm_repack
 from kvferry.topology import GroupGeometry
 from kvferry.topology.description import RankDescription
 from kvferry.topology.memory import locate_memory
@@ -46,6 +40,33 @@ from kvferry.topology.tensors import RankMemory
 from kvferry.transports.base import Transport, TransportOptions
 from kvferry.transports.device import DeviceTransport
 from kvferry.transports.registry import open_transport
+from kvferry.transports.staged import StagedTransport, Staging
+from kvferry.transports.staging import StagingNumbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cache:
+    """The rank's cache once it is registered, and what works on it."""
+
+    memory: tuple[RankMemory, ...]
+    """One per KV cache group."""
+    staging: Staging
+    staged: tuple[StagedTransport, ...]
+    loads: Loads
+    digests: RankDigests | None
+    """With ``record_digests``."""
+    stream: CopyStream | None
+    """Of the device on which the cache is, if that is not the host."""
+    mirror: RankMirror | None
+    """Where a wire that cannot read the device serves what is lent."""
+
+    def close(self) -> None:
+        """Ends loads and what is unpacked; the transports are closed by now."""
+        if self.stream is not None:
+            self.stream.close()
+        self.staging.close()
+        if self.mirror is not None:  # by now no copy is under way
+            self.mirror.close()
 
 
 class PullWorker(WorkerConnector):
@@ -57,7 +78,6 @@ class PullWorker(WorkerConnector):
         rank: int,
         transports: dict[str, Transport],
         client: ControlClient,
-        options: RouteOptions,
     ) -> None:
         """Takes ownership of transports and client; use :meth:`open`."""
         extra = context.extra
@@ -67,15 +87,8 @@ class PullWorker(WorkerConnector):
         self._rank = rank
         self._transports = transports
         self._client = client
-        self._options = options
-        self._memory: tuple[RankMemory, ...] = ()
         self._regions = RankRegions(transports)
-        self._stream: CopyStream | None = None
-        self._mirror: RankMirror | None = None
-        self._placer: Placer | None = None
-        self._digests: RankDigests | None = None
-        self._target: TargetMemory | None = None
-        self._loader: Loader | None = None
+        self._registered: list[_Cache] = []
         self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
@@ -85,19 +98,16 @@ class PullWorker(WorkerConnector):
         """Opens the transports.
 
         Raises:
-            ConfigError: ``kv_buffer_device``, ``curve_keys``, ``control_config`` or
-                ``calibration`` cannot be used.
+            ConfigError: ``kv_buffer_device``, ``curve_keys`` or ``control_config`` cannot be used.
             PortInUseError: a configured data port is taken.
         """
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
         # Before anything is open that a wrong key would leave.
         check_buffer_device(context.config.kv_buffer_device)
-        options = control_options(extra)
-        routes = RouteOptions(extra.forced_strategy, extra.convert_dtype, extra.costs())
+        options = extra.control_options()
         if extra.record_digests:
             warm_digest()
-        warm_repack()  # blocks may be moved whole and permuted in their places
         transports: dict[str, Transport] = {}
         try:
             for name in extra.transports:
@@ -111,7 +121,7 @@ class PullWorker(WorkerConnector):
             incarnation=context.incarnation,
             options=options,
         )
-        return cls(context, rank, transports, client, routes)
+        return cls(context, rank, transports, client)
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory of the first transport, which the others serve as well.
@@ -124,7 +134,7 @@ class PullWorker(WorkerConnector):
         return self._regions.allocate(nbytes)
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """Describes the tensors and starts the loader.
+        """Describes the tensors, and is ready to load into them.
 
         Raises:
             ValueError: the tensors do not fit the geometry.
@@ -139,64 +149,76 @@ class PullWorker(WorkerConnector):
             for group in groups
         ]
         places = [[self._regions.place(span) for span in spans] for _, spans in described]
-        self._register(device_of(self._regions.spans, self._rank))
-        sizes = tuple(span.nbytes for span in self._regions.spans)
-        self._memory = tuple(
-            _moved(memory, where, sizes)
-            for (memory, _), where in zip(described, places, strict=True)
+        spans = self._regions.spans
+        sizes = tuple(span.nbytes for span in spans)
+        memory = tuple(
+            _moved(found, where, sizes) for (found, _), where in zip(described, places, strict=True)
         )
-        if self._mirror is not None:
-            self._mirror.describe(self._memory)
-        self._start_loader()
-
-    def _register(self, device: str) -> None:
-        """Makes the cache known to the transports, and opens what a device needs beside them."""
+        device = device_of(spans, self._rank)
         check_device(
             device,
             self._context.config.kv_buffer_device,
             self._transports,
             record_digests=self._extra.record_digests,
         )
-        spans = self._regions.spans
-        addresses = [span.address for span in spans]
+        stream, mirror = None, None
         if device == HOST:
             self._regions.register_host()
-            self._placer = HostPlacer(addresses)
-            return
-        self._stream = open_stream(device)
-        self._placer = DevicePlacer(self._stream, addresses)
-        needs_mirror = any(not isinstance(t, DeviceTransport) for t in self._transports.values())
-        if self._context.config.is_producer and needs_mirror:
-            self._mirror = RankMirror(self._stream, spans, self._rank, self._context.groups)
-        self._regions.register_device(() if self._mirror is None else self._mirror.arrays)
+        else:
+            stream = open_stream(device)
+            mirror = self._open_mirror(stream, memory)
+            try:
+                self._regions.register_device(() if mirror is None else mirror.arrays)
+            except BaseException:
+                stream.close()
+                if mirror is not None:
+                    mirror.close()
+                raise
+        self._registered.append(self._open_cache(memory, stream, mirror))
 
-    def _start_loader(self) -> None:
-        assert self._placer is not None  # _register() made it
-        spans = self._regions.spans
-        identity = RankIdentity(
-            engine_id=self._context.config.engine_id,
-            rank=self._rank,
-            groups=self._context.groups,
-            memory=self._memory,
-        )
-        if self._extra.record_digests:
-            addresses = [span.address for span in spans]
-            self._digests = RankDigests(self._context, self._rank, self._memory, addresses)
-        self._target = TargetMemory(
-            spans,
-            self._placer,
-            staging_bytes=self._extra.staging_bytes,
+    def _open_mirror(self, stream: CopyStream, memory: tuple[RankMemory, ...]) -> RankMirror | None:
+        """Host memory for what is lent, where a transport cannot read the device."""
+        needed = any(not isinstance(t, DeviceTransport) for t in self._transports.values())
+        if not (self._context.config.is_producer and needed):
+            return None
+        spans, groups = self._regions.spans, self._context.groups
+        return RankMirror(stream, spans, self._rank, groups, memory)
+
+    def _open_cache(
+        self,
+        memory: tuple[RankMemory, ...],
+        stream: CopyStream | None,
+        mirror: RankMirror | None,
+    ) -> _Cache:
+        staging = Staging(
+            self._regions.spans,
+            nbytes=self._extra.staging_bytes,
             stall_timeout_s=self._extra.stall_timeout_s,
             threads=self._extra.mover_threads,
+            stream=stream,
         )
-        self._loader = Loader(
-            identity,
-            self._target,
+        staged = {name: StagedTransport(t, staging) for name, t in self._transports.items()}
+        digests = None
+        if self._extra.record_digests:
+            addresses = [span.address for span in self._regions.spans]
+            digests = RankDigests(self._context, self._rank, memory, addresses)
+        target = TargetRank(
+            self._context.config.engine_id,
+            self._rank,
+            self._context.groups,
+            memory,
+            staging,
             self._transports,
-            self._client,
-            None if self._digests is None else self._digests.loaded,
-            self._options,
+            staged,
+            self._extra.convert_dtype,
         )
+        loads = Loads(target, self._client, None if digests is None else digests.loaded)
+        return _Cache(memory, staging, tuple(staged.values()), loads, digests, stream, mirror)
+
+    @property
+    def _cache(self) -> _Cache:
+        (cache,) = self._registered  # the engine registers its caches first, and once
+        return cache
 
     def handshake_metadata(self) -> bytes:
         """The rank's description, for the handshake."""
@@ -204,28 +226,28 @@ class PullWorker(WorkerConnector):
         description = RankDescription(
             rank=self._rank,
             endpoints=endpoints,
-            memory=self._memory,
-            mirrored=self._mirror is not None,
+            memory=self._cache.memory,
+            mirrored=self._cache.mirror is not None,
         )
         return msgspec.msgpack.encode(description)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Hands this step's news to the loader; begins to copy, or digests, what was just lent."""
+        """Starts this step's loads; begins to copy, or digests, what was just lent."""
         assert isinstance(metadata, PullMetadata)  # the engine decoded it as our Metadata
-        assert self._loader is not None  # the engine registered its caches first
+        cache = self._cache
         for lent in metadata.lent:
-            if self._mirror is not None:
-                self._mirror.lend(lent)
-            if self._digests is not None:
-                self._records.append(self._record_lent(lent, self._digests))
+            if cache.mirror is not None:
+                cache.mirror.lend(lent)
+            if cache.digests is not None:
+                self._records.append(self._record_lent(lent, cache.digests))
         for description in metadata.peers:
-            self._loader.meet(description)
+            cache.loads.meet(description)
         # Steps under way may still use the blocks that are loaded into.
-        writable = self._stream.engine_event() if self._stream and metadata.loads else None
+        writable = cache.stream.engine_event() if cache.stream and metadata.loads else None
         for spec in metadata.loads:
-            self._loader.load(spec, writable)
+            cache.loads.start(spec, writable)
         for lease_id in metadata.cancels:
-            self._loader.cancel(lease_id)
+            cache.loads.cancel(lease_id)
         self._released.update(metadata.released)
 
     def _record_lent(self, lent: LentSpec, digests: RankDigests) -> TransferRecord:
@@ -250,13 +272,13 @@ class PullWorker(WorkerConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
         output = KVConnectorOutput()
-        if self._loader is not None:
-            for load in self._loader.take_ended():
+        for cache in self._registered:
+            for load in cache.loads.take_ended():
                 self._report(load, output)
-            output.transfer_progress = self._loader.progress()
-            self._report_staging(self._loader.staging, output)
-        if self._mirror is not None:
-            output.transfer_records += self._mirror.take_records()
+            output.transfer_progress = cache.loads.progress()
+            self._report_staging(cache.staging.numbers, output)
+            if cache.mirror is not None:
+                output.transfer_records += cache.mirror.take_records()
         output.transfer_records += self._records
         output.finished_sending = self._released
         self._records, self._released = [], set()
@@ -290,18 +312,15 @@ class PullWorker(WorkerConnector):
 
     def close(self) -> None:
         """Ends loads, connections and memory. Idempotent."""
-        if self._loader is not None:
-            self._loader.close()
+        for cache in self._registered:
+            cache.loads.close()
+            for staged in cache.staged:
+                staged.close()
         self._client.close()
         for transport in self._transports.values():
             transport.close()
-        if self._stream is not None:
-            self._stream.close()
-        for pinned in (self._placer, self._mirror):  # by now no copy is under way
-            if pinned is not None:
-                pinned.close()
-        if self._target is not None:
-            self._target.staging.close()
+        for cache in self._registered:
+            cache.close()
 
 
 def _tensors_of(group: GroupGeometry, rank: int, kv_caches: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,16 +75,16 @@ def test_with_recompute_the_tokens_are_right_anyway(start_pair, reference, rando
 def test_a_load_that_fails_under_way_ends_by_the_policy(
     start_pair, reference, random_prompt, policy, monkeypatch
 ):
-    from kvferry.connectors.pull import loader
+    from kvferry.connectors.pull.peer import SourcePeer
     from kvferry.errors import TransferError
 
-    def broken(self, load, peer):
+    def broken(self, pair, source_rank, copies, after):
         raise TransferError("the wire broke")
 
     prefill, decode = start_pair(extra=QUICK, policy=policy)
     prompt = random_prompt(200)
     (params,) = prefill.prefill([prompt])
-    monkeypatch.setattr(loader.Loader, "_read", broken)
+    monkeypatch.setattr(SourcePeer, "read", broken)
     (output,) = decode.generate([prompt], [params])
     if policy == "fail":
         assert output.outputs[0].finish_reason == "error"

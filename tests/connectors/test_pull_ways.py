@@ -1,18 +1,15 @@
-"""By whatever strategy a load comes: the same cells, and nothing lands in blocks of others."""
+"""Placed or staged: the same cells, and nothing lands in blocks of others."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.pull import routes, staged_reads
-from kvferry.connectors.pull.staging import StagingNumbers
 from kvferry.connectors.records import digest_mismatch
 from kvferry.errors import ConfigError, IncompatibleError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
@@ -22,20 +19,11 @@ from kvferry.testing.fake_rank import Stage
 from kvferry.testing.faults import lossy_transport
 from kvferry.testing.known_cache import KnownCache
 from kvferry.testing.unfenced import ReadGate, unfenced_transport
-from kvferry.topology import (
-    Addressing,
-    EngineGeometry,
-    MachineCosts,
-    MoverTraits,
-    ParallelShape,
-    Strategy,
-    StrategyChoice,
-    choose_strategy,
-    plan_transfer,
-    strategy_work,
-)
-from kvferry.topology.machine_costs import Calibration, WireCosts
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.transports.registry import transport_class
 from kvferry.transports.shm import ShmTransport
+from kvferry.transports.staged import Staging
+from kvferry.transports.staging import StagingNumbers
 
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
 LARGE = EngineGeometry(
@@ -70,6 +58,20 @@ def read_gate() -> Iterator[ReadGate]:
         read_gate.release()
 
 
+def of_long_segments(name: str) -> AbstractContextManager[None]:
+    """Makes a transport one that places segments only where they are longer than any here."""
+    kind = transport_class(name)
+    reluctant = type(kind.__name__, (kind,), {"least_segment_bytes": 1 << 30})
+    return temporary_plugin(TRANSPORTS, name, reluctant)
+
+
+@pytest.fixture
+def staged() -> Iterator[None]:
+    """All loads over ``shm`` go through staging."""
+    with of_long_segments("shm"):
+        yield
+
+
 @pytest.fixture
 def open_one() -> Iterator[OpenPair]:
     """Opens a pair with extra keys of the consumer; it is closed at the end."""
@@ -99,7 +101,7 @@ def open_one() -> Iterator[OpenPair]:
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     """What each rank's staging memory is doing."""
-    return [worker._loader.staging for worker in engine.workers]  # type: ignore[attr-defined]
+    return [worker._cache.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -118,7 +120,7 @@ def connections_of(engine: FakeEngine) -> list[Any]:
     return [
         connection
         for worker in engine.workers
-        for peer in worker._loader._peers.values()  # type: ignore[attr-defined]
+        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
         for connection in peer.connections.values()
     ]
 
@@ -167,23 +169,22 @@ def serve_several(pair: Pair) -> None:
     settle_staging(pair.consumer)
 
 
-def strategies_of(pair: Pair) -> set[str]:
+def ways_of(pair: Pair) -> set[str]:
     return {
-        route.strategy
+        str(one.way)
         for worker in pair.consumer.workers
-        for peer in worker._loader._peers.values()  # type: ignore[attr-defined]
-        for group in peer.groups
-        for route in group.routes
+        for peer in worker._cache.loads._peers.values()  # type: ignore[attr-defined]
+        for one in peer.plans
     }
 
 
 def abort_in_the_middle_of(
-    pair: Pair, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Aborts a load while a function of a module works on its blocks: they stay its own."""
+    """Aborts a load while a function works on its blocks: they stay its own."""
     gate = ReadGate()
     gate.hold()
-    real = getattr(module, name)
+    real = getattr(owner, name)
     begun: list[int] = []
 
     def slow(*args: Any) -> None:
@@ -191,7 +192,7 @@ def abort_in_the_middle_of(
         gate.gate().wait()
         real(*args)
 
-    monkeypatch.setattr(module, name, slow)
+    monkeypatch.setattr(owner, name, slow)
     try:
         request = pair.decode(pair.prefill("r", 21))
         pair.run(lambda: request.stage is Stage.LOADING, "its admission")
@@ -208,89 +209,48 @@ def abort_in_the_middle_of(
     settle_staging(pair.consumer)
 
 
-# ---- the same cells by every strategy -----------------------------------------------------------
+# ---- the same cells either way -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("geometries", **with_slow(GEOMETRIES, "tp2-pp2"))
 @pytest.mark.parametrize(
-    ("transport", "strategy"),
-    [("tcp", "strided"), ("shm", "staged"), ("tcp", "staged")],
+    ("transport", "way"), [("tcp", "placed"), ("shm", "staged"), ("tcp", "staged")]
 )
-def test_a_strategy_that_is_asked_for_moves_the_same_cells(
-    open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str, strategy: str
+def test_either_way_moves_the_same_cells(
+    open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str, way: str
 ) -> None:
-    pair = open_one(geometries, transport=transport, strategy=strategy)
-    serve_several(pair)
-    assert strategies_of(pair) == {strategy}
+    with ExitStack() as stack:
+        if way == "staged":
+            stack.enter_context(of_long_segments(transport))
+        pair = open_one(geometries, transport=transport)
+        serve_several(pair)
+        assert ways_of(pair) == {way}
 
 
-@pytest.mark.parametrize(
-    "geometries",
-    [
-        (SOURCE, TARGET),  # heads of two ranks, frames of three source blocks and two of ours
-        (small_geometry("NHD", 6), small_geometry("HND", 3, pp=3)),
-        (small_geometry("HND", 5), small_geometry("NHD", 5)),
-    ],
-)
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_whole_blocks_are_permuted_in_place(
-    open_one: OpenPair, geometries: tuple[Groups, Groups], transport: str
+def test_the_way_and_its_reason_are_told_once_per_peer(
+    open_one: OpenPair, staged: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = open_one(geometries, transport=transport, strategy="in place")
-    serve_several(pair)
-    assert strategies_of(pair) == {"in place"}
+    caplog.set_level("INFO", "kvferry.connectors.pull.peer")
+    serve_several(open_one((small_geometry("HND", 16), small_geometry("NHD", 16))))
+    assert caplog.text.count("staged (segments have") == 1
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_loads_that_cannot_come_in_place_are_told_of_once_with_both_block_sizes(
-    open_one: OpenPair,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    asked: bool,
+@pytest.mark.parametrize("key", ["strategy", "calibration"])
+def test_keys_that_chose_a_way_are_refused_with_what_came_of_them(
+    open_one: OpenPair, key: str
 ) -> None:
-    def choose(*args: Any, wanted: Strategy | None = None) -> StrategyChoice:
-        """As if in place were the cheapest."""
-        return choose_strategy(*args, wanted=wanted or Strategy.IN_PLACE)
-
-    monkeypatch.setattr(routes, "choose_strategy", choose)
-    caplog.set_level("INFO", "kvferry.connectors.pull.routes")
-    keys = {"strategy": "in place"} if asked else {}
-    pair = open_one((small_geometry("HND", 4), small_geometry("NHD", 6)), **keys)
-    serve_several(pair)
-    assert strategies_of(pair) == {"in place"}
-    (told,) = [r for r in caplog.records if "not in place" in r.getMessage()]
-    assert told.levelname == ("WARNING" if asked else "INFO")
-    (source,) = pair.consumer.workers[0]._loader._peers  # type: ignore[attr-defined]
-    assert told.getMessage().startswith(f"layers 0-2 of engine {source}: a load comes strided")
-    assert (
-        "blocks are 4 tokens there and 6 here, so only whole frames of 12 come in place: "
-        "give this engine a block_size that is a multiple of 4"
-    ) in told.getMessage()
+    with pytest.raises(ConfigError, match=rf"'{key}' is no key any more: .*; delete it"):
+        open_one(**{key: "staged"})
 
 
-def test_blocks_that_are_whole_frames_come_in_place_and_nothing_is_told(
-    open_one: OpenPair, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "kvferry.connectors.pull.routes")
-    pair = open_one((small_geometry("HND", 4), small_geometry("NHD", 8)), strategy="in place")
-    serve_several(pair)
-    assert strategies_of(pair) == {"in place"}
-    assert "not in place" not in caplog.text
-
-
-def test_a_load_aborted_while_its_blocks_are_permuted_is_reported_when_that_has_ended(
-    open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pair = open_one(strategy="in place")
-    abort_in_the_middle_of(pair, routes, "run_repack", monkeypatch)
-
-
-@pytest.mark.parametrize("strategy", ["in place", "staged", "strided"])
+@pytest.mark.parametrize("least_segment_bytes", [0, 1 << 30], ids=["placed", "staged"])
 def test_a_connection_lost_in_the_middle_is_made_again_and_the_cells_are_right(
-    open_one: OpenPair, strategy: str
+    open_one: OpenPair, least_segment_bytes: int
 ) -> None:
-    with temporary_plugin(TRANSPORTS, "shm", lossy_transport(ShmTransport, loss=0.3, seed=3)):
-        pair = open_one(strategy=strategy)
+    lossy = lossy_transport(ShmTransport, loss=0.3, seed=3)
+    lossy.least_segment_bytes = least_segment_bytes
+    with temporary_plugin(TRANSPORTS, "shm", lossy):
+        pair = open_one()
         requests = [pair.decode(pair.prefill(f"r{n}", 20 + n)) for n in range(8)]
         pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "all to end")
         assert not all(request.failed for request in requests)
@@ -299,7 +259,7 @@ def test_a_connection_lost_in_the_middle_is_made_again_and_the_cells_are_right(
 
 
 def test_only_the_connection_that_was_lost_is_made_again(open_one: OpenPair) -> None:
-    pair = open_one(strategy="in place")
+    pair = open_one()
     pair.finish(pair.decode(pair.prefill("r", 24)))
     before = connections_of(pair.consumer)
     before[0].close()
@@ -318,58 +278,22 @@ def test_a_transport_that_cannot_fence_reads_through_staging(
 ) -> None:
     pair = open_one(geometries)
     serve_several(pair)
-    assert strategies_of(pair) == {"staged"}
-
-
-def test_a_strategy_that_is_impossible_is_said_so_and_another_is_taken(
-    open_one: OpenPair, read_gate: ReadGate, caplog: pytest.LogCaptureFixture
-) -> None:
-    pair = open_one(strategy="strided")
-    serve_several(pair)
-    assert strategies_of(pair) == {"staged"}
-    assert "strategy: " in caplog.text
-
-
-def test_the_cheapest_strategy_by_the_file_of_costs_is_taken_and_the_log_tells_the_others(
-    open_one: OpenPair, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    dear = MachineCosts(wires={"shm": WireCosts(transfer_s=0, byte_s=0, operation_s=1e-3)})
-    path = tmp_path / "costs.json"
-    path.write_bytes(Calibration(machine={}, costs=dear).encode())
-    geometries = small_geometry("HND", 16), small_geometry("NHD", 16)
-    caplog.set_level("INFO", "kvferry.connectors.pull.peer")
-    pair = open_one(geometries, calibration=str(path))
-    serve_several(pair)
-    plan = plan_transfer(source=geometries[0], target=geometries[1])
-    mover = MoverTraits("shm", Addressing.BOTH, fences=True)
-    choice = choose_strategy(strategy_work(plan), mover, dear)
-    assert strategies_of(pair) == {choice.strategy}
-    assert choice.strategy is not Strategy.STRIDED
-    assert caplog.text.count(choice.text()) == 1
-    assert all(strategy in choice.text() for strategy in Strategy)
-
-
-def test_a_file_of_costs_that_cannot_be_used_stops_the_engine_with_its_key(
-    open_one: OpenPair, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=r"calibration: .*none.json: cannot be read"):
-        open_one(calibration=str(tmp_path / "none.json"))
+    assert ways_of(pair) == {"staged"}
 
 
 @pytest.mark.parametrize("unfenced", [False, True])
 def test_loads_larger_than_the_staging_memory_pass_through_it(
     open_one: OpenPair, request: pytest.FixtureRequest, unfenced: bool
 ) -> None:
-    if unfenced:
-        request.getfixturevalue("read_gate")
-    pair = open_one((LARGE, LARGE), strategy="staged", staging_bytes=4096)
+    request.getfixturevalue("read_gate" if unfenced else "staged")
+    pair = open_one((LARGE, LARGE), staging_bytes=4096)
     serve_several(pair)
     records = [r for output in pair.consumer.outputs for r in output.transfer_records]
     assert max(record.nbytes for record in records) > 4 * 4096
 
 
 def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_change(
-    open_one: OpenPair,
+    open_one: OpenPair, staged: None
 ) -> None:
     large = EngineGeometry(
         num_layers=1,
@@ -380,7 +304,7 @@ def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_c
         layout="NHD",
         parallel=ParallelShape(),
     )
-    pair = open_one((large, large), strategy="staged", staging_bytes=4096)
+    pair = open_one((large, large), staging_bytes=4096)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     assert request.failed
@@ -401,7 +325,7 @@ def start_held_load(pair: Pair, read_gate: ReadGate) -> Any:
     return request
 
 
-def open_the_gate(pair: Pair, read_gate: ReadGate) -> None:
+def release_and_settle(pair: Pair, read_gate: ReadGate) -> None:
     """What was held lands now; nobody's blocks change and every slot comes back."""
     read_gate.release()
     settle_staging(pair.consumer)
@@ -422,7 +346,7 @@ def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quar
         lambda: any(connection.closed for connection in connections_of(pair.consumer)),
         "the connection of a peer that stands still is kept",
     )
-    open_the_gate(pair, read_gate)
+    release_and_settle(pair, read_gate)
 
 
 def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in_quarantine(
@@ -437,13 +361,13 @@ def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in
     assert any(connection.closed for connection in connections_of(pair.consumer))
     pair.settle()
     assert quarantined(pair.consumer) > 0
-    open_the_gate(pair, read_gate)
+    release_and_settle(pair, read_gate)
 
 
 def test_a_load_aborted_while_it_is_unpacked_is_reported_when_that_has_ended(
     open_one: OpenPair, read_gate: ReadGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    abort_in_the_middle_of(open_one(), staged_reads, "unpack", monkeypatch)
+    abort_in_the_middle_of(open_one(), Staging, "unpack", monkeypatch)
 
 
 def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_afterwards(
@@ -462,7 +386,7 @@ def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_
         pair.finish(refused)
         assert refused.failed
         errors += errors_of(pair, [refused.request_id])
-    open_the_gate(pair, read_gate)
+    release_and_settle(pair, read_gate)
 
 
 def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_staging_memory(
@@ -557,7 +481,7 @@ def test_cells_of_another_dtype_arrive_with_equal_values(
     requests = [pair.decode(pair.prefill(id, length)) for id, length in (("r", 30), ("s", 7))]
     pair.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "both to end")
     assert not any(request.failed for request in requests)
-    assert strategies_of(pair) == {"staged"}
+    assert ways_of(pair) == {"staged"}
     records = [r for output in pair.consumer.outputs for r in output.transfer_records]
     assert {record.token_digests for record in records} == {None}
     pair.settle()

@@ -1,7 +1,7 @@
-"""Staging memory of one rank: bounded, shared by its loads in turn, quarantined until proved quiet.
+"""Staging memory of one rank: bounded, shared by its reads in turn, quarantined until proved quiet.
 
 Chunks are served first come, first served, as long as their source leaves room for others. A
-source engine that has no slot gets one in its turn, and another only if at least as much is free
+source that has no slot gets one in its turn, and another only if at least as much is free
 after that as it holds. So what stands still leaves something to what moves: the first source that
 stops keeps at most half of the memory, the next one a quarter, and so on; and ``n`` sources that
 all move come to hold ``1 / (n + 1)`` of it each. A source at its bound is passed over, and its
@@ -9,10 +9,10 @@ chunk keeps its place. It is served next at the latest when all slots of its sou
 nobody waits for ever.
 
 A slot is leased for one chunk. It comes back once nothing can land in it any more (its transfer is
-terminal) and what it held was unpacked. If the load is over before, the slot is in quarantine: it
+terminal) and what it held was unpacked. If the read is over before, the slot is in quarantine: it
 stays out of use, and the memory outlives the pool itself if its transfers never end.
 
-Only the loader's thread calls a pool; :attr:`StagingPool.numbers` may be read by anyone.
+One caller at a time; :attr:`StagingPool.numbers` may be read by anyone.
 """
 
 import itertools
@@ -21,16 +21,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvferry.errors import ConfigError, StagingFullError
-from kvferry.transports.base import ByteArray, Peer, Transfer, Transport
+from kvferry.transports.base import Peer, Transfer
 
 ALIGNMENT = 64
 """Bytes to which slots are aligned: no two share a cache line."""
-
-_left_in_quarantine: list[ByteArray] = []
-"""Memory of closed pools into which something may still land: kept for the life of the process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +36,7 @@ class Slot:
     """Bytes from the start of the staging memory."""
     nbytes: int
     source: str
-    """The engine that it is read from."""
+    """Whose share of the memory it counts to."""
     transfer: Transfer | None = None
     """What lands in it."""
     connection: Peer | None = None
@@ -56,9 +51,11 @@ class Claim:
 
     nbytes: int
     source: str
-    """The engine that it is read from."""
+    """Whose share of the memory it counts to."""
     number: int
     """Of those before it."""
+    decided: Callable[[], object]
+    """Called once either of what follows is set."""
     slot: Slot | None = None
     """Set when its turn has come."""
     error: StagingFullError | None = None
@@ -67,7 +64,7 @@ class Claim:
 
 @dataclass(slots=True, eq=False)
 class _Share:
-    """What one source engine has of the memory."""
+    """What one source has of the memory."""
 
     leased: int = 0
     """Bytes of its slots in use."""
@@ -105,48 +102,25 @@ class StagingPool:
         stall_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes no memory before the first claim.
-
-        Args:
-            nbytes: size of the staging memory.
-            stall_timeout_s: seconds for which quarantine may stand in the way of a claim, and
-                after which the connection goes over which a read still lands there.
-            clock: seconds of a monotonic clock.
+        """Args:
+        nbytes: size of the staging memory, which is the caller's.
+        stall_timeout_s: seconds for which quarantine may stand in the way of a claim, and
+            after which the connection goes over which a read still lands there.
+        clock: seconds of a monotonic clock.
         """
         self.nbytes = nbytes
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
-        self._memory: ByteArray | None = None
-        self._regions: dict[Transport, int] = {}
         self._free = [(0, nbytes)]
         self._used: set[Slot] = set()
         self._quarantine: set[Slot] = set()
         self._shares: dict[str, _Share] = {}
-        """By engine id; none is empty."""
+        """By source; none is empty."""
         self._numbers = itertools.count()
         self._blocked_since: float | None = None
         self._quarantined = self._refused = 0
         self.numbers = StagingNumbers()
         """As of the last change; replaced, never changed."""
-
-    @property
-    def memory(self) -> ByteArray:
-        """The whole staging memory; its pages are taken as they are first written to."""
-        if self._memory is None:
-            padded = np.empty(self.nbytes + ALIGNMENT, dtype=np.uint8)
-            first = -padded.ctypes.data % ALIGNMENT
-            self._memory = padded[first : first + self.nbytes]
-        return self._memory
-
-    def region(self, transport: Transport) -> int:
-        """The id under which a transport knows the memory; registered there at the first call."""
-        if transport not in self._regions:
-            self._regions[transport] = transport.register(self.memory, serve=False)
-        return self._regions[transport]
-
-    def address(self, slot: Slot) -> int:
-        """Address of a slot in this process."""
-        return int(self.memory.ctypes.data) + slot.offset
 
     def check(self, nbytes: int) -> None:
         """Checks that a chunk fits at all.
@@ -160,18 +134,21 @@ class StagingPool:
                 f"{self.nbytes}; write at least {4 * _aligned(nbytes)}"
             )
 
-    def claim(self, nbytes: int, source: str) -> Claim:
+    def claim(
+        self, nbytes: int, source: str, decided: Callable[[], object] = lambda: None
+    ) -> Claim:
         """Queues for a slot of ``nbytes``; granted at once if it is free and nobody comes before.
 
         Args:
             nbytes: bytes of the chunk.
-            source: id of the engine that it is read from.
+            source: whose share of the memory it counts to.
+            decided: called when the slot is there, or never will be.
 
         Raises:
             ConfigError: see :meth:`check`.
         """
         self.check(nbytes)
-        claim = Claim(_aligned(nbytes), source, next(self._numbers))
+        claim = Claim(_aligned(nbytes), source, next(self._numbers), decided)
         self._shares.setdefault(source, _Share()).waiting.append(claim)
         self._grant()
         return claim
@@ -229,12 +206,10 @@ class StagingPool:
         """Whether :meth:`sweep` has anything to do."""
         return bool(self._quarantine) or self._oldest() is not None
 
-    def close(self) -> None:
-        """Lets the memory go, unless something may still land in it: then it is kept for good."""
-        running = [slot for slot in (*self._used, *self._quarantine) if not _is_quiet(slot)]
-        if running and self._memory is not None:
-            _left_in_quarantine.append(self._memory)
-        self._memory = None
+    @property
+    def may_be_written(self) -> bool:
+        """Whether something may still land in the memory: then it must be kept."""
+        return any(not _is_quiet(slot) for slot in (*self._used, *self._quarantine))
 
     def _grant(self) -> None:
         """Serves the queue in order: a small chunk never overtakes a large one that may be next."""
@@ -277,6 +252,7 @@ class StagingPool:
             if claim.slot is None:
                 return
             self._shares[claim.source].waiting.popleft()
+            claim.decided()
 
     def _is_blocked(self) -> bool:
         """Whether quarantine has stood in the way of the queue's head for too long."""
@@ -297,6 +273,7 @@ class StagingPool:
             f"{self._stall_timeout_s:g} s or more (stall_timeout_s): reads that were given up "
             "may still land there; look at their peers, or give it more"
         )
+        claim.decided()
 
     def _take(self, claim: Claim) -> Slot | None:
         for index, (offset, length) in enumerate(self._free):

@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvferry.connectors.pull import staging
-from kvferry.connectors.pull.staging import ALIGNMENT, Claim, Slot, StagingPool
 from kvferry.errors import ConfigError, StagingFullError
 from kvferry.transports.base import Peer, Transfer, TransferState
+from kvferry.transports.staging import ALIGNMENT, Claim, Slot, StagingPool
 
 UNIT = ALIGNMENT
 STALL_S = 10.0
@@ -41,7 +40,7 @@ def leased(pool: StagingPool, units: int, source: str = "a") -> Slot:
 
 def end(slot: Slot, state: TransferState = TransferState.DONE) -> None:
     assert slot.transfer is not None
-    slot.transfer.state = state
+    slot.transfer.stop(state)
 
 
 class Machine(RuleBasedStateMachine):
@@ -311,16 +310,22 @@ def test_a_chunk_that_can_never_fit_is_refused_with_the_key_to_change() -> None:
         pool.claim(3 * UNIT, "a")
 
 
-def test_memory_into_which_something_may_land_outlives_the_pool(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept: list[object] = []
-    monkeypatch.setattr(staging, "_left_in_quarantine", kept)
-    for state, expected in ((TransferState.DONE, 0), (TransferState.RUNNING, 1)):
-        pool, _ = open_pool(1)
-        slot = leased(pool, 1)
-        assert pool.address(slot) % ALIGNMENT == 0
-        end(slot, state)
-        pool.quarantine(slot)
-        pool.close()
-        assert len(kept) == expected
+def test_who_waits_for_a_slot_is_told_when_its_turn_has_come_or_never_will() -> None:
+    pool, _ = open_pool(2)
+    first = leased(pool, 2)
+    told: list[str] = []
+    pool.claim(2 * UNIT, "b", lambda: told.append("b"))
+    pool.claim(2 * UNIT, "c", lambda: told.append("c"))
+    end(first)
+    pool.release(first)
+    assert told == ["b"]
+
+
+def test_memory_may_be_written_while_a_transfer_into_it_goes_on() -> None:
+    pool, _ = open_pool(1)
+    slot = leased(pool, 1)
+    assert slot.offset % ALIGNMENT == 0
+    pool.quarantine(slot)
+    assert pool.may_be_written
+    end(slot)
+    assert not pool.may_be_written

@@ -1,4 +1,4 @@
-"""Which tickets get in: verified, fitting their request, used once."""
+"""Which tickets are accepted: verified, fitting their request, used once."""
 
 from kvferry.connectors.base import RequestView
 from kvferry.connectors.pull.config import PullConfig
@@ -7,7 +7,7 @@ from kvferry.errors import TicketError
 from kvferry.zeromq import split_address
 
 
-class TicketGate:
+class AcceptedTickets:
     """Judges the tickets that requests bring, before anybody is contacted."""
 
     def __init__(self, key: bytes | None, extra: PullConfig) -> None:
@@ -19,7 +19,7 @@ class TicketGate:
         self._peers = extra.peers
         self._seen = SeenTickets()
 
-    def admit(self, text: object, request: RequestView) -> Ticket:
+    def accept(self, text: object, request: RequestView) -> Ticket:
         """The ticket of a request, verified, fitting, and from now on the request's own.
 
         Raises:
@@ -32,11 +32,11 @@ class TicketGate:
         self._seen.claim(ticket.lease_id, request.request_id)
         return ticket
 
-    def admit_rejected(self, text: object, request_id: str) -> Ticket:
+    def accept_rejected(self, text: object, request_id: str) -> Ticket:
         """The ticket of a request that ends before its prompt is known, to give its lease back.
 
         Raises:
-            TicketError: as :meth:`admit`, but that no prompt is looked at.
+            TicketError: as :meth:`accept`, but that no prompt is looked at.
         """
         ticket = self._verified(text)
         self._seen.claim(ticket.lease_id, request_id)
@@ -61,7 +61,7 @@ class TicketGate:
         return ticket
 
     def retire(self, ticket: Ticket) -> None:
-        """The request is over; its ticket never gets in again."""
+        """The request is over; its ticket is never accepted again."""
         self._seen.retire(ticket.lease_id)
 
 

@@ -1,0 +1,413 @@
+"""The loads of one rank: bound, read, confirmed.
+
+A load reads what each source rank gives of each pair of KV cache groups; each of these is a
+transfer. When no transfer can change the cache any more the source is told (``Finish``), and its
+answer is the confirm: only then does the load count.
+
+A short load changes threads as seldom as can be. The step thread binds it and starts its transfers;
+short ones are copied there and then. Whoever ends the last transfer sends the Finish, and whoever
+finds its answer in the socket concludes the load; the step thread looks there itself before it asks
+what has ended::
+
+    step thread    start ─ bind ─ read ─┐                               ┌─ pump ─ take_ended
+    mover                               └─ copy ─ ended ─ Finish ──▶ P ──▶ held
+
+What is long waits on a thread of its own: connecting to an engine, tables of many blocks, digests.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.pull.metadata import LoadSpec
+from kvferry.connectors.pull.peer import PairPlan, SourcePeer, TargetRank
+from kvferry.control.client import ControlClient
+from kvferry.control.messages import FinishAnswer
+from kvferry.errors import (
+    BlockTableError,
+    CancelledError,
+    KVFerryError,
+    LeaseRevokedError,
+    PeerLostError,
+)
+from kvferry.lifetimes import Closing
+from kvferry.mailbox import Mailbox, Serial
+from kvferry.topology import BoundCopies, GroupPair
+from kvferry.topology.description import EngineDescription
+from kvferry.transports.base import Peer, Transfer, Waitable
+from kvferry.transports.staged import as_transfer_error
+
+logger = logging.getLogger(__name__)
+
+CONFIRM_ATTEMPTS = 3
+"""How often the source is asked whether a load counts before it is given up."""
+
+SHORT_TOKENS = 8192
+"""Tokens up to which the step thread binds a load itself, some 0.1 ms."""
+
+IDLE_S = 1.0
+"""Seconds between two looks at what depends on time; transports let go of dead peers then."""
+
+PROGRESS_S = 0.05
+"""How often the progress of all loads is looked at: it is for people, and steps ask for it."""
+
+Digest = Callable[[LoadSpec, Iterable[GroupPair]], tuple[int, ...]]
+"""A load and all pairs of the source's groups and ours → digest of this rank's cells per token."""
+
+
+@dataclass(slots=True, eq=False)
+class RankLoad:
+    """One load on this rank, from its start to its result."""
+
+    spec: LoadSpec
+    after: Waitable | None = None
+    """When the cache may be written, if that is not now."""
+    started: float = field(default_factory=time.time)
+    """Unix seconds."""
+    peer: SourcePeer | None = None
+    """Whom it reads from; ``None`` while that is not connected to, or cannot be."""
+    copies: dict[PairPlan, BoundCopies] = field(default_factory=dict)
+    transfers: dict[tuple[PairPlan, int], Transfer] = field(default_factory=dict)
+    """Pair of groups and source rank → what moves its cells."""
+    connections: dict[int, Peer] = field(default_factory=dict)
+    """Source rank → the connection over which its transfers run."""
+    repeated: set[tuple[PairPlan, int]] = field(default_factory=set)
+    """The transfers that run for the second time, as their connection was lost."""
+    error: KVFerryError | None = None
+    """The first thing that went wrong."""
+    token_digests: tuple[int, ...] | None = None
+    finished: float = 0.0
+    """Unix seconds at which nothing of it could change the cache any more."""
+    confirms: int = 0
+    """How often the source was asked for the confirm."""
+    confirming: bool = False
+    """Whether it is settled, and what the source says of it is awaited."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing of it can change the cache any more."""
+        return all(transfer.is_terminal for transfer in self.transfers.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that its transfers move."""
+        return sum(transfer.nbytes for transfer in self.transfers.values())
+
+    @property
+    def bytes_done(self) -> int:
+        """Bytes already in place."""
+        return sum(transfer.bytes_done for transfer in self.transfers.values())
+
+    def record(self, rank: int) -> TransferRecord:
+        """What it did."""
+        return TransferRecord(
+            request_id=self.spec.request_id,
+            lease_id=self.spec.lease_id,
+            rank=rank,
+            peer=self.spec.engine_id,
+            direction="recv",
+            first_token=self.spec.first_token,
+            tokens=self.spec.num_tokens - self.spec.first_token,
+            nbytes=self.nbytes,
+            copies=sum(transfer.segments for transfer in self.transfers.values()),
+            started=self.started,
+            finished=self.finished,
+            ok=self.error is None,
+            error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
+            token_digests=self.token_digests,
+        )
+
+
+class Loads(Closing):
+    """Runs the loads of a rank. Every method may be called from any thread, and none waits."""
+
+    def __init__(self, target: TargetRank, client: ControlClient, digest: Digest | None) -> None:
+        """Starts a thread for what is long. Memory, transports and client stay the caller's.
+
+        Args:
+            target: this rank.
+            client: sends the Finishes.
+            digest: computes the digest of loaded cells; ``None`` records none.
+        """
+        self._target = target
+        self._client = client
+        self._digest = digest
+        self._known: dict[str, EngineDescription] = {}
+        self._peers: dict[str, SourcePeer] = {}
+        self._loads: dict[str, RankLoad] = {}
+        self._unconnected: dict[str, list[RankLoad]] = {}
+        self._ended: deque[RankLoad] = deque()
+        self._progress: dict[str, tuple[int, int]] = {}
+        self._next_progress = 0.0
+        self._closed = False
+        self._serial = Serial("the loads of this rank")
+        self._thread = Mailbox("loads", self._look_at_time).start()
+
+    def meet(self, description: EngineDescription) -> None:
+        """A source engine's handshake succeeded; replaces an older start of it."""
+        self._serial.post(lambda: self._meet(description))
+
+    def start(self, spec: LoadSpec, after: Waitable | None = None) -> None:
+        """Starts a load from an engine that was met; nothing is written before ``after``."""
+        load = RankLoad(spec, after)
+        begin = partial(self._serial.post, partial(self._begin, load))
+        if spec.num_tokens <= SHORT_TOKENS:
+            begin()
+        else:
+            self._thread.post(begin)
+
+    def cancel(self, lease_id: str) -> None:
+        """Gives a load up; it still ends in :meth:`take_ended`. Unknown ids are ignored."""
+        self._thread.post(partial(self._serial.post, partial(self._cancel, lease_id)))
+
+    def take_ended(self) -> list[RankLoad]:
+        """Loads that ended since the last call, each exactly once.
+
+        Raises:
+            EngineError: a defect of ours has shown; the rank cannot go on.
+        """
+        self._client.pump()
+        self._serial.check()
+        return [self._ended.popleft() for _ in range(len(self._ended))]
+
+    def progress(self) -> dict[str, tuple[int, int]]:
+        """Request id → (bytes in place, bytes in all) of the loads under way, :data:`PROGRESS_S`
+        ago at most; not to be changed.
+        """
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + PROGRESS_S
+            self._progress = {
+                load.spec.request_id: (load.bytes_done, load.nbytes)
+                for load in list(self._loads.values())
+            }
+        return self._progress
+
+    def close(self) -> None:
+        """Gives up what runs and drops the connections. Idempotent."""
+        self._thread.close()
+        self._serial.post(self._close)
+
+    # ---- the thread for what is long ----------------------------------------------------------
+
+    def _look_at_time(self) -> float:
+        """Has the transports see to what depends on time; returns when to look again."""
+        for staged in self._target.staged.values():
+            staged.poll()
+        if not self._loads and not self._target.staging.pool.is_watched:
+            return IDLE_S
+        return min(IDLE_S, max(0.02, self._target.staging.stall_timeout_s / 8))
+
+    def _connect(self, description: EngineDescription) -> None:
+        try:
+            peer = SourcePeer.connect(description, self._target)
+        except Exception as caught:
+            error = as_load_error(caught, "an engine could not be connected to")
+            logger.warning("cannot read from engine %s: %s", description.engine_id, error)
+            self._serial.post(partial(self._not_connected, description, error))
+        else:
+            self._serial.post(partial(self._connected, description, peer))
+
+    def _add_digests(self, load: RankLoad) -> None:
+        assert self._digest is not None  # who posted this has looked
+        assert load.peer is not None  # it has read something
+        try:
+            load.token_digests = self._digest(load.spec, load.peer.pairs)
+        except Exception as error:
+            load.error = as_load_error(error, "what was loaded has no digest")
+        self._serial.post(partial(self._ask, load))
+
+    # ---- one task at a time -------------------------------------------------------------------
+
+    def _meet(self, description: EngineDescription) -> None:
+        engine_id = description.engine_id
+        known = self._known.get(engine_id)
+        if known is not None and known.incarnation != description.incarnation:
+            older = self._peers.pop(engine_id, None)
+            if older is not None:
+                self._abandon(older)
+        self._known[engine_id] = description
+        if engine_id not in self._peers and engine_id not in self._unconnected:
+            self._begin_to_connect(description)
+
+    def _abandon(self, peer: SourcePeer) -> None:
+        """An engine was started again: nothing more comes from its earlier start."""
+        for load in list(self._loads.values()):
+            if load.peer is peer:
+                self._give_up(load, PeerLostError(f"engine {load.spec.engine_id!r} restarted"))
+        peer.close()
+
+    def _begin_to_connect(self, description: EngineDescription) -> None:
+        self._unconnected[description.engine_id] = []
+        self._thread.post(partial(self._connect, description))
+
+    def _connected(self, description: EngineDescription, peer: SourcePeer) -> None:
+        waiting = self._unconnected.pop(description.engine_id)
+        newest = self._known[description.engine_id]
+        if self._closed:
+            peer.close()
+        elif newest.incarnation == description.incarnation:
+            self._peers[description.engine_id] = peer
+        else:
+            peer.close()
+            self._begin_to_connect(newest)
+        for load in waiting:
+            self._begin(load)
+
+    def _not_connected(self, description: EngineDescription, error: KVFerryError) -> None:
+        for load in self._unconnected.pop(description.engine_id):
+            self._give_up(load, error)  # another load will try again
+
+    def _begin(self, load: RankLoad) -> None:
+        spec = load.spec
+        if self._closed or load.confirming:
+            return  # cancelled while it waited
+        self._loads[spec.lease_id] = load
+        description = self._known.get(spec.engine_id)
+        if description is None or description.incarnation != spec.incarnation:
+            restarted = f"engine {spec.engine_id!r} restarted: the lease is from start"
+            self._give_up(load, PeerLostError(f"{restarted} {spec.incarnation}"))
+        elif (peer := self._peers.get(spec.engine_id)) is not None:
+            self._read(load, peer)
+        else:
+            if spec.engine_id not in self._unconnected:
+                self._begin_to_connect(description)
+            self._unconnected[spec.engine_id].append(load)
+
+    def _read(self, load: RankLoad, peer: SourcePeer) -> None:
+        spec = load.spec
+        load.peer, load.connections = peer, dict(peer.connections)
+        try:
+            for pair in peer.plans:
+                load.copies[pair] = pair.bind(
+                    spec.source_block_ids[pair.pair.source_group],
+                    spec.target_block_ids[pair.pair.target_group],
+                    spec.num_tokens,
+                    spec.starts[pair.index],
+                )
+                for source_rank in pair.tiles:
+                    self._transfer(load, peer, pair, source_rank)
+        except Exception as error:
+            # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
+            # this load, not of the rank.
+            self._give_up(load, as_load_error(error, "the read could not be started"))
+        else:
+            self._look(load)
+
+    def _transfer(self, load: RankLoad, peer: SourcePeer, pair: PairPlan, source_rank: int) -> None:
+        transfer = peer.read(pair, source_rank, load.copies[pair], load.after)
+        if transfer is not None:
+            load.transfers[pair, source_rank] = transfer
+            if not transfer.is_terminal:
+                transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
+
+    def _look(self, load: RankLoad) -> None:
+        """Goes on with a load once nothing of it can change the cache any more."""
+        over = load.is_settled and not load.confirming and not self._closed
+        if over and not self._read_again(load):
+            self._confirm(load)
+
+    def _read_again(self, load: RankLoad) -> bool:
+        """Repeats, once, the transfers that failed because their connection was lost.
+
+        A connection may break at any time, also while nothing is read, and the source be well. If
+        it is not, the second connection fails too. The lease covers both: it is one until the
+        Finish, and the first transfer is over, so that nothing of it can change the cache any more.
+        """
+        lost = [key for key, t in load.transfers.items() if isinstance(t.error, PeerLostError)]
+        peer = load.peer
+        if load.error is not None or not lost or not load.repeated.isdisjoint(lost):
+            return False
+        if peer is None or self._peers.get(load.spec.engine_id) is not peer:
+            return False  # we closed it ourselves: the engine was started again
+        load.repeated.update(lost)
+        try:
+            for pair, source_rank in lost:
+                # Other loads may read over a newer one by now.
+                peer.reconnect(source_rank, load.connections[source_rank])
+                load.connections[source_rank] = peer.connections[source_rank]
+                self._transfer(load, peer, pair, source_rank)
+        except Exception as error:
+            self._give_up(load, as_load_error(error, "the read could not be repeated"))
+        else:
+            self._look(load)
+        return True
+
+    def _cancel(self, lease_id: str) -> None:
+        if (load := self._loads.get(lease_id)) is not None:
+            self._give_up(load, CancelledError(f"request {load.spec.request_id} was aborted"))
+
+    def _give_up(self, load: RankLoad, error: KVFerryError) -> None:
+        """Stops a load; it ends once nothing of it can change the cache any more."""
+        if load.confirming:
+            return
+        load.error = load.error or error
+        for (pair, _), transfer in load.transfers.items():
+            assert load.peer is not None  # there are transfers
+            load.peer.cancel(pair, transfer)
+        self._look(load)
+
+    def _confirm(self, load: RankLoad) -> None:
+        """The load is settled. Asks whether it counts."""
+        load.confirming = True
+        load.finished = time.time()
+        for transfer in load.transfers.values():
+            load.error = load.error or transfer.error
+        # Of converted cells a digest says nothing: they are others than the source's.
+        wanted = self._digest is not None and load.peer is not None and not load.peer.converts
+        if wanted and load.error is None:
+            self._thread.post(partial(self._add_digests, load))
+        else:
+            self._ask(load)
+
+    def _ask(self, load: RankLoad) -> None:
+        """Sends the Finish."""
+        load.confirms += 1
+        future = self._client.finish(
+            load.spec.address,
+            load.spec.incarnation,
+            lease_id=load.spec.lease_id,
+            rank=self._target.rank,
+            ok=load.error is None,
+        )
+        future.add_done_callback(
+            lambda answered: self._serial.post(partial(self._conclude, load, answered))
+        )
+
+    def _conclude(self, load: RankLoad, answered: "Future[FinishAnswer]") -> None:
+        error = answered.exception()
+        if isinstance(error, PeerLostError) and load.confirms < CONFIRM_ATTEMPTS:
+            self._ask(load)  # an answer that was lost is given again
+            return
+        if load.error is None:
+            if isinstance(error, KVFerryError):
+                load.error = error
+            elif error is not None:
+                raise error
+            elif answered.result() is not FinishAnswer.HELD:
+                load.error = LeaseRevokedError(
+                    f"lease {load.spec.lease_id} of engine {load.spec.engine_id!r} ended before "
+                    "the load was confirmed; what was read is not used"
+                )
+        del self._loads[load.spec.lease_id]
+        self._next_progress = 0.0  # it is no longer under way
+        self._ended.append(load)
+
+    def _close(self) -> None:
+        self._closed = True
+        for load in list(self._loads.values()):
+            self._give_up(load, CancelledError("the connector was closed"))
+        for peer in self._peers.values():
+            peer.close()
+
+
+def as_load_error(error: Exception, what: str) -> KVFerryError:
+    """The error of a load; for a defect of ours, which is logged, one that says so."""
+    if isinstance(error, ValueError) and not isinstance(error, KVFerryError):
+        return BlockTableError(str(error))  # a table, from a ticket, that does not fit the plan
+    return as_transfer_error(error, what)
