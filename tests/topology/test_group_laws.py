@@ -23,7 +23,7 @@ from kvferry.topology import (
 )
 from kvferry.topology.run import addresses_of
 
-LAW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 #: Finding that a defect is caught needs no small example.
 MUTANT = settings(
     LAW,
