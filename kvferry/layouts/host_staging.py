@@ -93,7 +93,7 @@ class DevicePlacer(Placer):
         """
         self._stream = stream
         self._addresses = np.array(addresses, dtype=np.int64)
-        self._bounce: MemorySpan | None = None
+        self._bounce = MemorySpan(0, 0, stream.device)  # grows to the largest chunk
         self._pinned: list[ByteArray] = []
         self._lock = threading.Lock()
 
@@ -118,14 +118,10 @@ class DevicePlacer(Placer):
             self._stream.unpin(staging)
 
     def _room(self, nbytes: int) -> MemorySpan:
-        if self._bounce is None or self._bounce.nbytes < nbytes:
+        if self._bounce.nbytes < nbytes:
             # Doubled, as what the stream has allocated lives as long as the stream.
-            self._bounce = self._stream.allocate(max(nbytes, 2 * self._bounce_bytes))
+            self._bounce = self._stream.allocate(max(nbytes, 2 * self._bounce.nbytes))
         return self._bounce
-
-    @property
-    def _bounce_bytes(self) -> int:
-        return 0 if self._bounce is None else self._bounce.nbytes
 
 
 class HostMirror(Closing):
