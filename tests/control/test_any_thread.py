@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import random
 import select
 import signal
@@ -238,6 +239,7 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
             try:
                 assert router.poll(WAIT * 1000)
                 process.send_signal(signal.SIGSTOP)
+                os.waitpid(process.pid, os.WUNTRACED)
                 answer_one(router)
                 time.sleep(1.5)  # longer than the client's patience
                 process.send_signal(signal.SIGCONT)
