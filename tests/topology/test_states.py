@@ -1,5 +1,6 @@
 """Recurrent state: who holds which channels, laws 1 and 2 against slices and concatenations."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -363,9 +364,10 @@ def test_a_defect_is_caught(monkeypatch, defect, check):
     @MUTANT
     @given(st.data())
     def law(data):
-        check(data)
+        with contextlib.suppress(KVFerryError, ValueError, IndexError):
+            check(data)  # only a wrong result counts
 
-    with pytest.raises((AssertionError, KVFerryError, ValueError, IndexError)):
+    with pytest.raises(AssertionError):
         law()
 
 
