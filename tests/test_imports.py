@@ -119,6 +119,86 @@ def test_an_import_of_a_higher_room_is_let_be(source):
     assert violations("transports", source) == []
 
 
+# ---- cycles ------------------------------------------------------------------------------------
+
+
+def package_modules() -> dict[str, str]:
+    """Full name of every module of the package → its source."""
+    sources = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        sources[".".join(parts).removesuffix(".__init__")] = path.read_text()
+    return sources
+
+
+def imports_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Module → the other modules that it imports anywhere: in functions and for types as well."""
+    found: dict[str, set[str]] = {}
+    for name, source in sources.items():
+        named: set[str] = set()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Import):
+                named.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    named.add(inner if inner in sources else node.module)
+        found[name] = (named & sources.keys()) - {name}
+    return found
+
+
+def cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """The modules that import each other, directly or by way of others."""
+    reached = {name: reachable(name, imports) for name in imports}
+    together = {
+        frozenset(other for other in reached[name] if name in reached[other]) for name in imports
+    }
+    return sorted(sorted(group) for group in together if group)
+
+
+def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    """Whatever is imported if ``start`` and all that it imports are; itself only in a cycle."""
+    found: set[str] = set()
+    waiting = list(imports[start])
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += imports[name]
+    return found
+
+
+#: Two modules that go with the strategies.
+LEFT = [["kvferry.topology.machine_costs", "kvferry.topology.strategies"]]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    found = cycles(imports_of(package_modules()))
+    assert [group for group in found if group not in LEFT] == []
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        "from pack.one import Thing",
+        "import pack.one",
+        "from pack import one",
+        "def later():\n    from pack.one import Thing",
+        "if TYPE_CHECKING:\n    from pack.one import Thing",
+    ],
+)
+def test_a_cycle_is_seen_in_any_form(late):
+    sources = {
+        "pack": "",
+        "pack.one": "from pack.two import helper\nfrom pack.apart import other",
+        "pack.two": "import pack.three",
+        "pack.three": late,
+        "pack.apart": "import os",
+    }
+    assert cycles(imports_of(sources)) == [["pack.one", "pack.three", "pack.two"]]
+    assert cycles(imports_of(sources | {"pack.three": ""})) == []
+
+
 @pytest.mark.parametrize(
     "module",
     [
