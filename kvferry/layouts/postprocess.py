@@ -203,8 +203,8 @@ def kv_postprocess_blksize_and_layout_on_receive(
 def zero_tail(cache: Caches, block_ids: Sequence[int], num_tokens: int) -> None:
     """Zeroes what no token of a request covers in its blocks: the rest of the last, and more.
 
-    An operation of its own, because whole-block strategies leave anything there, and a kernel that
-    multiplies masked values must not meet a NaN.
+    An operation of its own, because a wire that moves whole blocks leaves anything there, and a
+    kernel that multiplies masked values must not meet a NaN.
 
     >>> cache = np.ones((3, 2, 1, 1))
     >>> zero_tail(cache, [2, 1], num_tokens=3)

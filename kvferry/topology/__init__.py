@@ -14,22 +14,15 @@ Describe, plan, bind, run::
     TransferPlan.lower  the same as strided tiles                     lowering.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
-    whole_block_copies  instead: whole blocks into their slots        whole_blocks.py
-    plan_repack         and their permutation in place                in_place.py
     digest              compare two engines' cells                    cell_digest.py
-    choose_strategy     the ways of running them, and the cheapest    strategies.py
-    strategy_work       the numbers it goes by                        strategy_work.py
-    MachineCosts        and the machine's constants                   machine_costs.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
 """
 
 from kvferry.topology.cell_digest import digest, token_digests
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
-from kvferry.topology.in_place import plan_repack
 from kvferry.topology.kv_topology import KVTopology
 from kvferry.topology.lowering import Piece
-from kvferry.topology.machine_costs import MachineCosts
 from kvferry.topology.memory import locate_memory, memory_of
 from kvferry.topology.pairing import GroupPair, group_mismatches, pair_groups
 from kvferry.topology.plan import BoundCopies, TransferPlan, check_block_ids, plan_transfer
@@ -42,56 +35,33 @@ from kvferry.topology.sharding import (
     split_of_group,
 )
 from kvferry.topology.states import StateGeometry, mamba2_states, recurrent_group, state_part
-from kvferry.topology.strategies import (
-    Addressing,
-    MoverTraits,
-    Strategy,
-    StrategyChoice,
-    StrategyCost,
-    StrategyWork,
-    choose_strategy,
-)
-from kvferry.topology.strategy_work import strategy_work
 from kvferry.topology.tensors import Part
-from kvferry.topology.whole_blocks import in_place_obstacle, whole_block_copies
 
 __all__ = [
-    "Addressing",
     "BoundCopies",
     "EngineGeometry",
     "GroupGeometry",
     "GroupPair",
     "KVTopology",
-    "MachineCosts",
-    "MoverTraits",
     "ParallelShape",
     "Part",
     "Piece",
     "RankCoordinates",
     "StateGeometry",
-    "Strategy",
-    "StrategyChoice",
-    "StrategyCost",
-    "StrategyWork",
     "TransferPlan",
     "check_block_ids",
-    "choose_strategy",
     "default_split",
     "digest",
     "group_mismatches",
-    "in_place_obstacle",
     "locate_memory",
     "mamba2_states",
     "memory_of",
     "pair_groups",
-    "plan_repack",
     "plan_transfer",
     "ranges_text",
     "recurrent_group",
     "run_copies",
     "split_of_group",
     "state_part",
-    "strategy_work",
     "token_digests",
-    "whole_block_copies",
 ]

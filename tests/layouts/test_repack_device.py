@@ -7,7 +7,8 @@ import torch
 from kvferry.layouts import Layout, repack_run, run_repack
 from kvferry.layouts.repack import HeldSlice, make_repack, views_as_units
 from kvferry.layouts.repack_run import repack_on_host
-from kvferry.topology import EngineGeometry, ParallelShape, plan_repack, plan_transfer
+from kvferry.topology import EngineGeometry, ParallelShape
+from tests.repacks import repack_of_pair
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NHD, HND = Layout.named("NHD"), Layout.named("HND")
@@ -142,7 +143,7 @@ def test_any_pair_of_geometries_is_done_as_on_the_host(
     )
     memory = target.memory(0, 8, region_per_tensor=True)
     caches = caches_of(len(memory.tensors), target.cache_shape(0, 8))
-    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    repack = repack_of_pair(source, target, memory)
     ids = [5, 1, 7, 2, 3, 6]
     wanted = by_numba(repack, caches, ids)
     assert not torch.equal(wanted[0], caches[0].cpu())
@@ -160,7 +161,7 @@ def test_parts_of_two_sizes_are_one_unit(method):
     )
     memory = target.memory(0, 4, region_per_tensor=True)
     caches = caches_of(3, target.cache_shape(0, 4))
-    repack = plan_repack(plan_transfer(source=source, target=target), memory)
+    repack = repack_of_pair(source, target, memory)
     assert repack.units == 3
     wanted = by_numba(repack, caches, [2, 3])
     run_repack(repack, caches, [2, 3], 4, method=method)

@@ -1,8 +1,7 @@
-"""Whole blocks put into place and permuted there are what the plan says: any pair of geometries."""
+"""Blocks that a wire filled whole hold what the plan says after a repack: any two geometries."""
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,12 +13,10 @@ from kvferry.layouts import repack, run_repack
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
-    Part,
-    in_place,
     memory_of,
-    plan_repack,
     plan_transfer,
 )
+from tests.repacks import parts_lie_apart, repack_between
 
 LAW = settings(
     max_examples=80,
@@ -85,20 +82,14 @@ def fill(engine, rank, block, parts, layer, data):
 def part_groups(plan):
     """Parts that are filled one after the other, each in memory of its own."""
     names = [name for name, _ in plan.target.part_sizes]
-    layouts = [plan.source.layout, plan.target.layout]
-    apart = all(
-        not layout.inner and layout.order.replace("L", "").replace("B", "")[0] == "K"
-        for layout in layouts
-    )
-    same_size = len({size for _, size in plan.target.part_sizes}) == 1
-    return [[name] for name in names] if apart and same_size else [names]
+    return [[name] for name in names] if parts_lie_apart(plan.source, plan.target) else [names]
 
 
 def check(worlds, data, method="numba"):
     draw = data.draw
     model = worlds._model(draw)
     source, target = worlds.geometry(draw, model), worlds.geometry(draw, model)
-    # Others are refused, see below.
+    # With tokens interleaved over ranks no whole block of one side is one of the other.
     assume(all(side.parallel.dcp * side.parallel.pcp == 1 for side in (source, target)))
     assume(all(part.name in ("k", "v", "latent") for part in source.parts))
     rank = draw(st.integers(0, target.world_size - 1), label="target_rank")
@@ -128,7 +119,7 @@ def check(worlds, data, method="numba"):
                     block = blocks[number * per_frame + place]
                     fill(engine, rank, block, parts, layer, share)
     memory, regions = memory_of(target, rank, engine.tensors[rank])
-    made = plan_repack(plan, memory)
+    made = repack_between(plan, memory)
     assert made.frame_tokens == frame
     if method != "numba":  # torch knows no negative strides
         assume(not any((made.gather[f"source_{d}_stride"] < 0).any() for d in DIMS))
@@ -178,19 +169,10 @@ def sizes_taken_for_each_other(monkeypatch):
         made = right(units, block_size=block_size, held_block_size=held_block_size, **others)
         return dataclasses.replace(made, held_block_size=block_size)
 
-    monkeypatch.setattr(in_place, "make_repack", swapped)
+    monkeypatch.setattr(repack, "make_repack", swapped)
 
 
-def parts_out_of_order(monkeypatch):
-    right = in_place.part_groups
-    monkeypatch.setattr(
-        in_place, "part_groups", lambda *sides: [tuple(group[::-1]) for group in right(*sides)]
-    )
-
-
-@pytest.mark.parametrize(
-    "defect", [lost_head_slice, sizes_taken_for_each_other, parts_out_of_order]
-)
+@pytest.mark.parametrize("defect", [lost_head_slice, sizes_taken_for_each_other])
 def test_a_defect_is_caught(worlds, monkeypatch, defect):
     defect(monkeypatch)
     with pytest.raises((AssertionError, ValueError)):
@@ -199,33 +181,10 @@ def test_a_defect_is_caught(worlds, monkeypatch, defect):
         )
 
 
-def test_a_rank_without_layers_of_the_plan_has_nothing_to_repack():
-    geometry = EngineGeometry(
-        num_layers=1, num_kv_heads=1, head_size=4, dtype="uint8", block_size=2, layout="NHD",
-        parallel=ParallelShape(),
-    )  # fmt: skip
-    plan = plan_transfer(source=geometry, target=geometry).for_layers([])
-    assert plan_repack(plan, geometry.memory(0, 4)).units == 0
-
-
 def test_equal_geometries_need_no_repack():
     geometry = EngineGeometry(
         num_layers=3, num_kv_heads=2, head_size=4, dtype="uint8", block_size=2, layout="NHD",
         parallel=ParallelShape(),
     )  # fmt: skip
     plan = plan_transfer(source=geometry, target=geometry)
-    assert plan_repack(plan, geometry.memory(0, 4)).units == 0
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"parallel": ParallelShape(tp=2, dcp=2)}, "target: tokens are spread over dcp=2 x pcp=1"),
-        ({"parts": (Part("k", 4, "uint8"), Part("k_scale", 1, "float32"))}, "k_scale"),
-    ],
-)
-def test_what_whole_blocks_cannot_serve_is_refused(fields, message):
-    source = SimpleNamespace(parallel=ParallelShape(), parts=(Part("k", 4, "uint8"),))
-    target = SimpleNamespace(**vars(source) | fields)
-    with pytest.raises(ValueError, match=message):
-        plan_repack(SimpleNamespace(source=source, target=target), memory=None)
+    assert repack_between(plan, geometry.memory(0, 4)).units == 0
