@@ -185,7 +185,8 @@ def make_repack(
         )
     shape = _Shape(itemsize, heads, block_size, slots, tuple(held), held_block_size)
     changed = _changed_units(shape, units)
-    gather = [_gather_rows(shape, unit) for unit in changed]
+    dense = all(_lies_dense(shape, unit) for unit in changed)  # every unit has as many rows
+    gather = [_gather_rows(shape, unit, dense=dense) for unit in changed]
     scatter = [_scatter_rows(shape, unit) for unit in changed]
     return Repack(
         block_size,
@@ -255,17 +256,23 @@ def dense_strides(
     return inner.strides(box, strides)
 
 
-def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
+def _lies_dense(shape: _Shape, unit: Unit) -> bool:
+    """Whether the bytes of a block lie in memory as they were filled."""
     dense = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
-    pairs = [(place, dense[name]) for (name, _), place in zip(unit.parts, unit.places, strict=True)]
-    first, start = pairs[0]
-    if all(
+    first, start = unit.places[0], dense[unit.parts[0][0]]
+    return all(
         place.region == first.region
-        and place.cells[3:] == cells[3:]
-        and place.cells.offset - first.cells.offset == cells.offset - start.offset
-        for place, cells in pairs
-    ):
-        # The bytes of a block lie as they were filled: its tokens' shares are copied as they come.
+        and place.cells[3:] == dense[name][3:]
+        and place.cells.offset - first.cells.offset == dense[name].offset - start.offset
+        for (name, _), place in zip(unit.parts, unit.places, strict=True)
+    )
+
+
+def _gather_rows(shape: _Shape, unit: Unit, *, dense: bool) -> list[tuple[int, ...]]:
+    """One row where blocks lie ``dense``, else one per part."""
+    cells_of = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
+    if dense:  # the shares of a block's tokens are copied as they come
+        first, start = unit.places[0], cells_of[unit.parts[0][0]]
         share = start.block // shape.block_size
         offset = first.cells.offset - start.offset
         cells = (share, 0, shape.itemsize)
@@ -274,8 +281,12 @@ def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
             (first.region, offset, first.cells.block, *cells, 0, 0, start.block, *cells, *extents)
         ]
     return [
-        (*_side(place.region, place.cells), *_side(0, cells), shape.heads, elements, shape.itemsize)
-        for (place, cells), (_, elements) in zip(pairs, unit.parts, strict=True)
+        (
+            *_side(place.region, place.cells),
+            *_side(0, cells_of[name]),
+            *(shape.heads, elements, shape.itemsize),
+        )
+        for (name, elements), place in zip(unit.parts, unit.places, strict=True)
     ]
 
 
@@ -329,7 +340,10 @@ def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
         begin = unit.places[0]
         alike = Unit(unit.parts, tuple(_relative(place, begin) for place in unit.places))
         if alike not in known:
-            gather, scatter = _table(_gather_rows(shape, unit)), _table(_scatter_rows(shape, unit))
+            gather, scatter = (
+                _table(_gather_rows(shape, unit, dense=_lies_dense(shape, unit))),
+                _table(_scatter_rows(shape, unit)),
+            )
             sizes = (shape.block_size, shape.held_block_size)
             one = Repack(*sizes, gather, scatter, (len(gather), len(scatter)))
             known[alike] = _moves_anything(one)

@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from kvferry.layouts import repack, run_repack
+from kvferry.layouts import Layout, repack, run_repack
+from kvferry.layouts.layout import CellStrides
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
@@ -179,6 +180,23 @@ def test_a_defect_is_caught(worlds, monkeypatch, defect):
         check_law(
             worlds, phases=[Phase.generate], database=None, derandomize=True, max_examples=200
         )
+
+
+def test_layers_that_lie_dense_and_layers_that_do_not_are_repacked_together():
+    """Once the second layer was read in pieces that the first one has not."""
+    nhd, inner = Layout.named("NHD"), Layout.parse("B(k=NHD,v=NHD)")
+    parts = (("k", 1), ("v", 1))
+    cache = np.arange(16, dtype=np.uint8)
+    dense = [repack.Place(0, CellStrides(at, 0, 2, 1, 1, 1)) for at in (0, 1)]
+    spread = [repack.Place(0, CellStrides(at, 0, 4, 2, 2, 1)) for at in (8, 10)]
+    made = repack.make_repack(
+        [repack.Unit(parts, tuple(places)) for places in (dense, spread)],
+        itemsize=1, heads=1, block_size=1, slots=inner,
+        held=[repack.HeldSlice(nhd, 1)], held_block_size=2,
+    )  # fmt: skip
+    run_repack(made, [cache], [0, 1], 2)
+    # k0 k1 v0 v1 were filled; k0 v0 lie in the first block, k1 v1 in the second.
+    assert cache.tolist() == [0, 2, 1, 3, 4, 5, 6, 7, 8, 9, 12, 11, 10, 13, 14, 15]
 
 
 def test_equal_geometries_need_no_repack():
