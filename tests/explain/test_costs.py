@@ -12,6 +12,7 @@ from kvferry.explain.costs import (
     balance_over_sources,
     balance_over_targets,
     count_segments,
+    segment_lengths,
 )
 from kvferry.explain.savings import WORTH
 from kvferry.layouts import Layout
@@ -190,6 +191,21 @@ def test_a_change_of_blocks_keeps_the_proportions_of_groups():
     changed = SideChange(block_size=8).apply(groups)
     assert [group.block_size for group in changed] == [8, 16]
     assert [group.sliding_window for group in changed] == [None, 8]
+
+
+@LAW
+@given(pairs())
+def test_the_length_of_segments_is_that_of_the_rank_with_the_shortest(pair):
+    source, target, num_tokens = pair
+    (found,) = segment_lengths(source=source, target=target, num_tokens=num_tokens)
+    means = []
+    for rank in range(target.world_size):
+        nbytes, segments = count_segments(
+            source=source, target=target, num_tokens=num_tokens, target_ranks=[rank]
+        )
+        means += [nbytes / segments] if segments else []
+    assert found.mean_bytes == pytest.approx(min(means))
+    assert (found.layers, found.conversion) == (tuple(range(4)), None)
 
 
 # ---- sums by hand --------------------------------------------------------------------------------
