@@ -127,6 +127,11 @@ class Mailbox(Closing):
             if not self._thread.is_alive() and not future.done():
                 raise EngineError(f"{self._thread.name} has ended") from self._defect
 
+    @property
+    def has_died(self) -> bool:
+        """Whether a defect has ended the thread; :meth:`check` says which."""
+        return self._defect is not None
+
     def check(self) -> None:
         """Raises what ended the thread.
 

@@ -21,7 +21,6 @@ from kvferry.control.client import ControlClient
 from kvferry.control.messages import LeaseAnswer
 from kvferry.control.tickets import Ticket, check_incarnation
 from kvferry.errors import (
-    EngineError,
     HandshakeNeededError,
     IncompatibleError,
     KVFerryError,
@@ -31,6 +30,7 @@ from kvferry.errors import (
     PeerLostError,
     TicketExpiredError,
 )
+from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
 from kvferry.topology.group import GroupGeometry
 
@@ -142,31 +142,28 @@ class Sources:
         self._loads: dict[str, Load] = {}
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
-        self._wake = threading.Condition()
-        self._closed = False
-        self._defect: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="kvferry-sources", daemon=True)
-        self._thread.start()
+        self._lock = threading.RLock()  # an answer may be there before who asks has let go
+        self._thread = Mailbox("sources", self._turn, survives=False).start()
 
     # ---- the scheduler thread -----------------------------------------------------------------
 
     def describe(self, ours: EngineDescription) -> None:
         """Sets what this engine tells its sources; from now on handshakes run."""
-        with self._wake:
+        with self._lock:
             self._ours = ours
-            self._wake.notify()
+            self._wake()
 
     def add(self, request_id: str, ticket: Ticket) -> Load:
         """Begins to obtain the lease of ``ticket`` for a request."""
         now = time.monotonic()
         load = Load(request_id, ticket, now + self._handshake_timeout_s, now)
-        with self._wake:
+        with self._lock:
             self._loads[load.lease_id] = load
             source = self._sources.setdefault(load.address, Source(load.address, configured=False))
             known = source.description
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
-            self._wake.notify()
+            self._wake()
         return load
 
     def start(self, load: Load) -> None:
@@ -175,27 +172,27 @@ class Sources:
         Also where the lease was lost a moment ago: the ranks will be told so by their confirm, and
         until they have reported, nothing may take the load for one that nobody reads.
         """
-        with self._wake:
+        with self._lock:
             load.state = LoadState.LOADING
 
     def refuse(self, load: Load, error: KVFerryError) -> None:
         """What the source lent does not serve this load; its lease waits for :meth:`release`."""
-        with self._wake:
+        with self._lock:
             self._fail(load, error)
 
     def drop(self, load: Load) -> None:
         """The ranks have reported the load; their Finishes have ended the lease."""
-        with self._wake:
+        with self._lock:
             self._loads.pop(load.lease_id, None)
 
     def release(self, load: Load) -> None:
         """Gives up a lease under which no rank will read; the source may free the blocks."""
-        with self._wake:
+        with self._lock:
             self._loads.pop(load.lease_id, None)
             source = self._sources[load.address]
             if source.description is None or source.stale:  # it would not listen to us
                 source.given_up.append(load.ticket)
-                self._wake.notify()
+                self._wake()
                 return
         self._tell_released(load.ticket)
 
@@ -205,7 +202,7 @@ class Sources:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`take_news` has something to say."""
-        return bool(self._news) or self._defect is not None
+        return bool(self._news) or self._thread.has_died
 
     def take_news(self) -> list[EngineDescription]:
         """Sources whose handshake succeeded since the last call.
@@ -213,38 +210,31 @@ class Sources:
         Raises:
             EngineError: the thread has died of a defect; no lease is obtained or renewed any more.
         """
-        if self._defect is not None:
-            raise EngineError(f"the thread of sources died: {self._defect!r}") from self._defect
-        with self._wake:
+        self._thread.check()
+        with self._lock:
             news, self._news = self._news, []
             return news
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
+        self._thread.close()
 
     # ---- the background thread ----------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._serve_forever()
-        except BaseException as defect:
-            logger.exception("the thread of sources died")
-            self._defect = defect
+    def _turn(self) -> float | None:
+        """Does what is due; returns the seconds until something is, ``None`` until woken."""
+        with self._lock:
+            now = time.monotonic()
+            if self._ours is not None:
+                for source in self._sources.values():
+                    self._shake_hands(source, self._ours, now)
+                    self._renew(source, now)
+            self._expire(now)
+            return self._pause(now)
 
-    def _serve_forever(self) -> None:
-        with self._wake:
-            while not self._closed:
-                now = time.monotonic()
-                if self._ours is not None:
-                    for source in self._sources.values():
-                        self._shake_hands(source, self._ours, now)
-                        self._renew(source, now)
-                self._expire(now)
-                self._wake.wait(self._pause(now))
+    def _wake(self) -> None:
+        """Has the thread look at what is due now."""
+        self._thread.post(lambda: None)
 
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; ``None`` to sleep until woken."""
@@ -276,7 +266,7 @@ class Sources:
 
     def _shaken(self, source: Source, future: "Future[EngineDescription]") -> None:
         """A handshake ended; runs on the client's thread."""
-        with self._wake:
+        with self._lock:
             source.handshake = None
             error = future.exception()
             if error is None:
@@ -292,7 +282,7 @@ class Sources:
                 if refused:
                     self._fail_all(source, _as_ours(error))
             source.given_up.clear()  # told, or left to expire
-            self._wake.notify()
+            self._wake()
 
     def _failed(self, source: Source, what: str, error: KVFerryError) -> None:
         """Remembers what went wrong with a source; tells of it once, not at every attempt."""
@@ -336,7 +326,7 @@ class Sources:
         self, source: Source, loads: list[Load], future: "Future[dict[str, LeaseAnswer]]"
     ) -> None:
         """A Renew was answered; runs on the client's thread."""
-        with self._wake:
+        with self._lock:
             error = future.exception()
             if error is None:
                 answers = future.result()
@@ -351,7 +341,7 @@ class Sources:
                 for load in loads:
                     if load.wants_lease:
                         load.next_renewal = time.monotonic() + (0.0 if forgotten else RETRY_S)
-            self._wake.notify()
+            self._wake()
 
     def _answered(self, load: Load, answer: LeaseAnswer) -> None:
         if answer is LeaseAnswer.HELD:
