@@ -23,8 +23,22 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("transport", ["shm", "vm", "tcp"])
-@pytest.mark.parametrize("shapes", PAIRS.values(), ids=PAIRS.keys())
+TRANSPORTS = ("shm", "vm", "tcp")
+
+#: By default every pair and every transport once: starting the ranks takes most of the time.
+CASES = [
+    pytest.param(
+        shapes,
+        transport,
+        marks=() if transport == own else pytest.mark.slow,
+        id=f"{name}-{transport}",
+    )
+    for (name, shapes), own in zip(PAIRS.items(), TRANSPORTS, strict=True)
+    for transport in TRANSPORTS
+]
+
+
+@pytest.mark.parametrize(("shapes", "transport"), CASES)
 def test_separate_processes_give_the_tokens_of_the_undivided_engine(
     open_pair: Any, undivided: Any, shapes: tuple[dict[str, Any], dict[str, Any]], transport: str
 ) -> None:
