@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
+from kvferry.mailbox import Mailbox
 from kvferry.transports.base import Transfers, TransferState
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
@@ -73,7 +74,7 @@ class TcpPeer(WirePeer[TcpRead]):
             self._taken_chunks += 1
             due = self._taken_bytes * 4 >= self.window_bytes or self._taken_chunks >= 16
         if due:
-            self._reader.tasks.post(lambda: self._reader.send_taken(self))
+            self._reader.post(lambda: self._reader.send_taken(self))
 
     def drain_taken(self) -> tuple[int, int]:
         """Bytes and chunks taken since the last call."""
@@ -99,13 +100,8 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
     ) -> None:
         super().__init__(regions, transfers, pool, limits)
         self._context = context
-        self._poller = zmq.Poller()
-        self._handlers: dict[object, Callable[[], object]] = {}
-        self._closing = False
-        self._poller.register(self.tasks.event_fd, zmq.POLLIN)
-        self._handlers[self.tasks.event_fd] = self._run_tasks
-        self._thread = threading.Thread(target=self._run, name="kvferry-tcp-reader", daemon=True)
-        self._thread.start()
+        self._mailbox = Mailbox("tcp-reader", self.fail_stalled, poller=zmq.Poller())
+        self._mailbox.start()
 
     # Called from any thread.
 
@@ -133,17 +129,17 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
                 peer.monitor.close()
                 socket.close()
                 raise
-        self.tasks.post(lambda: self._add(peer))
+        self.post(lambda: self._add(peer))
         return peer
+
+    def post(self, task: Callable[[], object]) -> None:
+        """See :meth:`WireReader.post`."""
+        self._mailbox.post(task)
 
     def close(self) -> None:
         """Ends the thread and the connections. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        self.tasks.post(lambda: None)
-        self._thread.join()
-        self.tasks.close()
+        self._mailbox.close()
+        self.lose_all()  # their thread has ended
 
     # What follows runs in the reader's thread.
 
@@ -156,40 +152,16 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
     def _disconnect(self, peer: TcpPeer) -> None:
         self._peers.remove(peer)
         for socket in (peer.socket, peer.monitor):
-            self._poller.unregister(socket)
-            del self._handlers[socket]
+            self._mailbox.unwatch(socket)
         with zmq_errors(f"cannot close the connection to {peer.address}"):
             peer.socket.disable_monitor()
             peer.monitor.close()
             peer.socket.close()
 
-    def _run(self) -> None:
-        tick_s = self._limits.tick_s
-        checked = time.monotonic()
-        while not self._closing:
-            try:
-                for socket, _ in self._poller.poll(int(tick_s * 1000)):
-                    handler = self._handlers.get(socket)
-                    if handler is not None:
-                        handler()
-                if time.monotonic() - checked >= tick_s:
-                    checked = time.monotonic()
-                    self.fail_stalled(checked)
-            except Exception:  # a bug must not end the thread that every read needs
-                logger.exception("the tcp reader failed at a message; it goes on")
-        self._run_tasks()
-        self.lose_all()
-
-    def _run_tasks(self) -> None:
-        self.tasks.quiet()
-        self.tasks.run()
-
     def _add(self, peer: TcpPeer) -> None:
         self._peers.append(peer)
-        self._handlers[peer.socket] = functools.partial(self._receive, peer)
-        self._handlers[peer.monitor] = functools.partial(self._watch, peer)
-        for socket in (peer.socket, peer.monitor):
-            self._poller.register(socket, zmq.POLLIN)
+        self._mailbox.watch(peer.socket, functools.partial(self._receive, peer))
+        self._mailbox.watch(peer.monitor, functools.partial(self._watch, peer))
         self._send(peer, self._hello(peer))
 
     def _message(self, peer: TcpPeer, plan: ChunkPlan) -> Read:

@@ -5,10 +5,7 @@ megabytes of ours and nobody else's turn. Chunks are packed into pooled buffers 
 ZeroMQ without a copy; a buffer is used again once ZeroMQ has let go of it.
 """
 
-import hmac
 import logging
-import os
-import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,35 +15,31 @@ import zmq
 
 from kvferry.errors import BoundsError, DecodeError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.copier import copy_tiles
+from kvferry.mailbox import Mailbox
 from kvferry.transports.base import ByteArray
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan, check_chunks
+from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import (
     MAX_REQUEST_BYTES,
     VERSION_MAX,
-    VERSION_MIN,
     Cancel,
     Chunk,
     Hello,
     Read,
-    Refused,
     Taken,
     Welcome,
-    decode_read,
     decode_request,
     encode,
 )
+from kvferry.transports.wire_server import ServedReader, WireServer
 from kvferry.zeromq import listen
 
 logger = logging.getLogger(__name__)
 
-MAX_READS = 64
-"""Reads under way per reader; a reader keeps back what is more."""
 MAX_CHUNKS_AHEAD = 64
 """Chunks on their way to one reader, whatever their size."""
 _MESSAGES_PER_TURN = 64
 """Requests handled before the next chunk is served."""
-_IDLE_MS = 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +51,11 @@ class _ServedRead:
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
-    """One connection of a reader."""
+class _Reader(ServedReader):
+    """A reader, with its window and its turns."""
 
     identity: bytes
     window_bytes: int
-    reads: dict[int, _ServedRead] = field(default_factory=dict)
     turns: deque[int] = field(default_factory=deque)
     """Reads that have chunks left, next first."""
     bytes_ahead: int = 0
@@ -71,7 +63,6 @@ class _Reader:
     chunks_ahead: int = 0
     queued: bool = False
     """Whether it stands in the server's queue."""
-    heard: float = field(default_factory=time.monotonic)
 
     @property
     def may_be_served(self) -> bool:
@@ -112,7 +103,7 @@ class _Buffers:
             self._away.append((buffer, tracker))
 
 
-class TcpServer:
+class TcpServer(WireServer):
     """Serves regions to readers from a thread of its own."""
 
     def __init__(
@@ -133,17 +124,11 @@ class TcpServer:
             PortInUseError: ``port`` is taken.
             HostError: ``host`` is no address of this machine.
         """
-        self.refused = 0
-        """Messages that were refused."""
-        self._regions = regions
-        self._token = token
+        super().__init__(regions, token, max_readers)
         self._window_bytes = window_bytes
-        self._max_readers = max_readers
         self._readers: dict[bytes, _Reader] = {}
         self._queue: deque[_Reader] = deque()
         self._buffers = _Buffers(chunk_bytes, keep=2 * window_bytes // chunk_bytes + 1)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.router_mandatory = True
@@ -154,34 +139,17 @@ class TcpServer:
             """The TCP port it listens on."""
         except KVFerryError:
             self._socket.close()
-            os.close(self._wake)
             raise
-        self._thread = threading.Thread(target=self._run, name="kvferry-tcp-server", daemon=True)
-        self._thread.start()
+        self._mailbox = Mailbox("tcp-server", self._serve_one, poller=zmq.Poller())
+        self._mailbox.watch(self._socket, self._receive)
+        self._mailbox.start()
 
     def close(self) -> None:
         """Ends the thread and frees the port. Idempotent."""
-        if self._closing:
-            return
-        self._closing = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
+        self._mailbox.close()
+        self._socket.close()  # its thread has ended
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        try:
-            while not self._closing:
-                try:
-                    if poller.poll(0 if self._queue else _IDLE_MS):
-                        self._receive()
-                    self._serve_one()
-                except Exception:  # a bug must not end the thread that every reader needs
-                    logger.exception("the tcp server failed at a message; it goes on")
-        finally:
-            self._socket.close()
+    # What follows runs in the server's thread.
 
     def _receive(self) -> None:
         for _ in range(_MESSAGES_PER_TURN):
@@ -216,32 +184,18 @@ class TcpServer:
             self._taken(reader, message)
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.token, self._token):
-            raise ProtocolError(
-                "the endpoint is of another rank, or of an earlier start of this one"
-            )
-        if hello.version_min > VERSION_MAX or hello.version_max < VERSION_MIN:
-            raise ProtocolError(
-                f"the reader speaks versions {hello.version_min} to {hello.version_max}, "
-                f"this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older side"
-            )
+        self._check_hello(hello)
         if hello.window_bytes < 1:
             raise BoundsError(f"window_bytes: {hello.window_bytes} is less than 1")
         if identity not in self._readers and len(self._readers) >= self._max_readers:
             # ZeroMQ does not tell us of readers that are gone, so the one silent longest goes.
-            idle = min(self._readers.values(), key=lambda known: (bool(known.reads), known.heard))
-            self._forget(idle)
+            self._forget(self._silent_longest(self._readers.values()))
         window = min(hello.window_bytes, self._window_bytes)
         self._readers[identity] = _Reader(identity, window)
         self._send(identity, encode(Welcome(min(hello.version_max, VERSION_MAX), window)))
 
     def _start(self, reader: _Reader, message: Read) -> None:
-        if message.transfer in reader.reads:
-            raise ProtocolError(f"transfer {message.transfer} is under way already")
-        if len(reader.reads) >= MAX_READS:
-            raise TransferError(f"{MAX_READS} reads of this reader are under way already")
-        tiles, runs, chunks = decode_read(message)
-        plan = check_chunks(tiles, runs, chunks, self._regions.served_nbytes)
+        plan = self._plan(reader, message)
         reader.reads[message.transfer] = _ServedRead(plan)
         reader.turns.append(message.transfer)
         self._enqueue(reader)
@@ -262,10 +216,10 @@ class TcpServer:
             reader.queued = True
             self._queue.append(reader)
 
-    def _serve_one(self) -> None:
-        """Sends the next chunk of the reader whose turn it is."""
+    def _serve_one(self) -> float | None:
+        """Sends the next chunk of the reader whose turn it is; 0 if there are more."""
         if not self._queue:
-            return
+            return None
         reader = self._queue.popleft()
         reader.queued = False
         while reader.may_be_served:
@@ -282,7 +236,8 @@ class TcpServer:
                 self._enqueue(reader)
             else:
                 self._forget(reader)
-            return
+            break
+        return 0.0 if self._queue else None
 
     def _send_chunk(self, reader: _Reader, transfer: int, read: _ServedRead) -> bool:
         index = read.next_chunk
@@ -310,10 +265,7 @@ class TcpServer:
         return True
 
     def _refuse(self, identity: bytes, transfer: int | None, error: KVFerryError) -> None:
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
-            logger.warning("refused message number %d: %s", self.refused, error)
-        self._send(identity, encode(Refused(transfer, type(error).__name__, str(error)[:2000])))
+        self._send(identity, self._refusal(transfer, error))
 
     def _forget(self, reader: _Reader) -> None:
         reader.reads.clear()

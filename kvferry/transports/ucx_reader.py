@@ -8,6 +8,7 @@ import functools
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvferry.errors import DecodeError, KVFerryError, PeerLostError
 from kvferry.transports.base import ByteArray, Transfers, TransferState
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
+from kvferry.transports.tasks import Tasks
 from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import Cancel, Endpoint, Read, encode
 from kvferry.transports.ucx_seam import Link, Request, Ucx
@@ -68,10 +70,17 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
     read_class = UcxRead
 
     def __init__(
-        self, ucx: Ucx, regions: Regions, transfers: Transfers, pool: MoverPool, limits: WireLimits
+        self,
+        ucx: Ucx,
+        regions: Regions,
+        transfers: Transfers,
+        pool: MoverPool,
+        limits: WireLimits,
     ) -> None:
         super().__init__(regions, transfers, pool, limits)
         self._ucx = ucx
+        self.tasks = Tasks()
+        """For the thread."""
         self._limbo: list[_Bounce] = []
         """Bounce buffers of lost connections that UCX has not let go of yet."""
 
@@ -79,6 +88,10 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
     def idle(self) -> bool:
         """Whether UCX has let go of every buffer."""
         return not self._limbo
+
+    def post(self, task: Callable[[], object]) -> None:
+        """See :meth:`WireReader.post`."""
+        self.tasks.post(task)
 
     def connect(self, endpoint: Endpoint) -> UcxPeer:
         """Takes note of a peer; UCX connects at the first read, and where nobody is, that fails."""

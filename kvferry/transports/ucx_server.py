@@ -1,6 +1,5 @@
 """The serving side of the ucx transport: packs the chunks that readers want, in turns."""
 
-import hmac
 import logging
 import time
 from collections import deque
@@ -12,20 +11,15 @@ from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.copier import copy_tiles
 from kvferry.transports.base import ByteArray
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan, check_chunks
-from kvferry.transports.tcp_server import MAX_READS
+from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import (
-    VERSION_MAX,
-    VERSION_MIN,
     Cancel,
     Hello,
     Read,
-    Refused,
-    decode_read,
-    encode,
 )
 from kvferry.transports.ucx_seam import Link, Request
 from kvferry.transports.ucx_wire import TAG_BYTES, ToServer, Want, decode_request
+from kvferry.transports.wire_server import ServedReader, WireServer
 
 logger = logging.getLogger(__name__)
 
@@ -39,30 +33,24 @@ be quicker than the message that says why."""
 
 
 @dataclass(slots=True, eq=False)
-class _Reader:
-    """One connection of a reader."""
+class _Reader(ServedReader):
+    """A reader, with what it wants and what is on its way to it."""
 
     link: Link
     welcome: bool = False
     """Whether it has shown the token."""
-    reads: dict[int, ChunkPlan] = field(default_factory=dict)
     wants: deque[Want] = field(default_factory=deque)
     sending: list[tuple[Request, ByteArray]] = field(default_factory=list)
     """What has not left yet."""
-    heard: float = field(default_factory=time.monotonic)
     refused: float | None = None
     """When it was refused altogether. Nothing that it says counts any more."""
 
 
-class UcxServer:
+class UcxServer(WireServer):
     """Serves regions to readers. Belongs to the service's thread."""
 
     def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
-        self.refused = 0
-        """Messages that were refused."""
-        self._regions = regions
-        self._token = token
-        self._max_readers = max_readers
+        super().__init__(regions, token, max_readers)
         self._readers: list[_Reader] = []
         self._leaving: list[tuple[Request, ByteArray]] = []
         """What connections that are gone had not sent; UCX may still look at it."""
@@ -76,7 +64,7 @@ class UcxServer:
         """Takes in connections that others have begun."""
         for link in links:
             if len(self._readers) >= self._max_readers:
-                self._forget(min(self._readers, key=lambda known: (bool(known.reads), known.heard)))
+                self._forget(self._silent_longest(self._readers))
             self._readers.append(_Reader(link))
 
     def round(self) -> bool:
@@ -115,12 +103,13 @@ class UcxServer:
 
     def _handle(self, reader: _Reader, message: ToServer) -> None:
         if isinstance(message, Hello):
-            self._welcome(reader, message)
+            self._check_hello(message)
+            reader.welcome = True
         elif not reader.welcome:
             raise ProtocolError(f"{type(message).__name__} came before Hello; connect again")
         elif isinstance(message, Read):
             try:
-                self._start(reader, message)
+                reader.reads[message.transfer] = self._plan(reader, message)
             except (ProtocolError, TransferError) as error:
                 self._refuse(reader, message.transfer, error)
         elif isinstance(message, Cancel):
@@ -131,26 +120,6 @@ class UcxServer:
             if not 0 <= message.tag < 1 << 64:
                 raise ProtocolError(f"tag {message.tag} has more than 64 bits")
             reader.wants.append(message)
-
-    def _welcome(self, reader: _Reader, hello: Hello) -> None:
-        if not hmac.compare_digest(hello.token, self._token):
-            raise ProtocolError(
-                "the endpoint is of another rank, or of an earlier start of this one"
-            )
-        if hello.version_min > VERSION_MAX or hello.version_max < VERSION_MIN:
-            raise ProtocolError(
-                f"the reader speaks versions {hello.version_min} to {hello.version_max}, "
-                f"this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older side"
-            )
-        reader.welcome = True
-
-    def _start(self, reader: _Reader, message: Read) -> None:
-        if message.transfer in reader.reads:
-            raise ProtocolError(f"transfer {message.transfer} is under way already")
-        if len(reader.reads) >= MAX_READS:
-            raise TransferError(f"{MAX_READS} reads of this reader are under way already")
-        tables = decode_read(message)
-        reader.reads[message.transfer] = check_chunks(*tables, self._regions.served_nbytes)
 
     def _serve(self, reader: _Reader) -> bool:
         """Sends the next chunk that a reader wants, if the last ones have left."""
@@ -175,10 +144,7 @@ class UcxServer:
         return buffer
 
     def _refuse(self, reader: _Reader, transfer: int | None, error: KVFerryError) -> None:
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
-            logger.warning("refused message number %d: %s", self.refused, error)
-        answer = encode(Refused(transfer, type(error).__name__, str(error)[:2000]))
+        answer = self._refusal(transfer, error)
         try:
             reader.link.send(answer)
         except KVFerryError as lost:

@@ -9,6 +9,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -28,9 +29,7 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
-from kvferry.transports.tasks import Tasks
 from kvferry.transports.tcp_chunks import ChunkPlan, plan_chunks
-from kvferry.transports.tcp_server import MAX_READS
 from kvferry.transports.tcp_wire import (
     CHUNK_DTYPE,
     SOURCE_RUN_DTYPE,
@@ -45,6 +44,7 @@ from kvferry.transports.tcp_wire import (
     encode_table,
     refused_error,
 )
+from kvferry.transports.wire_server import MAX_READS
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class WireRead(Transfer):
 
     def ended(self, state: TransferState) -> None:
         """See :meth:`Transfer.ended`."""
-        self._reader.tasks.post(lambda: self._reader.end(self._peer, self, state))
+        self._reader.post(lambda: self._reader.end(self._peer, self, state))
 
 
 class WirePeer(Peer, Generic[ReadT]):
@@ -120,7 +120,7 @@ class WirePeer(Peer, Generic[ReadT]):
     def close(self) -> None:
         """See :meth:`Peer.close`. Returns at once; the reads end in ``poll``."""
         error = PeerLostError(f"the connection to {self.address} was closed on this side")
-        self._reader.tasks.post(lambda: self._reader.lose(self, error))
+        self._reader.post(lambda: self._reader.lose(self, error))
 
     def take(self, nbytes: int) -> None:
         """A chunk was unpacked or dropped; any thread."""
@@ -135,13 +135,16 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
     def __init__(
         self, regions: Regions, transfers: Transfers, pool: MoverPool, limits: WireLimits
     ) -> None:
-        self.tasks = Tasks()
-        """For its thread."""
         self._regions = regions
         self._transfers = transfers
         self._pool = pool
         self._limits = limits
         self._peers: list[PeerT] = []
+        self._looked = time.monotonic()
+
+    @abstractmethod
+    def post(self, task: Callable[[], object]) -> None:
+        """Has the thread that owns the connections call ``task``; any thread."""
 
     @abstractmethod
     def connect(self, endpoint: Endpoint) -> PeerT:
@@ -175,7 +178,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             read.enter()
             read.leave(0, 0)
         else:
-            start_after(after, read, lambda: self.tasks.post(lambda: self._start(peer, read)))
+            start_after(after, read, lambda: self.post(lambda: self._start(peer, read)))
         return read
 
     def lose(self, peer: PeerT, error: KVFerryError) -> None:
@@ -195,8 +198,15 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         for peer in list(self._peers):
             self.lose(peer, PeerLostError("the transport was closed"))
 
-    def fail_stalled(self, now: float) -> None:
-        """Fails the reads of peers that have sent nothing for too long."""
+    def fail_stalled(self) -> float:
+        """Fails the reads of peers that have sent nothing for too long; looks now and then.
+
+        Returns the seconds after which it wants to be called again.
+        """
+        now = time.monotonic()
+        if now - self._looked < self._limits.tick_s:
+            return self._limits.tick_s
+        self._looked = now
         for peer in list(self._peers):
             for read in [*peer.reads.values(), *peer.waiting]:
                 # A read that waits for its turn behind others of this peer is not stalled.
@@ -208,6 +218,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
                             f"(stall_timeout_s: {self._limits.stall_timeout_s})"
                         )
                     )
+        return self._limits.tick_s
 
     def _start(self, peer: PeerT, read: ReadT) -> None:
         if peer.lost is not None:

@@ -25,7 +25,6 @@ from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.tcp_server import MAX_READS
 from kvferry.transports.tcp_wire import (
     Cancel,
     Chunk,
@@ -38,6 +37,7 @@ from kvferry.transports.tcp_wire import (
     decode_request,
     encode,
 )
+from kvferry.transports.wire_server import MAX_READS
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
 
 NBYTES = 1 << 16

@@ -133,7 +133,7 @@ def test_a_lying_reader_ends_its_own_connection_only(pair, frame: bytes) -> None
     good, bad = target.connect(source.endpoint()), target.connect(source.endpoint())
     for peer in (good, bad):
         wait(target, target.read(peer, case.tiles, case.runs))
-    target._reader.tasks.post(lambda: bad.link.send(frame))
+    target._reader.post(lambda: bad.link.send(frame))
     deadline = time.monotonic() + 20
     while not source._server.refused:
         assert time.monotonic() < deadline
