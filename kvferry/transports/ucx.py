@@ -19,8 +19,8 @@ from kvferry.layouts.copier import warm
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES
+from kvferry.transports.ucx_link import Ucx
 from kvferry.transports.ucx_reader import UcxReader
-from kvferry.transports.ucx_seam import Ucx
 from kvferry.transports.ucx_server import UcxServer
 from kvferry.transports.wire import WireTransport
 from kvferry.transports.wire_reader import WireLimits

@@ -21,7 +21,7 @@ from kvferry.transports.regions import Regions
 from kvferry.transports.tasks import Tasks
 from kvferry.transports.tcp_chunks import ChunkPlan
 from kvferry.transports.tcp_wire import Cancel, Endpoint, Read, encode
-from kvferry.transports.ucx_seam import Link, Request, Ucx
+from kvferry.transports.ucx_link import Link, Request, Ucx
 from kvferry.transports.ucx_server import MAX_WANTS
 from kvferry.transports.ucx_wire import TAG_BYTES, Want, decode_refusal
 from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader

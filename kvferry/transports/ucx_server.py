@@ -17,7 +17,7 @@ from kvferry.transports.tcp_wire import (
     Hello,
     Read,
 )
-from kvferry.transports.ucx_seam import Link, Request
+from kvferry.transports.ucx_link import Link, Request
 from kvferry.transports.ucx_wire import TAG_BYTES, ToServer, Want, decode_request
 from kvferry.transports.wire_server import ServedReader, WireServer
 

@@ -11,7 +11,7 @@ buffer of its own::
     server → reader    Refused    a read (or the connection) was refused, and why
 
 Every Want is answered, so a bounce buffer is free again once the server goes on. All but the chunks
-goes through a stream, each message behind its length (:class:`~kvferry.transports.ucx_seam.Link`).
+goes through a stream, each message behind its length (:class:`~kvferry.transports.ucx_link.Link`).
 """
 
 from typing import TypeAlias

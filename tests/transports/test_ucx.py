@@ -22,7 +22,7 @@ from kvferry.testing.transport_scene import SMALL
 from kvferry.transports.base import Transfer, TransferState, TransportOptions
 from kvferry.transports.tcp_wire import Hello, decode_endpoint, encode
 from kvferry.transports.ucx import UcxTransport
-from kvferry.transports.ucx_seam import ucx_errors
+from kvferry.transports.ucx_link import ucx_errors
 from kvferry.transports.ucx_server import UcxServer
 
 needs_ucxx = pytest.mark.skipif(
