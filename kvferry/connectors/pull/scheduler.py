@@ -58,11 +58,10 @@ class PullScheduler(SchedulerConnector):
         self._sources = sources
         self._tickets = AcceptedTickets(key, extra)
         self._loads: dict[str, Load] = {}
+        """Request id → its load, until the request ends or, if that is later, the load does."""
         self._step = PullMetadata()
         self._ended: list[EndedLease] = []
-        self._filled: dict[str, Filled] = {}
         self._reported: dict[str, tuple[int, int]] = {}
-        self._progress: dict[str, tuple[int, int, float]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
         self._mirroring: dict[str, set[int]] = {}
 
@@ -196,7 +195,7 @@ class PullScheduler(SchedulerConnector):
         state = load.state  # read once: the sources' thread may change it between two looks
         num_tokens = _num_loadable(load, request)
         available = num_tokens - num_computed_tokens
-        if state is LoadState.LOADING or available <= 0:
+        if state in (LoadState.LOADING, LoadState.LOADED) or available <= 0:
             return 0, False
         if state is LoadState.FAILED:
             assert load.error is not None  # set before the state
@@ -218,7 +217,7 @@ class PullScheduler(SchedulerConnector):
     ) -> None:
         """See :meth:`SchedulerConnector.update_state_after_alloc`."""
         load = self._loads.get(request.request_id)
-        if load is None or load.state is LoadState.LOADING:
+        if load is None or load.state in (LoadState.LOADING, LoadState.LOADED):
             return
         if num_external_tokens == 0:
             self._give_back(request.request_id)
@@ -227,7 +226,7 @@ class PullScheduler(SchedulerConnector):
         first_token = num_tokens - num_external_tokens
         assert load.groups is not None  # tokens were offered, so the lease was had
         starts = load.groups.starts(load.ticket, first_token, num_tokens)
-        self._filled[request.request_id] = load.groups.filled(starts, first_token, num_tokens)
+        load.filled = load.groups.filled(starts, first_token, num_tokens)
         self._sources.start(load)
         self._step.loads.append(
             LoadSpec(
@@ -247,13 +246,18 @@ class PullScheduler(SchedulerConnector):
 
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """See :meth:`SchedulerConnector.partial_groups`."""
-        filled = self._filled.get(request.request_id)
+        filled = self._filled(request)
         return frozenset() if filled is None else filled.partial
 
     def first_filled_tokens(self, request: RequestView) -> tuple[int, ...] | None:
         """See :meth:`SchedulerConnector.first_filled_tokens`."""
-        filled = self._filled.get(request.request_id)
+        filled = self._filled(request)
         return None if filled is None else filled.starts
+
+    def _filled(self, request: RequestView) -> Filled | None:
+        """What the request's load fills; ``None`` where there is none, or it has failed."""
+        load = self._loads.get(request.request_id)
+        return None if load is None else load.filled
 
     def _give_back(self, request_id: str) -> None:
         """Nothing will be read under this request's lease."""
@@ -261,13 +265,12 @@ class PullScheduler(SchedulerConnector):
         self._tickets.retire(load.ticket)
         self._sources.release(load)
 
-    def _loaded(self, request_id: str) -> None:
-        """Every rank has reported this request's load."""
-        load = self._loads.pop(request_id, None)
-        if load is not None:
-            self._tickets.retire(load.ticket)
-            self._sources.drop(load)
-        self._progress.pop(request_id, None)
+    def _loaded(self, load: Load, *, ok: bool) -> None:
+        """Every rank has reported this load."""
+        self._tickets.retire(load.ticket)
+        self._sources.drop(load)
+        if load.cancelled or not ok:
+            del self._loads[load.request_id]
 
     # ---- source side --------------------------------------------------------------------------
 
@@ -275,14 +278,16 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
-        filled = self._filled.pop(request.request_id, None)
+        filled = self._filled(request)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
                 load.cancelled = True
                 self._step.cancels.append(load.lease_id)
             return True, None
-        if load is not None:
+        if load is not None and load.state is LoadState.LOADED:
+            del self._loads[request.request_id]
+        elif load is not None:
             self._give_back(request.request_id)
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
@@ -399,10 +404,10 @@ class PullScheduler(SchedulerConnector):
                 self._server.note_error(
                     "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
                 )
-        for request_id in output.failed_recving:
-            self._filled.pop(request_id, None)
         for request_id in output.finished_recving:
-            self._loaded(request_id)
+            load = self._loads.get(request_id)
+            if load is not None and load.state is LoadState.LOADING:
+                self._loaded(load, ok=request_id not in output.failed_recving)
 
     def _mirrored(self, record: TransferRecord) -> None:
         """A rank has copied the blocks of a lease to where they are read, or could not."""
@@ -417,12 +422,11 @@ class PullScheduler(SchedulerConnector):
 
     def _note_progress(self, reported: dict[str, tuple[int, int]]) -> None:
         """Notes since when each load has stood where it stands."""
-        now = time.monotonic()
         self._reported = reported
-        for request_id, (done, total) in reported.items():
-            before = self._progress.get(request_id)
-            if (before is None or before[:2] != (done, total)) and request_id in self._loads:
-                self._progress[request_id] = (done, total, now)
+        for request_id, progress in reported.items():
+            load = self._loads.get(request_id)
+            if load is not None and load.progress != progress:
+                load.progress, load.progressed = progress, time.monotonic()
 
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""
@@ -436,21 +440,19 @@ class PullScheduler(SchedulerConnector):
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""
         now = time.monotonic()
-        statuses = []
-        for load in list(self._loads.values()):
-            done, total, progressed = self._progress.get(load.request_id, (0, 0, load.started))
-            statuses.append(
-                TransferStatus(
-                    request_id=load.request_id,
-                    lease_id=load.lease_id,
-                    peer=load.ticket.engine_id,
-                    bytes_done=done,
-                    bytes_total=total,
-                    age_s=now - load.started,
-                    progress_s=now - progressed,
-                )
+        return [
+            TransferStatus(
+                request_id=load.request_id,
+                lease_id=load.lease_id,
+                peer=load.ticket.engine_id,
+                bytes_done=load.progress[0],
+                bytes_total=load.progress[1],
+                age_s=now - load.started,
+                progress_s=now - load.progressed,
             )
-        return statuses
+            for load in list(self._loads.values())
+            if load.state is not LoadState.LOADED
+        ]
 
     def close(self) -> None:
         """Ends threads and sockets. Idempotent."""

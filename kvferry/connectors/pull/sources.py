@@ -4,8 +4,8 @@ One background thread speaks to all sources, so that neither a slow peer nor a b
 renewal. The scheduler thread only reads states and adds or drops loads, under one lock.
 
 A load goes through ``WAITING`` (its source's handshake, then its lease, are awaited), ``READY``
-(the lease is ours), ``LOADING`` (the ranks read) and is dropped when the ranks have reported. At
-any of these it may become ``FAILED`` with an error that says why.
+(the lease is ours), ``LOADING`` (the ranks read) and ``LOADED`` (they have reported; its lease is
+no longer ours). Before that it may become ``FAILED`` with an error that says why.
 """
 
 import enum
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from kvferry.connectors.pull.groups import SourceGroups
+from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import LeaseAnswer
 from kvferry.control.tickets import Ticket, check_incarnation
@@ -50,6 +50,7 @@ class LoadState(enum.Enum):
     WAITING = "waiting"
     READY = "ready"
     LOADING = "loading"
+    LOADED = "loaded"
     FAILED = "failed"
 
 
@@ -71,6 +72,12 @@ class Load:
     """``time.monotonic()`` of the next Renew."""
     cancelled: bool = False
     """Whether the ranks were told to give it up."""
+    filled: Filled | None = None
+    """What it fills of our groups; set when the ranks begin to read."""
+    progress: tuple[int, int] = (0, 0)
+    """Bytes in place, and bytes in all, over all ranks."""
+    progressed: float = field(default_factory=time.monotonic)
+    """``time.monotonic()`` since when that is so."""
 
     @property
     def lease_id(self) -> str:
@@ -183,6 +190,7 @@ class Sources:
     def drop(self, load: Load) -> None:
         """The ranks have reported the load; their Finishes have ended the lease."""
         with self._lock:
+            load.state = LoadState.LOADED
             self._loads.pop(load.lease_id, None)
 
     def release(self, load: Load) -> None:
