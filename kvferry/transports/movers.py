@@ -13,37 +13,50 @@ logger = logging.getLogger(__name__)
 
 
 class MoverPool:
-    """Threads that copy. Tasks run in the order they were submitted; one that has more to do
-    submits itself again, so that transfers share the threads in turns.
+    """Threads that copy, started with the first task. Tasks run in the order in which they were
+    submitted; one that has more to do submits itself again, so that transfers share the threads in
+    turns.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         if threads < 1:
             raise ValueError(f"threads: {threads} is less than 1")
-        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvferry-{name}-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def size(self) -> int:
+        self.size = threads
         """Number of threads."""
-        return len(self._threads)
+        self._name = name
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._closed = False
 
     def submit(self, task: Callable[[], object]) -> None:
         """Queues a task. It must not block on anything but memory, and must not raise."""
         self._tasks.put(task)
+        if not self._threads:
+            self._start()
 
     def close(self) -> None:
         """Waits for the tasks that run now, then ends the threads. Idempotent."""
-        for _ in self._threads:
+        with self._lock:
+            self._closed = True
+            threads, self._threads = self._threads, []
+        for _ in threads:
             self._tasks.put(None)
-        for thread in self._threads:
+        for thread in threads:
             thread.join()
-        self._threads = []
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._threads or self._closed:
+                return
+            self._threads = [
+                threading.Thread(
+                    target=self._run, name=f"kvferry-{self._name}-{number}", daemon=True
+                )
+                for number in range(self.size)
+            ]
+            for thread in self._threads:
+                thread.start()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import msgspec
 import numpy as np
@@ -93,33 +93,25 @@ class Staging(Closing):
         self._placer: Placer = (
             HostPlacer(addresses) if stream is None else DevicePlacer(stream, addresses)
         )
-        self._threads = threads
-        self._movers: list[MoverPool] = []
-        self._memory: list[ByteArray] = []
+        self.movers = MoverPool("unpack", threads)
+        """The threads that unpack."""
 
     @property
     def numbers(self) -> StagingNumbers:
         """What the staging memory is doing."""
         return self.pool.numbers
 
+    @cached_property
     def memory(self) -> ByteArray:
         """The staging memory; its pages are taken as they are first written to."""
-        if not self._memory:
-            padded = np.empty(self.pool.nbytes + ALIGNMENT, dtype=np.uint8)
-            first = -padded.ctypes.data % ALIGNMENT
-            memory = padded[first : first + self.pool.nbytes]
-            try:
-                self._placer.adopt(memory)
-            except HostError as error:  # it is slower, and right
-                logger.warning("staging memory: %s", error)
-            self._memory.append(memory)
-        return self._memory[0]
-
-    def movers(self) -> MoverPool:
-        """The threads that unpack."""
-        if not self._movers:
-            self._movers.append(MoverPool("unpack", self._threads))
-        return self._movers[0]
+        padded = np.empty(self.pool.nbytes + ALIGNMENT, dtype=np.uint8)
+        first = -padded.ctypes.data % ALIGNMENT
+        memory = padded[first : first + self.pool.nbytes]
+        try:
+            self._placer.adopt(memory)
+        except HostError as error:  # it is slower, and right
+            logger.warning("staging memory: %s", error)
+        return memory
 
     def unpack(self, chunk: StagedChunk, slot: Slot, conversion: tuple[str, str] | None) -> None:
         """Puts what a slot holds into the cache; on a mover, which waits for it.
@@ -127,7 +119,7 @@ class Staging(Closing):
         Raises:
             HostError, TransferError: the device has no room, or failed.
         """
-        landed = self.memory()[slot.offset : slot.offset + chunk.nbytes]
+        landed = self.memory[slot.offset : slot.offset + chunk.nbytes]
         if conversion is not None:
             converted = np.empty(chunk.unpack_nbytes, dtype=np.uint8)
             convert_elements(landed, conversion[0], converted, conversion[1])
@@ -139,12 +131,10 @@ class Staging(Closing):
 
         Call it when the transports are closed. Memory into which something may still land is kept.
         """
-        for movers in self._movers:
-            movers.close()
+        self.movers.close()
         self._placer.close()
-        memory, self._memory = self._memory, []
         if self.pool.may_be_written:
-            _kept.extend(memory)
+            _kept.append(self.memory)
 
 
 class _StagedRead(Transfer):
@@ -201,7 +191,6 @@ class StagedTransport(Transport):
         self.transfers = Transfers()
         """Those under way, and those that ended and were not polled."""
         self._reads: set[_StagedRead] = set()
-        self._regions: list[int] = []
 
     @classmethod
     def open(cls, options: TransportOptions) -> "StagedTransport":  # noqa: ARG003  (never opened)
@@ -340,7 +329,7 @@ class StagedTransport(Transport):
 
     def _start(self, read: _StagedRead, chunk: StagedChunk, slot: Slot) -> None:
         tiles = chunk.pack_tiles.copy()
-        tiles["target_region"] = self._staging_region()
+        tiles["target_region"] = self._staging_region
         tiles["target_offset"] += slot.offset
         slot.connection = read.peer
         transfer = slot.transfer = self._inner.read(read.peer, tiles, chunk.pack_runs)
@@ -348,11 +337,10 @@ class StagedTransport(Transport):
         read.progressed = time.monotonic()
         transfer.on_end(lambda ended: self._serial.post(partial(self._landed, read, slot, ended)))
 
+    @cached_property
     def _staging_region(self) -> int:
         """The id under which the inner transport knows the staging memory."""
-        if not self._regions:
-            self._regions.append(self._inner.register(self._staging.memory(), serve=False))
-        return self._regions[0]
+        return self._inner.register(self._staging.memory, serve=False)
 
     def _landed(self, read: _StagedRead, slot: Slot, landed: Transfer) -> None:
         """A chunk's transfer has ended: unpacks it, or gives its slot back."""
@@ -361,7 +349,7 @@ class StagedTransport(Transport):
         elif landed.state is TransferState.DONE:
             read.progressed = time.monotonic()
             read.unpacking.add(slot)
-            self._staging.movers().submit(partial(self._unpack, read, slot, read.chunks[slot]))
+            self._staging.movers.submit(partial(self._unpack, read, slot, read.chunks[slot]))
         else:
             assert landed.error is not None  # set before the state
             read.fail(landed.error)

@@ -210,7 +210,7 @@ def test_a_source_that_stops_during_a_load_fails_it_as_stalled_and_harms_nobody_
     source: SourceProcess, consumer: FakeEngine
 ) -> None:
     stop_during_a_load(source, consumer)
-    stagings = [worker._cache.staging.memory() for worker in consumer.workers]  # type: ignore[attr-defined]
+    stagings = [worker._cache.staging.memory for worker in consumer.workers]  # type: ignore[attr-defined]
     for staging in stagings:
         staging[:] = 0xA5
     source.resume()

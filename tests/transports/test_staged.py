@@ -216,7 +216,7 @@ class StagedShm(WrappedTransport):
         if not self._made or len(self._made[-1][1].region_bytes) < len(self._spans):
             staging = Staging(self._spans, nbytes=8 << 20, stall_timeout_s=2.0)
             self._made.append((StagedTransport(self._inner, staging), staging))
-            self._spans.append(MemorySpan(staging.memory().ctypes.data, 0, HOST))  # no target
+            self._spans.append(MemorySpan(staging.memory.ctypes.data, 0, HOST))  # no target
         return self._made[-1][0]
 
     def read(

@@ -88,7 +88,7 @@ class PullWorker(WorkerConnector):
         self._transports = transports
         self._client = client
         self._regions = RankRegions(transports)
-        self._registered: list[_Cache] = []
+        self._registered: _Cache | None = None
         self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
@@ -174,7 +174,7 @@ class PullWorker(WorkerConnector):
                 if mirror is not None:
                     mirror.close()
                 raise
-        self._registered.append(self._open_cache(memory, stream, mirror))
+        self._registered = self._open_cache(memory, stream, mirror)
 
     def _open_mirror(self, stream: CopyStream, memory: tuple[RankMemory, ...]) -> RankMirror | None:
         """Host memory for what is lent, where a transport cannot read the device."""
@@ -217,8 +217,8 @@ class PullWorker(WorkerConnector):
 
     @property
     def _cache(self) -> _Cache:
-        (cache,) = self._registered  # the engine registers its caches first, and once
-        return cache
+        assert self._registered is not None  # the engine registers its caches first
+        return self._registered
 
     def handshake_metadata(self) -> bytes:
         """The rank's description, for the handshake."""
@@ -272,7 +272,7 @@ class PullWorker(WorkerConnector):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
         output = KVConnectorOutput()
-        for cache in self._registered:
+        if (cache := self._registered) is not None:
             for load in cache.loads.take_ended():
                 self._report(load, output)
             output.transfer_progress = cache.loads.progress()
@@ -312,14 +312,15 @@ class PullWorker(WorkerConnector):
 
     def close(self) -> None:
         """Ends loads, connections and memory. Idempotent."""
-        for cache in self._registered:
+        cache = self._registered
+        if cache is not None:
             cache.loads.close()
             for staged in cache.staged:
                 staged.close()
         self._client.close()
         for transport in self._transports.values():
             transport.close()
-        for cache in self._registered:
+        if cache is not None:
             cache.close()
 
 
