@@ -41,8 +41,7 @@ from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.device import DeviceTransport
-from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer, LocalTransport
+from kvferry.transports.local import LocalPeer, LocalTransport, boot_id
 from kvferry.transports.regions import check_flat
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from abc import abstractmethod
+from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -275,3 +276,8 @@ class LocalTransport(Transport, Generic[PeerT]):
         for peer in peers:
             if peer.error() is not None:
                 peer.close()
+
+
+def boot_id() -> str:
+    """Tells one host from another: random per start of it; containers have their host's."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

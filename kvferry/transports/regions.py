@@ -1,8 +1,9 @@
 """The regions of one transport, and private memory for them."""
 
-import contextlib
+import ctypes
 import mmap
 import threading
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -10,9 +11,19 @@ import numpy.typing as npt
 from kvferry.errors import SharedMemoryError
 from kvferry.transports.base import ByteArray
 
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14 and later."""
+_MADV_COLLAPSE = 25
+"""Linux 6.1 and later."""
 
-def private_memory(nbytes: int) -> ByteArray:
-    """Zeroed memory of this process, in huge pages where the host has them.
+
+def private_memory(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
+    """Zeroed memory of this process, whose pages are there. Freed when the last array of it goes.
+
+    Args:
+        nbytes: bytes.
+        huge_pages: whether the pages are huge ones where the host has them.
 
     Raises:
         ValueError: ``nbytes`` is not positive.
@@ -23,12 +34,39 @@ def private_memory(nbytes: int) -> ByteArray:
     try:
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
-        raise SharedMemoryError(f"cannot allocate {nbytes} bytes: {error}") from error
-    with contextlib.suppress(OSError):  # a kernel without them: correct, only slower
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+        raise SharedMemoryError(
+            f"cannot allocate {nbytes} bytes of memory ({error}); lower num_blocks"
+        ) from error
     memory: ByteArray = np.frombuffer(mapping, dtype=np.uint8)
-    memory[:] = 0  # takes the pages now, not in the first transfer
+    if huge_pages:
+        _advise(memory, mmap.MADV_HUGEPAGE)
+    # One call takes a fifth of the time of a fault per page, and none is left for the first load.
+    _advise(memory, _MADV_POPULATE_WRITE)
     return memory
+
+
+def make_huge(memory: ByteArray) -> None:
+    """Has the kernel put memory in huge pages: what is there now, and what is touched later.
+
+    It moves what is there, some 0.2 ms per huge page. What does not fill a huge page stays. Whoever
+    reads it with ``process_vm_readv``, which looks up every page of the source by itself, is a
+    third to two thirds faster, measured.
+    """
+    if _HUGE_PAGES.exists() and "[never]" not in _HUGE_PAGES.read_text():
+        _advise(memory, mmap.MADV_HUGEPAGE)
+        _advise(memory, _MADV_COLLAPSE)
+
+
+def _advise(memory: ByteArray, advice: int) -> None:
+    """``madvise`` on the pages that lie wholly inside. Where the system does not follow the advice,
+    memory is slower and as right.
+    """
+    first = -(-memory.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.ctypes.data + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > first:
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(end - first), ctypes.c_int(advice)
+        )
 
 
 class Regions:

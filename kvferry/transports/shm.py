@@ -19,8 +19,7 @@ from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, Int64s, warm
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
-from kvferry.transports.host import boot_id
-from kvferry.transports.local import LocalPeer, LocalTransport
+from kvferry.transports.local import LocalPeer, LocalTransport, boot_id
 from kvferry.transports.regions import Regions
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 

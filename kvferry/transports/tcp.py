@@ -8,7 +8,6 @@ state is a fence: a peer that stalls, resumes or lies cannot write anything any 
 
 import ipaddress
 
-import msgspec
 import zmq
 
 from kvferry.config import parse_struct
@@ -18,35 +17,22 @@ from kvferry.transports.base import TransportOptions
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.tcp_reader import TcpReader
 from kvferry.transports.tcp_server import TcpServer
-from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES
-from kvferry.transports.wire import WireTransport
+from kvferry.transports.wire import WireConfig, WireTransport
 from kvferry.transports.wire_reader import WireLimits
 
 
-class TcpExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``tcp`` transport."""
 
-    port: int = 0
-    """TCP port of the data endpoint; 0 takes a free one."""
     advertise_host: str = ""
     """Host that peers are told; empty: the one that is listened on."""
-    chunk_bytes: int = 4 << 20
-    """Bytes per message of a read."""
-    window_bytes: int = 16 << 20
-    """Bytes on their way to one reader at most, per connection and side."""
     io_threads: int = 1
     """ZeroMQ's own threads; one saturates about 4 GB/s."""
-    max_readers: int = 256
-    """Connections that are served; beyond them the one silent longest is dropped."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} is not a TCP port (0 to 65535)")
-        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is not in 4096 to {MAX_CHUNK_BYTES}")
-        for field in ("window_bytes", "io_threads", "max_readers"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+        super().__post_init__()
+        if self.io_threads < 1:
+            raise ValueError(f"io_threads: {self.io_threads} is less than 1")
 
 
 class TcpTransport(WireTransport):

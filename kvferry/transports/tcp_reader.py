@@ -17,21 +17,22 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import Transfers, TransferState
+from kvferry.transports.decoding import decode
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.wire_chunks import ChunkPlan
+from kvferry.transports.wire_messages import (
     MAX_CHUNK_BYTES,
     MAX_REQUEST_BYTES,
     STEPS_VERSION,
+    TCP_REPLIES,
     Cancel,
     Chunk,
     Endpoint,
     Read,
     Taken,
-    ToServer,
+    TcpRequest,
     Welcome,
-    decode_reply,
     encode,
 )
 from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader
@@ -190,7 +191,7 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
             self._send(peer, Cancel(read.number))
         self.send_taken(peer)
 
-    def _send(self, peer: TcpPeer, message: ToServer) -> None:
+    def _send(self, peer: TcpPeer, message: TcpRequest) -> None:
         try:
             peer.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -212,7 +213,7 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
                 self.lose(peer, error)
 
     def _handle(self, peer: TcpPeer, header: memoryview, frames: list[zmq.Frame]) -> None:
-        message = decode_reply(header)
+        message = decode(TCP_REPLIES, header, "reply")
         if isinstance(message, Chunk):
             if len(frames) != 1:
                 raise DecodeError(f"a chunk from {peer.address} has {len(frames)} frames, not 1")

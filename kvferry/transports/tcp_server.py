@@ -17,10 +17,13 @@ from kvferry.errors import BoundsError, DecodeError, KVFerryError, ProtocolError
 from kvferry.layouts.copier import copy_tiles
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import ByteArray
+from kvferry.transports.decoding import decode
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.wire import ServedReader, WireServer
+from kvferry.transports.wire_chunks import ChunkPlan
+from kvferry.transports.wire_messages import (
     MAX_REQUEST_BYTES,
+    TCP_REQUESTS,
     VERSION_MAX,
     Cancel,
     Chunk,
@@ -28,10 +31,8 @@ from kvferry.transports.tcp_wire import (
     Read,
     Taken,
     Welcome,
-    decode_request,
     encode,
 )
-from kvferry.transports.wire_server import ServedReader, WireServer
 from kvferry.zeromq import listen
 
 logger = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class TcpServer(WireServer):
     def _handle(self, identity: bytes, frames: list[bytes]) -> None:
         if len(frames) != 1:
             raise DecodeError(f"a request is one frame, got {len(frames)}")
-        message = decode_request(frames[0])
+        message = decode(TCP_REQUESTS, frames[0], "request")
         if isinstance(message, Hello):
             self._welcome(identity, message)
             return

@@ -1,6 +1,6 @@
 """The transport over UCX: two-sided messages, over RDMA, shared memory or TCP as UCX finds them.
 
-Cut into chunks and packed as by ``tcp`` (:mod:`~kvferry.transports.tcp_chunks`); the source packs
+Cut into chunks and packed as by ``tcp`` (:mod:`~kvferry.transports.wire_chunks`); the source packs
 (:mod:`~kvferry.transports.ucx_server`), the reader unpacks from bounce buffers of its own
 (:mod:`~kvferry.transports.ucx_reader`), which is what makes it fence. One thread owns UCX.
 """
@@ -18,38 +18,20 @@ from kvferry.errors import ConfigError
 from kvferry.layouts.copier import warm
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.movers import MoverPool
-from kvferry.transports.tcp_wire import MAX_CHUNK_BYTES
 from kvferry.transports.ucx_link import Ucx
 from kvferry.transports.ucx_reader import UcxReader
 from kvferry.transports.ucx_server import UcxServer
-from kvferry.transports.wire import WireTransport
+from kvferry.transports.wire import WireConfig, WireTransport
 from kvferry.transports.wire_reader import WireLimits
 
 logger = logging.getLogger(__name__)
 
 
-class UcxExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+class UcxExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``ucx`` transport."""
 
-    port: int = 0
-    """Port of the data endpoint; 0 takes a free one."""
-    config: dict[str, str] = {}
+    config: dict[str, str] = msgspec.field(default_factory=dict)
     """UCX's own settings, without the prefix ``UCX_``: ``{"TLS": "rc,sm"}``."""
-    chunk_bytes: int = 4 << 20
-    """Bytes per message of a read."""
-    window_bytes: int = 16 << 20
-    """Bytes that a reader has asked for at most, per connection."""
-    max_readers: int = 256
-    """Connections that are served; beyond them the one silent longest is dropped."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} is not a port (0 to 65535)")
-        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is not in 4096 to {MAX_CHUNK_BYTES}")
-        for field in ("window_bytes", "max_readers"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
 
 
 class UcxTransport(WireTransport):

@@ -24,7 +24,7 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.transports.base import ByteArray
-from kvferry.transports.tcp_wire import MAX_REQUEST_BYTES
+from kvferry.transports.wire_messages import MAX_REQUEST_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,22 @@ import numpy as np
 
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError
 from kvferry.transports.base import ByteArray, Transfers, TransferState
+from kvferry.transports.decoding import decode
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions
 from kvferry.transports.tasks import Tasks
-from kvferry.transports.tcp_chunks import ChunkPlan
-from kvferry.transports.tcp_wire import Cancel, Endpoint, Read, encode
 from kvferry.transports.ucx_link import Link, Request, Ucx
 from kvferry.transports.ucx_server import MAX_WANTS
-from kvferry.transports.ucx_wire import TAG_BYTES, Want, decode_refusal
+from kvferry.transports.wire_chunks import ChunkPlan
+from kvferry.transports.wire_messages import (
+    TAG_BYTES,
+    UCX_REPLIES,
+    Cancel,
+    Endpoint,
+    Read,
+    Want,
+    encode,
+)
 from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader
 
 
@@ -158,7 +166,7 @@ class UcxReader(WireReader[UcxPeer, UcxRead]):
         if frame is None:
             return False
         peer.progressed = time.monotonic()
-        self._refused(peer, decode_refusal(frame))
+        self._refused(peer, decode(UCX_REPLIES, frame, "reply"))
         return True
 
     def _ask(self, peer: UcxPeer) -> bool:

@@ -10,16 +10,20 @@ import numpy as np
 from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.copier import copy_tiles
 from kvferry.transports.base import ByteArray
+from kvferry.transports.decoding import decode
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.ucx_link import Link, Request
+from kvferry.transports.wire import ServedReader, WireServer
+from kvferry.transports.wire_chunks import ChunkPlan
+from kvferry.transports.wire_messages import (
+    TAG_BYTES,
+    UCX_REQUESTS,
     Cancel,
     Hello,
     Read,
+    UcxRequest,
+    Want,
 )
-from kvferry.transports.ucx_link import Link, Request
-from kvferry.transports.ucx_wire import TAG_BYTES, ToServer, Want, decode_request
-from kvferry.transports.wire_server import ServedReader, WireServer
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +102,10 @@ class UcxServer(WireServer):
         if frame is None:
             return False
         reader.heard = time.monotonic()
-        self._handle(reader, decode_request(frame))
+        self._handle(reader, decode(UCX_REQUESTS, frame, "request"))
         return True
 
-    def _handle(self, reader: _Reader, message: ToServer) -> None:
+    def _handle(self, reader: _Reader, message: UcxRequest) -> None:
         if isinstance(message, Hello):
             self._check_hello(message)
             reader.welcome = True

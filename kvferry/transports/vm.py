@@ -6,20 +6,23 @@ bytes, or two where pieces are short (:mod:`kvferry.transports.vm_kernels`). Wha
 system is tried when a connection is made.
 """
 
+import threading
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from kvferry.config import parse_struct
 from kvferry.errors import DecodeError, KVFerryError
-from kvferry.layouts.copier import CHUNK_BYTES, Int64s
-from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports import vm_copy, vm_memory
+from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
+from kvferry.layouts.copier import CHUNK_BYTES, STREAM_BYTES, Int64s
+from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.local import LocalPeer, LocalTransport
-from kvferry.transports.regions import Regions
-from kvferry.transports.vm_copy import ProcessCopy
+from kvferry.transports.regions import Regions, make_huge, private_memory
+from kvferry.transports.vm_desk import Desk, new_desk
+from kvferry.transports.vm_kernels import read_chunks
 from kvferry.transports.vm_process import (
     TOKEN_BYTES,
     Identity,
@@ -32,7 +35,12 @@ from kvferry.transports.vm_process import (
 VERSION = 1
 """Of the endpoint; both sides run on one host, so a range is not needed."""
 
+MIN_CHUNK_BYTES = 256 << 10
+"""A read is not cut smaller than this to give every thread something."""
+
+
 _ADDRESS_LIMIT = 1 << 62
+_desks = threading.local()
 
 
 class VmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +87,58 @@ class VmPeer(LocalPeer):
         self.process.close()
 
 
+class ProcessCopy(ChunkedCopy):
+    """Copies tiles × runs from a process's regions into ours; any number of threads may step."""
+
+    def __init__(
+        self,
+        process: RemoteProcess,
+        source_addresses: Int64s,
+        target_addresses: Int64s,
+        tiles: Tiles,
+        runs: Runs,
+        *,
+        chunk_bytes: int,
+        threads: int,
+    ) -> None:
+        """Args:
+        process: whose memory is read.
+        source_addresses: int64, address of each of its regions.
+        target_addresses: int64, address of each of ours.
+        tiles: a 1-d array of ``TILE_DTYPE``; bounds are checked already.
+        runs: a 1-d array of ``RUN_DTYPE``.
+        chunk_bytes: bytes per chunk at most (but one run of one tile is never cut).
+        threads: among how many a short read is divided.
+        """
+        each = max(MIN_CHUNK_BYTES, -(-num_bytes(tiles, runs) // threads))
+        super().__init__(tiles, runs, min(chunk_bytes, each))
+        self._process = process
+        self._addresses = source_addresses, target_addresses
+        self._stream = self.nbytes >= STREAM_BYTES
+
+    def step(self, nbytes: int) -> bool:
+        """See :meth:`ChunkedCopy.step`.
+
+        Raises:
+            PeerLostError: the process has ended, closed its transport, or may not be read.
+            TransferError: it has unmapped what it serves.
+        """
+        source, target = self._addresses
+        failed, left = read_chunks(
+            self._process.pid,
+            self._tiles,
+            self._runs,
+            self._chunks,
+            self._progress,
+            _desk()._replace(sources=source, targets=target),
+            nbytes,
+            self._stream,
+        )
+        if failed:
+            raise self._process.reading_error(failed)
+        return left
+
+
 class VmTransport(LocalTransport[VmPeer]):
     """Reads between the processes of one host, out of any memory of the other side."""
 
@@ -102,12 +162,12 @@ class VmTransport(LocalTransport[VmPeer]):
         """
         extra = parse_struct(VmExtraConfig, options.extra, "vm")
         check_host()
-        vm_copy.warm()
+        _warm()
         return cls(options, extra)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`: ordinary memory."""
-        memory = vm_memory.allocate(nbytes, huge_pages=self._extra.huge_pages)
+        memory = private_memory(nbytes, huge_pages=self._extra.huge_pages)
         return self._add(memory, serve=True), memory
 
     def register(self, memory: ByteArray, *, serve: bool = True) -> int:
@@ -118,7 +178,7 @@ class VmTransport(LocalTransport[VmPeer]):
         """
         region = self._add(memory, serve=serve)
         if serve and self._extra.huge_pages:
-            vm_memory.make_huge(memory)
+            make_huge(memory)
         return region
 
     def endpoint(self) -> bytes:
@@ -184,3 +244,18 @@ def _decode(endpoint: bytes) -> VmEndpoint:
     if not sound:
         raise DecodeError("vm endpoint: its numbers make no sense")
     return described
+
+
+def _warm() -> None:
+    """Compiles the kernels, or loads them from disk, so that the first read does not wait."""
+    tiles, runs = np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE)
+    chunks, progress = np.empty(0, dtype=CHUNK_DTYPE), np.zeros(1, dtype=PROGRESS_DTYPE)
+    read_chunks(0, tiles, runs, chunks, progress, _desk(), 1, False)
+
+
+def _desk() -> Desk:
+    """The calling thread's own."""
+    desk = getattr(_desks, "desk", None)
+    if desk is None:
+        desk = _desks.desk = new_desk()
+    return desk

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from kvferry.errors import HostError, PeerLostError, TransferError
-from kvferry.transports.host import boot_id, pid_namespace
+from kvferry.transports.local import boot_id
 
 TOKEN_BYTES = 16
 _PR_SET_PTRACER = 0x59616D61
@@ -51,7 +51,7 @@ class Token:
         pid = os.getpid()
         self.identity = Identity(
             host=boot_id(),
-            namespace=pid_namespace(),
+            namespace=_pid_namespace(),
             pid=pid,
             started=_started(pid),
             token=self._bytes.tobytes(),
@@ -155,11 +155,16 @@ def check_host() -> None:
 def _check_reach(identity: Identity) -> None:
     if identity.host != boot_id():
         raise PeerLostError("the peer runs on another host; use tcp")
-    if identity.namespace != pid_namespace():
+    if identity.namespace != _pid_namespace():
         raise PeerLostError(
             f"the peer runs in the PID namespace {identity.namespace}, this process in "
-            f"{pid_namespace()}; give both containers one (--pid), or use tcp"
+            f"{_pid_namespace()}; give both containers one (--pid), or use tcp"
         )
+
+
+def _pid_namespace() -> str:
+    """The PID namespace of this process: process ids mean nothing in another."""
+    return str(Path("/proc/self/ns/pid").readlink())
 
 
 def _started(pid: int) -> int:

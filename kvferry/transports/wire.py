@@ -1,8 +1,16 @@
-"""What the transports tcp and ucx share: served memory, and reads that come in chunks."""
+"""What the transports tcp and ucx share: served memory, who may read it, and why not."""
 
+import hmac
+import logging
 import secrets
-from typing import Any
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import msgspec
+
+from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
     Addressing,
@@ -14,8 +22,45 @@ from kvferry.transports.base import (
     Waitable,
 )
 from kvferry.transports.regions import Regions, private_memory
-from kvferry.transports.tcp_wire import Endpoint, decode_endpoint, encode
+from kvferry.transports.wire_chunks import ChunkPlan, check_chunks
+from kvferry.transports.wire_messages import (
+    MAX_CHUNK_BYTES,
+    MAX_READS,
+    VERSION_MAX,
+    VERSION_MIN,
+    Endpoint,
+    Hello,
+    Read,
+    Refused,
+    decode_endpoint,
+    decode_read,
+    encode,
+)
 from kvferry.transports.wire_reader import WirePeer, WireReader
+
+logger = logging.getLogger(__name__)
+
+
+class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys that the transports of wires share."""
+
+    port: int = 0
+    """Port of the data endpoint; 0 takes a free one."""
+    chunk_bytes: int = 4 << 20
+    """Bytes per message of a read."""
+    window_bytes: int = 16 << 20
+    """Bytes on their way to one reader at most, per connection."""
+    max_readers: int = 256
+    """Connections that are served; beyond them the one silent longest is dropped."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} is not a TCP port (0 to 65535)")
+        if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is not in 4096 to {MAX_CHUNK_BYTES}")
+        for name in ("window_bytes", "max_readers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
 
 class WireTransport(Transport):
@@ -77,3 +122,62 @@ class WireTransport(Transport):
     def cancel(self, transfer: Transfer) -> None:
         """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
         self._transfers.cancel(transfer)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ServedReader:
+    """One connection of a reader."""
+
+    reads: dict[int, Any] = field(default_factory=dict)
+    """Reads under way, by the number that the reader gave them."""
+    heard: float = field(default_factory=time.monotonic)
+    """``time.monotonic()`` of its last message."""
+
+
+ReaderT = TypeVar("ReaderT", bound=ServedReader)
+
+
+class WireServer:
+    """Serves regions to readers. All of it belongs to one thread."""
+
+    def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
+        self.refused = 0
+        """Messages that were refused."""
+        self._regions = regions
+        self._token = token
+        self._max_readers = max_readers
+
+    def _check_hello(self, hello: Hello) -> None:
+        """Raises ProtocolError: it knows another start of this rank, or speaks other versions."""
+        if not hmac.compare_digest(hello.token, self._token):
+            raise ProtocolError(
+                "the endpoint is of another rank, or of an earlier start of this one"
+            )
+        if hello.version_min > VERSION_MAX or hello.version_max < VERSION_MIN:
+            raise ProtocolError(
+                f"the reader speaks versions {hello.version_min} to {hello.version_max}, "
+                f"this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older side"
+            )
+
+    def _plan(self, reader: ServedReader, message: Read) -> ChunkPlan:
+        """What a reader asks for, checked.
+
+        Raises:
+            ProtocolError, TransferError: it may not be served.
+        """
+        if message.transfer in reader.reads:
+            raise ProtocolError(f"transfer {message.transfer} is under way already")
+        if len(reader.reads) >= MAX_READS:
+            raise TransferError(f"{MAX_READS} reads of this reader are under way already")
+        return check_chunks(*decode_read(message), self._regions.served_nbytes)
+
+    def _silent_longest(self, readers: Iterable[ReaderT]) -> ReaderT:
+        """Who goes when another one comes: whoever reads nothing, and was heard of last."""
+        return min(readers, key=lambda known: (bool(known.reads), known.heard))
+
+    def _refusal(self, transfer: int | None, error: KVFerryError) -> bytes:
+        """Counts a refusal; returns the message that says so."""
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
+            logger.warning("refused message number %d: %s", self.refused, error)
+        return encode(Refused(transfer, type(error).__name__, str(error)[:2000]))

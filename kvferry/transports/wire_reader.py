@@ -29,9 +29,10 @@ from kvferry.transports.base import (
 )
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_chunks import ChunkPlan, plan_chunks
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.wire_chunks import ChunkPlan, plan_chunks
+from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
+    MAX_READS,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
     VERSION_MAX,
@@ -44,7 +45,6 @@ from kvferry.transports.tcp_wire import (
     encode_table,
     refused_error,
 )
-from kvferry.transports.wire_server import MAX_READS
 
 logger = logging.getLogger(__name__)
 

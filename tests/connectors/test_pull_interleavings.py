@@ -20,7 +20,7 @@ from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import Stage
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.tcp_wire import decode_endpoint, encode
+from kvferry.transports.wire_messages import decode_endpoint, encode
 
 KEY = "k" * 32
 SOURCE = small_geometry("HND", 4, tp=2)

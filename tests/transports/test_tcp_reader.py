@@ -25,7 +25,9 @@ from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.wire_messages import (
+    MAX_READS,
+    TCP_REQUESTS,
     Cancel,
     Chunk,
     Endpoint,
@@ -34,10 +36,8 @@ from kvferry.transports.tcp_wire import (
     Refused,
     Taken,
     Welcome,
-    decode_request,
     encode,
 )
-from kvferry.transports.wire_server import MAX_READS
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
 
 NBYTES = 1 << 16
@@ -66,7 +66,7 @@ class FakeServer:
         """The next message of that kind; messages of others are passed over."""
         while True:
             self.identity, frame = self.socket.recv_multipart()
-            message = decode_request(frame)
+            message = TCP_REQUESTS.decode(frame)
             if isinstance(message, kind):
                 return message
 

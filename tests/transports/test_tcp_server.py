@@ -17,11 +17,12 @@ from kvferry.testing.transport_cases import large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.tcp_chunks import plan_chunks
-from kvferry.transports.tcp_wire import (
+from kvferry.transports.wire_chunks import plan_chunks
+from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
+    TCP_REPLIES,
     VERSION_MAX,
     Cancel,
     Chunk,
@@ -31,7 +32,6 @@ from kvferry.transports.tcp_wire import (
     Taken,
     Welcome,
     decode_endpoint,
-    decode_reply,
     encode,
     encode_table,
 )
@@ -69,7 +69,7 @@ class RawReader:
     def receive(self):
         """The next message; what follows its first frame is in ``data``."""
         header, *self.data = self.socket.recv_multipart()
-        return decode_reply(header)
+        return TCP_REPLIES.decode(header)
 
     def is_silent(self, seconds=0.2):
         return not self.socket.poll(int(seconds * 1000))

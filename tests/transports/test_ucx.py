@@ -20,10 +20,10 @@ from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_scene import SMALL
 from kvferry.transports.base import Transfer, TransferState, TransportOptions
-from kvferry.transports.tcp_wire import Hello, decode_endpoint, encode
 from kvferry.transports.ucx import UcxTransport
 from kvferry.transports.ucx_link import ucx_errors
 from kvferry.transports.ucx_server import UcxServer
+from kvferry.transports.wire_messages import Hello, decode_endpoint, encode
 
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None,

@@ -24,7 +24,7 @@ from kvferry.errors import (
 from kvferry.layouts import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess, pattern
-from kvferry.transports import TransferState, TransportOptions, vm_memory, vm_process
+from kvferry.transports import TransferState, TransportOptions, regions, vm_process
 from kvferry.transports.vm import VmEndpoint, VmTransport
 
 
@@ -282,11 +282,11 @@ def test_more_memory_than_there_is_is_an_error_that_names_the_size(transport):
 def test_huge_pages_change_no_byte_and_are_left_out_on_request(monkeypatch):
     memory = pattern(6 << 20, 1)
     before = memory.copy()
-    vm_memory.make_huge(memory)
+    regions.make_huge(memory)
     assert np.array_equal(memory, before)
     calls = []
-    monkeypatch.setattr(vm_memory, "_advise", lambda _, advice: calls.append(advice))
-    vm_memory.allocate(4096, huge_pages=False)
+    monkeypatch.setattr(regions, "_advise", lambda _, advice: calls.append(advice))
+    regions.private_memory(4096, huge_pages=False)
     with contextlib.closing(
         VmTransport.open(TransportOptions(extra={"huge_pages": False}))
     ) as transport:
@@ -299,6 +299,6 @@ def test_a_copy_that_raises_a_named_error_fails_its_read_with_it(source, transpo
     transport.allocate(4096)
     peer = transport.connect(source.endpoint())
     wrong = TransferError("as said")
-    monkeypatch.setattr("kvferry.transports.vm_copy.read_chunks", lambda *_: (errno.EFAULT, False))
+    monkeypatch.setattr("kvferry.transports.vm.read_chunks", lambda *_: (errno.EFAULT, False))
     monkeypatch.setattr(peer.process, "reading_error", lambda _: wrong)
     assert finish(transport, transport.read(peer, *plain(4096))).error is wrong

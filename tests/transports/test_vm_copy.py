@@ -16,7 +16,7 @@ from kvferry.layouts.tiles import as_rows
 from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import random_case
 from kvferry.testing.transport_peer import pattern
-from kvferry.transports.vm_copy import ProcessCopy
+from kvferry.transports.vm import ProcessCopy
 from kvferry.transports.vm_desk import MAX_SPANS, SPAN_BYTES, new_desk
 from kvferry.transports.vm_kernels import read_table
 

@@ -11,7 +11,7 @@ from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.staging import StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.transports.tcp_wire import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
+from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
 
 Int64s = npt.NDArray[np.int64]
 

@@ -1,16 +1,29 @@
-"""What the tcp transport's two sides say to each other.
+"""What the two sides of the transports tcp and ucx say to each other.
 
-Each message is one ZeroMQ message: a frame with a tagged msgspec struct, for :class:`Chunk`
-followed by one frame of bytes. The reader speaks first::
+Each message is a tagged msgspec struct. The reader speaks first::
 
     reader → server    Hello      once; the token proves that it knows the endpoint
-    server → reader    Welcome    reads may start
+    server → reader    Welcome    reads may start (tcp)
     reader → server    Read       tiles, runs, and how they are cut into chunks; steps of the runs
                                   if tokens are interleaved, to servers of version 2 on
-    server → reader    Chunk …    one frame of bytes each, while the window lasts
-    reader → server    Taken …    opens the window again
     reader → server    Cancel     the rest of a read is not wanted
     server → reader    Refused    a read (or the connection) was refused, and why
+
+Over tcp a message is the first frame of one ZeroMQ message, and the server sends the chunks of a
+read while the reader's window lasts::
+
+    server → reader    Chunk …    and one frame of bytes each
+    reader → server    Taken …    opens the window again
+
+Over ucx a message travels in a stream, behind its length
+(:class:`~kvferry.transports.ucx_link.Link`), and the reader asks for each chunk by itself. It says
+under which tag it waits for the chunk, in a bounce buffer of its own::
+
+    reader → server    Want …     one chunk, under a tag; only after Read has left
+    server → reader    (buffer)   the chunk and its tag; only the tag if there is no such read
+
+Every Want is answered, so a bounce buffer is free again once the server goes on. The reader sends
+Cancel after each read, whether it was done or not.
 
 Fields are only ever added at the end, with defaults.
 """
@@ -61,6 +74,11 @@ SOURCE_RUN_DTYPE = np.dtype([(name, "<i8") for name in ("source_block", "source_
 #: One chunk: ``tiles`` tiles from ``first_tile`` on, times ``runs`` runs from ``first_run`` on. All
 #: its runs have the same number of tokens. Its bytes lie as :mod:`kvferry.layouts.staging` says.
 CHUNK_DTYPE = np.dtype([(name, "<i8") for name in ("first_tile", "tiles", "first_run", "runs")])
+
+MAX_READS = 64
+"""Reads under way per reader; a reader keeps back what is more."""
+TAG_BYTES = 8
+"""Behind each chunk over ucx; a message that was too short lacks it."""
 
 Table: TypeAlias = npt.NDArray[np.void]
 
@@ -114,6 +132,16 @@ class Taken(msgspec.Struct, frozen=True, tag="taken"):
     chunks: int
 
 
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """The reader is ready for one chunk."""
+
+    transfer: int
+    chunk: int
+    """Row in the read's chunk table."""
+    tag: int
+    """Random, 64 bits: nobody else can send to it."""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The server accepts the connection."""
 
@@ -140,37 +168,23 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-ToServer: TypeAlias = Hello | Read | Cancel | Taken
-ToReader: TypeAlias = Welcome | Chunk | Refused
-
+TcpRequest: TypeAlias = Hello | Read | Cancel | Taken
+TcpReply: TypeAlias = Welcome | Chunk | Refused
+UcxRequest: TypeAlias = Hello | Read | Cancel | Want
+UcxReply: TypeAlias = Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_to_server: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-_to_reader: msgspec.msgpack.Decoder[ToReader] = msgspec.msgpack.Decoder(ToReader)
+TCP_REQUESTS: msgspec.msgpack.Decoder[TcpRequest] = msgspec.msgpack.Decoder(TcpRequest)
+TCP_REPLIES: msgspec.msgpack.Decoder[TcpReply] = msgspec.msgpack.Decoder(TcpReply)
+UCX_REQUESTS: msgspec.msgpack.Decoder[UcxRequest] = msgspec.msgpack.Decoder(UcxRequest)
+UCX_REPLIES: msgspec.msgpack.Decoder[UcxReply] = msgspec.msgpack.Decoder(UcxReply)
+"""For :func:`~kvferry.transports.decoding.decode`, by transport and direction."""
 _endpoint = msgspec.msgpack.Decoder(Endpoint)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """The message's frame."""
+    """The message's bytes."""
     return _encoder.encode(message)
-
-
-def decode_request(frame: bytes | memoryview) -> ToServer:
-    """What a reader sent.
-
-    Raises:
-        DecodeError: it does not match the schema.
-    """
-    return decode(_to_server, frame, "request")
-
-
-def decode_reply(frame: bytes | memoryview) -> ToReader:
-    """What a server sent.
-
-    Raises:
-        DecodeError: it does not match the schema.
-    """
-    return decode(_to_reader, frame, "reply")
 
 
 def decode_endpoint(data: bytes, transport: str = "tcp") -> Endpoint:
