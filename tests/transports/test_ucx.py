@@ -204,7 +204,7 @@ def test_without_the_package_the_error_names_what_to_install(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"port": 1 << 16}, "port: 65536 is not a port"),
+        ({"port": 1 << 16}, "port: 65536 is not a TCP port"),
         ({"chunk_bytes": 1}, "chunk_bytes: 1 is not in"),
         ({"window_bytes": 0}, "window_bytes: 0 is less than 1"),
         ({"max_readers": 0}, "max_readers: 0 is less than 1"),
