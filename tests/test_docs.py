@@ -1,5 +1,6 @@
 """What the README and the docs show works: Python runs, TOML and JSON are valid configuration."""
 
+import ast
 import importlib
 import re
 import sys
@@ -138,3 +139,68 @@ def test_what_the_pages_name_exists(page):
 def test_names_that_do_not_exist_are_noticed():
     wrong = ["kvferry.nope", "kvferry.nope.Thing", "kvferry.errors.NoError", "layouts/nope.py"]
     assert [name for name in wrong if exists(name)] == []
+
+
+def names_in_files(text: str) -> list[tuple[str, str]]:
+    """(file, name) of what a text says to be in a file: ``file.py``: ``A.b``, ``c``."""
+    named = r"`([\w/]+\.py)`:\s+((?:`[\w.]+`(?:,\s+)?)+)"
+    return [
+        (file, name)
+        for file, names in re.findall(named, text)
+        for name in re.findall(r"`([\w.]+)`", names)
+    ]
+
+
+def defined_names(file: Path) -> set[str]:
+    """Functions, classes, methods and constants of a file, as ``function`` or ``Class.method``."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = ast.FunctionDef | ast.AsyncFunctionDef
+            names |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, methods)}
+        if isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+    return names
+
+
+def test_every_step_of_a_load_is_where_the_page_says():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = names_in_files(page)
+    assert len(named) > 50
+    missing = [
+        f"{file}: {name}"
+        for file, name in named
+        if name not in defined_names(ROOT / "kvferry" / file)
+    ]
+    assert missing == []
+
+
+def test_a_step_that_is_elsewhere_is_noticed():
+    named = names_in_files("`engine/loop.py`: `EngineLoop.submit`,\n`EngineLoop.nope`, and so on")
+    assert named == [("engine/loop.py", "EngineLoop.submit"), ("engine/loop.py", "EngineLoop.nope")]
+    assert "EngineLoop.submit" in defined_names(ROOT / "kvferry" / "engine" / "loop.py")
+    assert "EngineLoop.nope" not in defined_names(ROOT / "kvferry" / "engine" / "loop.py")
+
+
+def thread_names(text: str) -> set[str]:
+    """The threads that a module of the product starts, without ``kvferry-``."""
+    names = set(re.findall(r'= Mailbox\("([\w-]+)"', text))
+    names |= set(re.findall(r'name="kvferry-([\w-]+)"', text))
+    names |= {f"{name}-N" for name in re.findall(r'MoverPool\("([\w-]+)"', text)}
+    if "(LocalTransport[" in text:  # its movers have the name of the transport
+        names |= {f"{name}-N" for name in re.findall(r'^    name = "(\w+)"', text, re.MULTILINE)}
+    return names
+
+
+def test_the_threads_of_the_page_are_those_of_the_code():
+    started = {
+        name
+        for path in (ROOT / "kvferry").rglob("*.py")
+        if "testing" not in path.relative_to(ROOT).parts
+        for name in thread_names(path.read_text(encoding="utf-8"))
+    }
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = "".join(re.findall(r"^\| .* \| `kvferry-.*$", page, re.MULTILINE))
+    assert set(re.findall(r"`kvferry-([\w-]+)`", table)) == started
