@@ -21,7 +21,7 @@ from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.local import LocalPeer, LocalTransport
 from kvferry.transports.regions import Regions, make_huge, private_memory
-from kvferry.transports.vm_desk import Desk, new_desk
+from kvferry.transports.vm_bounce import Bounce, new_bounce
 from kvferry.transports.vm_kernels import read_chunks
 from kvferry.transports.vm_process import (
     TOKEN_BYTES,
@@ -40,7 +40,7 @@ MIN_CHUNK_BYTES = 256 << 10
 
 
 _ADDRESS_LIMIT = 1 << 62
-_desks = threading.local()
+_bounces = threading.local()
 
 
 class VmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class ProcessCopy(ChunkedCopy):
             self._runs,
             self._chunks,
             self._progress,
-            _desk()._replace(sources=source, targets=target),
+            _bounce()._replace(sources=source, targets=target),
             nbytes,
             self._stream,
         )
@@ -250,12 +250,12 @@ def _warm() -> None:
     """Compiles the kernels, or loads them from disk, so that the first read does not wait."""
     tiles, runs = np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE)
     chunks, progress = np.empty(0, dtype=CHUNK_DTYPE), np.zeros(1, dtype=PROGRESS_DTYPE)
-    read_chunks(0, tiles, runs, chunks, progress, _desk(), 1, False)
+    read_chunks(0, tiles, runs, chunks, progress, _bounce(), 1, False)
 
 
-def _desk() -> Desk:
+def _bounce() -> Bounce:
     """The calling thread's own."""
-    desk = getattr(_desks, "desk", None)
-    if desk is None:
-        desk = _desks.desk = new_desk()
-    return desk
+    bounce = getattr(_bounces, "bounce", None)
+    if bounce is None:
+        bounce = _bounces.bounce = new_bounce()
+    return bounce

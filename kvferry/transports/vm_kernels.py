@@ -5,8 +5,8 @@ The call costs by the span: one more contiguous segment of the source takes abou
 read in one of two ways, whichever costs less:
 
 * **direct**, one span per segment that is contiguous on both sides, straight into its final place;
-* **by the desk**: long source spans, small gaps between them included, into a small memory that
-  stays in the second-level cache, from which the strided copier
+* **by the bounce buffer**: long source spans, small gaps between them included, into a small memory
+  that stays in the second-level cache, from which the strided copier
   (:func:`kvferry.layouts.kernels.copy_table`) puts them in place.
 
 Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`. A span with its gaps stays between
@@ -24,25 +24,7 @@ from kvferry.layouts.kernels import (
     source_at,
     target_at,
 )
-from kvferry.transports.vm_desk import (
-    BOXES,
-    BYTES,
-    CALLED,
-    DIRECT,
-    ERROR,
-    MAX_SHAPES,
-    MAX_SPANS,
-    PID,
-    REGION,
-    SEGMENTS,
-    SHAPES,
-    SPAN_BYTES,
-    SPANS,
-    STREAM,
-    TILE,
-    USED,
-    call,
-)
+from kvferry.transports.vm_bounce import MAX_SHAPES, MAX_SPANS, SPAN_BYTES, call
 
 
 @kernel
@@ -52,7 +34,7 @@ def read_chunks(
     runs: Any,
     chunks: Any,
     progress: Any,
-    desk: Any,
+    bounce: Any,
     nbytes: int,
     stream: bool,
 ) -> tuple[int, bool]:
@@ -64,9 +46,9 @@ def read_chunks(
         runs: rows of ``RUN_DTYPE``.
         chunks: rows of ``CHUNK_DTYPE``.
         progress: the one row of ``PROGRESS_DTYPE`` of this read.
-        desk: of the calling thread alone, with the addresses of both sides' regions.
+        bounce: of the calling thread alone, with the addresses of both sides' regions.
         nbytes: no chunk is begun once so many are there.
-        stream: whether stores from the desk go around the cache.
+        stream: whether stores from the buffer go around the cache.
 
     Returns:
         The ``errno`` of the call that failed, or 0; whether chunks are left to take.
@@ -82,7 +64,7 @@ def read_chunks(
             pid,
             tiles[chunk.first_tile : chunk.end_tile],
             runs[chunk.first_run : chunk.end_run],
-            desk,
+            bounce,
             stream,
         )
         if failed:
@@ -92,39 +74,40 @@ def read_chunks(
 
 
 @kernel
-def read_table(pid: int, tiles: Any, runs: Any, desk: Any, stream: bool) -> tuple[int, int, int]:
+def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tuple[int, int, int]:
     """Reads every tile of every run out of a process.
 
     Args:
         pid: the process.
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
-        desk: of the calling thread alone, with the addresses of both sides' regions.
-        stream: whether stores from the desk go around the cache.
+        bounce: of the calling thread alone, with the addresses of both sides' regions.
+        stream: whether stores from the buffer go around the cache.
 
     Returns:
         The ``errno`` of the call that failed, or 0; the segments that were written; the bytes that
         the calls have read, gaps included.
     """
-    state = desk.state
-    state[:] = 0
-    state[PID], state[STREAM], state[REGION] = pid, stream, -1
+    state = bounce.state[0]
+    state.pid, state.stream, state.direct, state.region = pid, stream, False, -1
+    state.segments = state.bytes_read = state.error = 0
+    state.spans = state.used = state.called = state.boxes = state.shapes = 0
     for t in range(len(tiles)):
-        direct = _is_direct(tiles[t], runs, desk)
+        direct = _is_direct(tiles[t], runs, bounce)
         for r in range(len(runs)):
-            if state[ERROR]:
+            if state.error:
                 break
             if direct:
-                _add_segments(tiles[t], runs[r], desk)
+                _add_segments(tiles[t], runs[r], bounce)
             else:
-                _add_run(tiles[t], t, runs[r], desk)
-    _flush(desk)
-    return state[ERROR], state[SEGMENTS], state[BYTES]
+                _add_run(tiles[t], t, runs[r], bounce)
+    _flush(bounce)
+    return state.error, state.segments, state.bytes_read
 
 
 @kernel
-def _is_direct(tile: Any, runs: Any, desk: Any) -> bool:
-    """Whether single segments into their places cost less than long spans by the desk."""
+def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
+    """Whether single segments into their places cost less than long spans by the bounce."""
     segments, spans, nbytes, read = 0, 0, 0, 0
     segment, left, each_segments, span, low, each_spans = 0, 0, 0, 0, 0, 0
     end_source, end_target, end_span = 0, 0, 0
@@ -132,14 +115,14 @@ def _is_direct(tile: Any, runs: Any, desk: Any) -> bool:
         run = runs[r]
         source, target = source_at(tile, run), target_at(tile, run)
         if r == 0 or not same_shape(run, runs[r - 1]):
-            segment, left = merge_dims(tile, run, desk.dims)
+            segment, left = merge_dims(tile, run, bounce.dims)
             each_segments = 1
             for dim in range(left):
-                each_segments *= desk.dims[dim].extent
-            span, low, outer = _lay_out(tile, run, desk.box)
+                each_segments *= bounce.dims[dim].extent
+            span, low, outer = _lay_out(tile, run, bounce.source_dims)
             each_spans = 1
             for dim in range(outer):
-                each_spans *= desk.box[dim, 0]
+                each_spans *= bounce.source_dims[dim].extent
         adjacent = r > 0 and left == 0 and source == end_source and target == end_target
         if not adjacent:
             segments += each_segments
@@ -152,12 +135,12 @@ def _is_direct(tile: Any, runs: Any, desk: Any) -> bool:
         end_span = source + low + span
         read += span * each_spans
         nbytes += segment * each_segments
-    # Each byte on the desk is written and read once more, at about the speed of the call.
+    # Each byte in the buffer is written and read once more, at about the speed of the call.
     return segments * SPAN_BYTES + nbytes <= spans * SPAN_BYTES + read + nbytes
 
 
 @kernel
-def _lay_out(tile: Any, run: Any, box: Any) -> tuple[int, int, int]:
+def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
     """The source spans of a box: their bytes, how far below the first element the first begins
     (0 or negative), and the number of dims around a span.
 
@@ -166,8 +149,7 @@ def _lay_out(tile: Any, run: Any, box: Any) -> tuple[int, int, int]:
     Args:
         tile: a row of ``TILE_DTYPE``.
         run: a row of ``RUN_DTYPE``.
-        box: int64[3, 3], filled with (extent, stride, 0 token 1 head 2 element) of the dims that
-            are left, innermost first.
+        dims: rows of ``SOURCE_DIM_DTYPE``, filled with those that are left, innermost first.
     """
     count = 0
     for dim in range(3):
@@ -180,71 +162,71 @@ def _lay_out(tile: Any, run: Any, box: Any) -> tuple[int, int, int]:
         if extent == 1:
             continue
         place = count
-        while place > 0 and abs(box[place - 1, 1]) > abs(stride):
-            box[place] = box[place - 1]
+        while place > 0 and abs(dims[place - 1].stride) > abs(stride):
+            dims[place] = dims[place - 1]
             place -= 1
-        box[place, 0], box[place, 1], box[place, 2] = extent, stride, dim
+        dims[place].extent, dims[place].stride, dims[place].dim = extent, stride, dim
         count += 1
     span, low, merged = tile.itemsize, 0, 0
-    while merged < count and span <= abs(box[merged, 1]) <= span + SPAN_BYTES:
-        reach = box[merged, 1] * (box[merged, 0] - 1)
+    while merged < count and span <= abs(dims[merged].stride) <= span + SPAN_BYTES:
+        reach = dims[merged].stride * (dims[merged].extent - 1)
         span += abs(reach)
         low += min(reach, 0)
         merged += 1
     for dim in range(count - merged):
-        box[dim] = box[dim + merged]
+        dims[dim] = dims[dim + merged]
     return span, low, count - merged
 
 
 @kernel
-def _add_segments(tile: Any, run: Any, desk: Any) -> None:
+def _add_segments(tile: Any, run: Any, bounce: Any) -> None:
     """Queues a box, segment by segment, for its final place."""
-    state, dims = desk.state, desk.dims
-    if not state[DIRECT]:
-        _flush(desk)
-        state[DIRECT] = 1
+    state, dims = bounce.state[0], bounce.dims
+    if not state.direct:
+        _flush(bounce)
+        state.direct = True
     segment, left = merge_dims(tile, run, dims)
     for dim in range(left, 3):
         dims[dim].extent, dims[dim].source_stride, dims[dim].target_stride = 1, 0, 0
-    source = desk.sources[tile.source_region] + source_at(tile, run)
-    target = desk.targets[tile.target_region] + target_at(tile, run)
+    source = bounce.sources[tile.source_region] + source_at(tile, run)
+    target = bounce.targets[tile.target_region] + target_at(tile, run)
     for k in range(dims[2].extent):
         for j in range(dims[1].extent):
             from_ = source + k * dims[2].source_stride + j * dims[1].source_stride
             to = target + k * dims[2].target_stride + j * dims[1].target_stride
-            for i in range(dims[0].extent):
-                _add_segment(
-                    from_ + i * dims[0].source_stride, to + i * dims[0].target_stride, segment, desk
-                )
+            for _ in range(dims[0].extent):
+                _add_segment(from_, to, segment, bounce)
+                from_ += dims[0].source_stride
+                to += dims[0].target_stride
 
 
 @kernel
-def _add_segment(source: int, target: int, nbytes: int, desk: Any) -> None:
-    state, remote, local = desk.state, desk.remote, desk.local
-    last = state[SPANS] - 1
-    follows = last >= 0 and source == remote[last, 0] + remote[last, 1]
-    if follows and target == local[last, 0] + local[last, 1]:
-        remote[last, 1] += nbytes
-        local[last, 1] += nbytes
+def _add_segment(source: int, target: int, nbytes: int, bounce: Any) -> None:
+    state, remote, local = bounce.state[0], bounce.remote, bounce.local
+    last = state.spans - 1
+    follows = last >= 0 and source == remote[last].address + remote[last].nbytes
+    if follows and target == local[last].address + local[last].nbytes:
+        remote[last].nbytes += nbytes
+        local[last].nbytes += nbytes
         return
     if last + 1 == MAX_SPANS:
-        call(desk)
+        call(bounce)
         last = -1
-    remote[last + 1, 0], remote[last + 1, 1] = source, nbytes
-    local[last + 1, 0], local[last + 1, 1] = target, nbytes
-    state[SPANS] = last + 2
-    state[SEGMENTS] += 1
+    remote[last + 1].address, remote[last + 1].nbytes = source, nbytes
+    local[last + 1].address, local[last + 1].nbytes = target, nbytes
+    state.spans = last + 2
+    state.segments += 1
 
 
 @kernel
-def _add_run(tile: Any, number: int, run: Any, desk: Any) -> None:
-    """Puts a box on the desk, in parts if it is too large for it."""
+def _add_run(tile: Any, number: int, run: Any, bounce: Any) -> None:
+    """Puts a box on the bounce, in parts if it is too large for it."""
     each = run.tokens
-    desk.part[0] = run
-    part = desk.part[0]
-    while not _fits(tile, part, desk):
-        if each == 1:  # one token that is larger than the desk
-            _add_segments(tile, run, desk)
+    bounce.part[0] = run
+    part = bounce.part[0]
+    while not _fits(tile, part, bounce):
+        if each == 1:  # one token that is larger than the buffer
+            _add_segments(tile, run, bounce)
             return
         each = (each + 1) // 2
         part.tokens = each
@@ -252,81 +234,82 @@ def _add_run(tile: Any, number: int, run: Any, desk: Any) -> None:
         part.tokens = min(each, run.tokens - first)
         part.source_token = run.source_token + first * run.source_step
         part.target_token = run.target_token + first * run.target_step
-        _add_box(tile, number, part, desk)
+        _add_box(tile, number, part, bounce)
 
 
 @kernel
-def _fits(tile: Any, run: Any, desk: Any) -> bool:
-    nbytes, _, left = _lay_out(tile, run, desk.box)
+def _fits(tile: Any, run: Any, bounce: Any) -> bool:
+    nbytes, _, left = _lay_out(tile, run, bounce.source_dims)
     for dim in range(left):
-        nbytes *= desk.box[dim, 0]
-    fits: bool = nbytes + SPAN_BYTES <= len(desk.memory)
+        nbytes *= bounce.source_dims[dim].extent
+    fits: bool = nbytes + SPAN_BYTES <= len(bounce.memory)
     return fits
 
 
 @kernel
-def _add_box(tile: Any, number: int, run: Any, desk: Any) -> None:
-    """Puts a box on the desk. In a span it lies as at the source; the spans lie side by side."""
-    state, box, strides = desk.state, desk.box, desk.strides
-    span, low, left = _lay_out(tile, run, box)
+def _add_box(tile: Any, number: int, run: Any, bounce: Any) -> None:
+    """Puts a box on the bounce. In a span it lies as at the source; the spans lie side by side."""
+    state, dims, strides = bounce.state[0], bounce.source_dims, bounce.strides
+    span, low, left = _lay_out(tile, run, dims)
     strides[0] = tile.source_token_stride * run.source_step
     strides[1], strides[2] = tile.source_head_stride, tile.source_element_stride
     nbytes = span
     for dim in range(left):
-        strides[box[dim, 2]] = nbytes
-        nbytes *= box[dim, 0]
+        strides[dims[dim].dim] = nbytes
+        nbytes *= dims[dim].extent
     for dim in range(left, 3):
-        box[dim, 0], box[dim, 1] = 1, 0
-    full = state[USED] + SPAN_BYTES + nbytes > len(desk.memory)
-    if full or state[DIRECT] or state[BOXES] == MAX_SPANS or state[SHAPES] == MAX_SHAPES:
-        _flush(desk)
-        state[DIRECT] = 0
-    source = desk.sources[tile.source_region] + source_at(tile, run) + low
+        dims[dim].extent, dims[dim].stride = 1, 0
+    full = state.used + SPAN_BYTES + nbytes > len(bounce.memory)
+    if full or state.direct or state.boxes == MAX_SPANS or state.shapes == MAX_SHAPES:
+        _flush(bounce)
+        state.direct = False
+    source = bounce.sources[tile.source_region] + source_at(tile, run) + low
     at = -1
-    for k in range(box[2, 0]):
-        for j in range(box[1, 0]):
-            from_ = source + k * box[2, 1] + j * box[1, 1]
-            for i in range(box[0, 0]):
-                place = _add_span(from_ + i * box[0, 1], span, tile.source_region, at >= 0, desk)
+    for k in range(dims[2].extent):
+        for j in range(dims[1].extent):
+            from_ = source + k * dims[2].stride + j * dims[1].stride
+            for _ in range(dims[0].extent):
+                place = _add_span(from_, span, tile.source_region, at >= 0, bounce)
+                from_ += dims[0].stride
                 if at < 0:
                     at = place
-    _note_box(tile, number, run, at - low, desk)
+    _note_box(tile, number, run, at - low, bounce)
 
 
 @kernel
-def _add_span(source: int, nbytes: int, region: int, dense: bool, desk: Any) -> int:
-    """Queues a span for the next free place on the desk; returns the place.
+def _add_span(source: int, nbytes: int, region: int, dense: bool, bounce: Any) -> int:
+    """Queues a span for the next free place in the buffer; returns the place.
 
     A short gap after the span before is read along, unless this one must lie ``dense`` behind it.
     """
-    state, remote = desk.state, desk.remote
-    last = state[SPANS] - 1
-    if last >= 0 and region == state[REGION]:
-        gap = source - remote[last, 0] - remote[last, 1]
+    state, remote = bounce.state[0], bounce.remote
+    last = state.spans - 1
+    if last >= 0 and region == state.region:
+        gap = source - remote[last].address - remote[last].nbytes
         if gap == 0 or (not dense and 0 < gap <= SPAN_BYTES):
-            remote[last, 1] += gap + nbytes
-            state[USED] += gap + nbytes
-            place: int = state[USED] - nbytes
+            remote[last].nbytes += gap + nbytes
+            state.used += gap + nbytes
+            place: int = state.used - nbytes
             return place
     if last + 1 == MAX_SPANS:
-        call(desk)
+        call(bounce)
         last = -1
-    remote[last + 1, 0], remote[last + 1, 1] = source, nbytes
-    state[SPANS] = last + 2
-    state[REGION] = region
-    state[USED] += nbytes
-    at: int = state[USED] - nbytes
+    remote[last + 1].address, remote[last + 1].nbytes = source, nbytes
+    state.spans = last + 2
+    state.region = region
+    state.used += nbytes
+    at: int = state.used - nbytes
     return at
 
 
 @kernel
-def _note_box(tile: Any, number: int, run: Any, at: int, desk: Any) -> None:
-    """Notes where on the desk the first element of a box will lie, and where the box belongs."""
-    state, strides = desk.state, desk.strides
-    row = state[SHAPES] - 1
-    new = row < 0 or state[TILE] != number
+def _note_box(tile: Any, number: int, run: Any, at: int, bounce: Any) -> None:
+    """Notes where in the buffer the first element of a box will lie, and where the box belongs."""
+    state, strides = bounce.state[0], bounce.strides
+    row = state.shapes - 1
+    new = row < 0 or state.tile != number
     if not new:
-        held = desk.tiles[row]
+        held = bounce.tiles[row]
         new = (
             held.source_token_stride != strides[0]
             or held.source_head_stride != strides[1]
@@ -334,38 +317,38 @@ def _note_box(tile: Any, number: int, run: Any, at: int, desk: Any) -> None:
         )
     if new:
         row += 1
-        desk.tiles[row] = tile
-        held = desk.tiles[row]
+        bounce.tiles[row] = tile
+        held = bounce.tiles[row]
         held.source_region, held.source_block_stride = 0, 1
-        held.source_offset = desk.memory.ctypes.data
+        held.source_offset = bounce.memory.ctypes.data
         held.source_token_stride = strides[0]
         held.source_head_stride = strides[1]
         held.source_element_stride = strides[2]
-        desk.firsts[row] = state[BOXES]
-        state[SHAPES] = row + 1
-        state[TILE] = number
-    desk.runs[state[BOXES]] = run
-    box = desk.runs[state[BOXES]]
+        bounce.firsts[row] = state.boxes
+        state.shapes = row + 1
+        state.tile = number
+    bounce.runs[state.boxes] = run
+    box = bounce.runs[state.boxes]
     box.source_block, box.source_token, box.source_step = at, 0, 1
-    state[BOXES] += 1
-    desk.firsts[row + 1] = state[BOXES]
+    state.boxes += 1
+    bounce.firsts[row + 1] = state.boxes
 
 
 @kernel
-def _flush(desk: Any) -> None:
-    """Reads what is queued, then puts what lies on the desk in its place."""
-    state = desk.state
-    call(desk)
-    if not state[ERROR]:
-        for row in range(state[SHAPES]):
-            boxes = desk.runs[desk.firsts[row] : desk.firsts[row + 1]]
-            state[SEGMENTS] += copy_table(
-                desk.zero,
-                desk.targets,
-                desk.tiles[row : row + 1],
+def _flush(bounce: Any) -> None:
+    """Reads what is queued, then puts what lies in the buffer in its place."""
+    state = bounce.state[0]
+    call(bounce)
+    if not state.error:
+        for row in range(state.shapes):
+            boxes = bounce.runs[bounce.firsts[row] : bounce.firsts[row + 1]]
+            state.segments += copy_table(
+                bounce.zero,
+                bounce.targets,
+                bounce.tiles[row : row + 1],
                 boxes,
-                desk.dims,
-                state[STREAM] != 0,
+                bounce.dims,
+                state.stream,
                 0,
             )
-    state[USED] = state[CALLED] = state[BOXES] = state[SHAPES] = 0
+    state.used = state.called = state.boxes = state.shapes = 0

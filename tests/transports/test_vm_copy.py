@@ -17,7 +17,7 @@ from kvferry.testing.oracle import copy_slowly
 from kvferry.testing.transport_cases import random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports.vm import ProcessCopy
-from kvferry.transports.vm_desk import MAX_SPANS, SPAN_BYTES, new_desk
+from kvferry.transports.vm_bounce import MAX_SPANS, SPAN_BYTES, new_bounce
 from kvferry.transports.vm_kernels import read_table
 
 PROPERTY = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
@@ -31,19 +31,21 @@ def addresses(arrays):
     return np.array([array.ctypes.data for array in arrays], dtype=np.int64)
 
 
-def read(sources, targets, tiles, runs, desk=None, *, stream=False):
+def read(sources, targets, tiles, runs, bounce=None, *, stream=False):
     """(errno, pieces, bytes read) of one call of the kernel on this process."""
-    desk = (desk or new_desk())._replace(sources=addresses(sources), targets=addresses(targets))
+    bounce = (bounce or new_bounce())._replace(
+        sources=addresses(sources), targets=addresses(targets)
+    )
     tables = as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE)
-    return read_table(os.getpid(), *tables, desk, stream)
+    return read_table(os.getpid(), *tables, bounce, stream)
 
 
-def check(case, desk=None, *, stream=False):
+def check(case, bounce=None, *, stream=False):
     """Reads a case and compares every byte; returns what the kernel said."""
     sources, targets = regions(case.source_region_bytes, 1), regions(case.target_region_bytes, 77)
     wanted = [target.copy() for target in targets]
     copy_slowly(case.tiles, case.runs, sources, wanted)
-    said = read(sources, targets, case.tiles, case.runs, desk, stream=stream)
+    said = read(sources, targets, case.tiles, case.runs, bounce, stream=stream)
     for found, expected in zip(targets, wanted, strict=True):
         np.testing.assert_array_equal(found, expected)
     return said
@@ -67,10 +69,10 @@ def turned(case, rng):
     st.sampled_from([SPAN_BYTES + 24, SPAN_BYTES + 300, SPAN_BYTES + 4096, 1 << 19]),
     st.booleans(),
 )
-def test_reads_equal_the_oracle_whatever_the_strides_and_the_size_of_the_desk(seed, room, stream):
-    """A small desk has boxes cut into parts, and single tokens that do not fit at all."""
+def test_reads_equal_the_oracle_whatever_the_strides_and_the_size_of_the_buffer(seed, room, stream):
+    """A small buffer has boxes cut into parts, and single tokens that do not fit at all."""
     case = turned(random_case(seed), np.random.default_rng(seed))
-    failed, pieces, nbytes = check(case, new_desk(room), stream=stream)
+    failed, pieces, nbytes = check(case, new_bounce(room), stream=stream)
     assert failed == 0
     assert pieces > 0
     assert nbytes > 0

@@ -1,7 +1,7 @@
-"""The desk of a mover thread that reads out of another process, and the call that fills it.
+"""The bounce buffer of a thread that reads out of another process, and the call that fills it.
 
-Spans are queued; :func:`call` reads what is queued with ``process_vm_readv(2)``, either onto the
-desk, a small memory that stays in the second-level cache, or straight into place.
+Spans are queued; :func:`call` reads what is queued with ``process_vm_readv(2)``, either into the
+bounce buffer, a small memory that stays in the second-level cache, or straight into place.
 """
 # ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 
@@ -25,77 +25,90 @@ MAX_SPANS = 1024
 SPAN_BYTES = 3072
 """What one more span costs, as bytes that could be copied meanwhile: 0.3 µs at 10 GB/s."""
 
-DESK_BYTES = 512 << 10
-"""Memory of a desk: half of the second-level cache of a server's core."""
+BOUNCE_BYTES = 512 << 10
+"""Bytes of a bounce buffer: half of the second-level cache of a server's core."""
 
 MAX_SHAPES = 256
 
-# What `Desk.state` holds, by index.
-(
-    PID,  # the process that is read
-    STREAM,  # whether stores from the desk go around the cache
-    DIRECT,  # whether what is queued goes straight to its place
-    SPANS,  # queued for the next call
-    USED,  # bytes of the desk that are taken
-    CALLED,  # bytes of them that calls have filled
-    BOXES,  # on the desk
-    SHAPES,  # rows of `Desk.tiles` in use
-    TILE,  # number of the tile of the last one
-    REGION,  # source region of the last span
-    SEGMENTS,  # written so far
-    BYTES,  # read so far, gaps included
-    ERROR,  # `errno` of a call that failed
-) = range(13)
+IOVEC_DTYPE = np.dtype([("address", np.int64), ("nbytes", np.int64)])
+"""The kernel's ``struct iovec``: bytes side by side in one process."""
+
+SOURCE_DIM_DTYPE = np.dtype([("extent", np.int64), ("stride", np.int64), ("dim", np.int64)])
+"""A dim of a box at the source: its stride in bytes, and 0 for token, 1 for head, 2 for element."""
+
+STATE_DTYPE = np.dtype(
+    [
+        ("pid", np.int64),
+        ("spans", np.int64),
+        ("used", np.int64),
+        ("called", np.int64),
+        ("boxes", np.int64),
+        ("shapes", np.int64),
+        ("tile", np.int64),
+        ("region", np.int64),
+        ("segments", np.int64),
+        ("bytes_read", np.int64),
+        ("error", np.int64),
+        ("stream", np.bool_),
+        ("direct", np.bool_),
+    ]
+)
+"""How far a thread is: the process that it reads; spans that are queued for the next call; bytes of
+the buffer that are taken, and those of them that calls have filled; boxes in the buffer, and rows
+of ``Bounce.tiles`` in use; the number of the tile of the last box, and the source region of the
+last span; segments written so far, and bytes read so far, gaps included; the ``errno`` of a call
+that failed; whether stores from the buffer go around the cache; whether what is queued goes
+straight to its place."""
 
 
-class Desk(NamedTuple):
-    """What one mover thread works with; see :func:`new_desk`. Numbers are int64."""
+class Bounce(NamedTuple):
+    """What one thread works with: its buffer, and its queue of spans; see :func:`new_bounce`."""
 
     sources: Int64s
     """Address of each source region in the process that is read."""
     targets: Int64s
     """Address of each target region in this process."""
-    remote: Int64s
-    """``[MAX_SPANS, 2]``: address and bytes of what the next call reads (``struct iovec``)."""
-    local: Int64s
-    """``[MAX_SPANS, 2]``: where that goes."""
+    remote: npt.NDArray[np.void]
+    """``[MAX_SPANS]`` of ``IOVEC_DTYPE``: what the next call reads."""
+    local: npt.NDArray[np.void]
+    """``[MAX_SPANS]`` of ``IOVEC_DTYPE``: where that goes."""
     tiles: Tiles
-    """``[S]``: the boxes on the desk as tiles whose source is the desk; a row per shape."""
+    """``[S]``: the boxes in the buffer as tiles whose source is the buffer; a row per shape."""
     firsts: Int64s
     """``[S + 1]``: for each of them the first of its ``runs``, which end where the next begin."""
     runs: Runs
-    """``[MAX_SPANS]``: a row per box; its source block is its byte offset on the desk."""
+    """``[MAX_SPANS]``: a row per box; its source block is its byte offset in the buffer."""
     part: Runs
     """``[1]``: a run that is cut out of a longer one."""
     dims: npt.NDArray[np.void]
     """``[3]``: scratch of :func:`~kvferry.layouts.kernels.merge_dims`."""
-    box: Int64s
-    """``[3, 3]``: dims of a box at the source: extent, stride, number; see :func:`_lay_out`."""
+    source_dims: npt.NDArray[np.void]
+    """``[3]`` of ``SOURCE_DIM_DTYPE``: scratch for the dims of a box at the source."""
     strides: Int64s
-    """``[3]``: strides of a box on the desk, by token, head and element."""
-    state: Int64s
-    """Counters and flags, named above."""
+    """``[3]``: strides of a box in the buffer, by token, head and element."""
+    state: npt.NDArray[np.void]
+    """``[1]`` of ``STATE_DTYPE``."""
     zero: Int64s
-    """``[1]``: 0, the base of addresses on the desk."""
+    """``[1]``: 0, the base of addresses in the buffer."""
     memory: npt.NDArray[np.uint8]
-    """The desk itself."""
+    """The buffer itself."""
 
 
-def new_desk(nbytes: int = DESK_BYTES) -> Desk:
-    """A desk for one thread. Its memory is written here, so that its pages are there."""
-    return Desk(
+def new_bounce(nbytes: int = BOUNCE_BYTES) -> Bounce:
+    """For one thread. The buffer is written here, so that its pages are there."""
+    return Bounce(
         sources=np.zeros(1, dtype=np.int64),
         targets=np.zeros(1, dtype=np.int64),
-        remote=np.zeros((MAX_SPANS, 2), dtype=np.int64),
-        local=np.zeros((MAX_SPANS, 2), dtype=np.int64),
+        remote=np.zeros(MAX_SPANS, dtype=IOVEC_DTYPE),
+        local=np.zeros(MAX_SPANS, dtype=IOVEC_DTYPE),
         tiles=np.zeros(MAX_SHAPES, dtype=TILE_DTYPE),
         firsts=np.zeros(MAX_SHAPES + 1, dtype=np.int64),
         runs=np.zeros(MAX_SPANS, dtype=RUN_DTYPE),
         part=np.zeros(1, dtype=RUN_DTYPE),
         dims=np.zeros(3, dtype=DIM_DTYPE),
-        box=np.zeros((3, 3), dtype=np.int64),
+        source_dims=np.zeros(3, dtype=SOURCE_DIM_DTYPE),
         strides=np.zeros(3, dtype=np.int64),
-        state=np.zeros(ERROR + 1, dtype=np.int64),
+        state=np.zeros(1, dtype=STATE_DTYPE),
         zero=np.zeros(1, dtype=np.int64),
         memory=np.full(nbytes, 1, dtype=np.uint8),
     )
@@ -136,46 +149,46 @@ def _errno(_context: Any) -> Any:
 
 
 @kernel
-def call(desk: Any) -> None:
+def call(bounce: Any) -> None:
     """Reads the queued spans, with as many calls as the kernel needs for them."""
-    state, remote, local = desk.state, desk.remote, desk.local
-    spans = num_local = state[SPANS]
-    if not state[DIRECT]:
+    state, remote, local = bounce.state[0], bounce.remote, bounce.local
+    spans = num_local = state.spans
+    if not state.direct:
         num_local = min(spans, 1)
-        local[0, 0] = desk.memory.ctypes.data + state[CALLED]
-        local[0, 1] = state[USED] - state[CALLED]
-        state[CALLED] = state[USED]
+        local[0].address = bounce.memory.ctypes.data + state.called
+        local[0].nbytes = state.used - state.called
+        state.called = state.used
     wanted = 0
     for span in range(spans):
-        wanted += remote[span, 1]
+        wanted += remote[span].nbytes
     first_remote, first_local = 0, 0
-    while wanted > 0 and not state[ERROR]:
+    while wanted > 0 and not state.error:
         done = _process_vm_readv(
-            state[PID],
+            state.pid,
             local.ctypes.data + 16 * first_local,
             num_local - first_local,
             remote.ctypes.data + 16 * first_remote,
             spans - first_remote,
         )
         if done <= 0:
-            state[ERROR] = _errno() if done < 0 else errno.EIO
+            state.error = _errno() if done < 0 else errno.EIO
             break
         wanted -= done
-        state[BYTES] += done
+        state.bytes_read += done
         if wanted > 0:  # it stopped early, before a page that is not there, perhaps
             first_local = _skip(local, first_local, done)
             first_remote = _skip(remote, first_remote, done)
-    state[SPANS] = 0
+    state.spans = 0
 
 
 @kernel
 def _skip(spans: Any, first: int, nbytes: int) -> int:
     """Takes ``nbytes`` off the spans from ``first`` on; returns the first that is left."""
     while nbytes > 0:
-        if nbytes < spans[first, 1]:
-            spans[first, 0] += nbytes
-            spans[first, 1] -= nbytes
+        if nbytes < spans[first].nbytes:
+            spans[first].address += nbytes
+            spans[first].nbytes -= nbytes
             return first
-        nbytes -= spans[first, 1]
+        nbytes -= spans[first].nbytes
         first += 1
     return first
