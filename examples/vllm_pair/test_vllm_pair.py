@@ -125,6 +125,7 @@ def answers(url: str) -> bool:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow  # two servers of the demo's model on one machine
 @pytest.mark.timeout(900)
 def test_the_pair_serves_a_request(tmp_path):
     path = f"{VLLM_BIN}{os.pathsep}{os.environ['PATH']}"
