@@ -136,7 +136,7 @@ class EndingConformance(TransportScenes):
         fresh_peer.kill()
         transfer = scene.read()
         self.wait(local, transfer)
-        assert transfer.state is TransferState.FAILED
+        assert transfer.state is TransferState.FAILED, "a read from a dead peer has not failed"
         assert isinstance(transfer.error, PeerLostError)
         try:
             scene.peer = local.connect(endpoint)
@@ -243,7 +243,7 @@ class EndingConformance(TransportScenes):
         scene = self.scene(local, healthy_peer, large_case(LARGE))
         transfers = [scene.read(), scene.read(), scene.read(after=threading.Event())]
         local.close()
-        assert all(transfer.is_terminal for transfer in transfers)
+        assert all(transfer.is_terminal for transfer in transfers), "closed with reads running"
         assert all(
             isinstance(transfer.error, KVFerryError)
             for transfer in transfers

@@ -116,7 +116,7 @@ class ReadingConformance(TransportScenes):
         event = threading.Event()
         transfer = scene.read(after=event)
         time.sleep(self.settle_s)
-        assert not transfer.is_terminal
+        assert not transfer.is_terminal, "over before its event"
         scene.assert_untouched()
         event.set()
         self.wait(local, transfer)
@@ -149,7 +149,8 @@ class ReadingConformance(TransportScenes):
             local.cancel(transfer)
         time.sleep(self.settle_s)
         reported += local.poll()
-        assert len(reported) == len(set(map(id, reported))) == len(transfers)
+        assert len(reported) == len(set(map(id, reported))), "an end is reported twice"
+        assert len(reported) == len(transfers), "an end of no read is reported"
         for number, (scene, transfer) in enumerate(zip(scenes, transfers, strict=True)):
             if number % 4:
                 assert transfer.state is TransferState.DONE, transfer.error
@@ -204,8 +205,8 @@ class ReadingConformance(TransportScenes):
                 continue
             pytest.fail(f"{name} was not refused")
         time.sleep(self.settle_s / 4)
-        assert local.poll() == []
         scene.assert_untouched()
+        assert local.poll() == [], "a refused read is reported"
 
     def test_a_region_newer_than_the_endpoint_is_refused(
         self, local: Transport, healthy_peer: PeerProcess

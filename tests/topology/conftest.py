@@ -48,7 +48,11 @@ class Worlds:
     Case = Case
 
     often_context_parallel = False
-    """Whether most engines spread tokens over ranks, and not every other one."""
+    """Whether most engines spread tokens over ranks, and not every other one; requests are long."""
+    often_cross_layer = False
+    """Whether most layouts have all layers of a group in one tensor."""
+    several_heads_per_rank = False
+    """Whether there are few ranks for many KV heads."""
 
     # ---- drawing -------------------------------------------------------------------------------
 
@@ -57,8 +61,9 @@ class Worlds:
         model = self._model(draw)
         source_geometry = self.geometry(draw, model)
         target_geometry = self.geometry(draw, model)
-        num_tokens = draw(st.integers(0, 20), label="num_tokens")
-        first_token = draw(st.integers(0, num_tokens), label="first_token")
+        is_long = self.often_context_parallel
+        num_tokens = draw(st.integers(12 if is_long else 0, 20), label="num_tokens")
+        first_token = draw(st.integers(0, 4 if is_long else num_tokens), label="first_token")
         source_blocks = self._table(draw, source_geometry, num_tokens)
         target_blocks = self._table(draw, target_geometry, num_tokens)
         target_rank = draw(st.integers(0, target_geometry.world_size - 1), label="target_rank")
@@ -102,13 +107,17 @@ class Worlds:
         sizes_differ = not mla and draw(st.booleans(), label="sizes differ")
         return {
             "num_layers": draw(st.integers(1, 5), label="num_layers"),
-            "num_kv_heads": 1 if mla else draw(st.integers(1, 6), label="num_kv_heads"),
+            "num_kv_heads": 1 if mla else self._num_kv_heads(draw),
             "head_size": head_size,
             "head_size_v": draw(st.integers(1, 5)) if sizes_differ else None,
             "use_mla": mla,
             "dtype": draw(st.sampled_from(sorted(DTYPES)), label="dtype"),
             "scale_dtype": draw(st.sampled_from([None, None, "bfloat16", "float32"])),
         }
+
+    def _num_kv_heads(self, draw):
+        fewest = 4 if self.several_heads_per_rank else 1
+        return draw(st.integers(fewest, 6), label="num_kv_heads")
 
     def geometry(self, draw, model) -> EngineGeometry:
         pp = draw(st.integers(1, min(model["num_layers"], 3)), label="pp")
@@ -122,7 +131,8 @@ class Worlds:
             )
             edges = [0, *sorted(cuts), model["num_layers"]]
             split = [b - a for a, b in itertools.pairwise(edges)]
-        parallel = self.parallel(draw, [model["num_kv_heads"]], most_tp=7, pp=pp)
+        most_tp = 2 if self.several_heads_per_rank else 7
+        parallel = self.parallel(draw, [model["num_kv_heads"]], most_tp, pp)
         geometry = EngineGeometry(
             **model,
             block_size=self.block_size(draw, parallel),
@@ -181,10 +191,12 @@ class Worlds:
         return -(-size // turn) * turn
 
     def layout(self, draw, latent=None) -> Layout:
-        kind = draw(st.sampled_from(["named", "order", "inner"]), label="kind of layout")
+        kinds = ["order", "inner"] if self.often_cross_layer else ["named", "order", "inner"]
+        kind = draw(st.sampled_from(kinds), label="kind of layout")
         if kind == "named":
             return Layout.named(draw(st.sampled_from(["NHD", "HND", "BHNKD", "BLHNC", "BHLNC"])))
-        dims = "BNHD" + draw(st.sampled_from(["", "K", "L", "KL"]), label="optional dims")
+        optional = ["L", "KL"] if self.often_cross_layer else ["", "K", "L", "KL"]
+        dims = "BNHD" + draw(st.sampled_from(optional), label="optional dims")
         order = "".join(draw(st.permutations(dims), label="order"))
         if kind == "order":
             return Layout(order)

@@ -256,21 +256,24 @@ def test_binding_is_quick(num_tokens, limit_ms, block_size):
     tables = [(rng.permutation(num_tokens // size + 1) + 1).tolist() for size in (16, block_size)]
     times = []
     for _ in range(20):
-        start = time.perf_counter()
+        start = time.thread_time()
         made.bind(*tables, num_tokens)
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     assert min(times) * 1e3 < limit_ms
 
 
 def test_all_plans_of_two_engines_of_1024_ranks_take_seconds():
-    """The promise is 10 s on one core; DCP is the case with the most pairs."""
+    """The promise is 10 s on one core; DCP is the case with the most pairs.
+
+    Seconds of this thread: a machine that is busy with something else takes longer.
+    """
     source, target = (
         geometry(
             num_layers=80, num_kv_heads=1, block_size=16, parallel=ParallelShape(tp=1024, dcp=dcp)
         )
         for dcp in (16, 4)
     )
-    start = time.perf_counter()
+    start = time.thread_time()
     plans = [plan_transfer(source=source, target=target, target_rank=r) for r in range(1024)]
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10
     assert sum(len(made.pieces) for made in plans) == 1024 * 80 * 4
