@@ -274,7 +274,7 @@ def test_a_defect_of_the_copier_is_caught(copy_cases, addresses, monkeypatch):
 
     right = kernels.copy_now
     monkeypatch.setattr(kernels, "copy_now", shifted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
         check_copies(
             copy_cases, addresses, phases=[Phase.generate], database=None, derandomize=True
         )

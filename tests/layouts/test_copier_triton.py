@@ -224,7 +224,7 @@ def test_a_defect_of_the_table_is_caught(copier, monkeypatch):
     monkeypatch.setattr(copier, "device_boxes", wrong)
     tiles, runs = one_box(4, 2, 64, 2, (256, 128, 2), (128, 512, 2))
     source = np.random.default_rng(3).integers(0, 256, 1200, dtype=np.uint8)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
         check(copier, tiles, runs, [source], [np.zeros_like(source)])
 
 

@@ -146,7 +146,7 @@ def test_a_defect_of_the_batches_is_caught(monkeypatch):
 
     monkeypatch.setattr(repack_run, "BUFFER_BYTES", 100)
     monkeypatch.setattr(repack.Repack, "bind", as_if_all_fitted)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
         check_any_view(phases=[Phase.generate], database=None, derandomize=True)
 
 
@@ -162,7 +162,7 @@ def test_a_defect_of_the_repack_is_caught(monkeypatch):
     monkeypatch.setattr(repack, "_scatter_rows", one_element_off)
     postprocess._repack_of.cache_clear()
     try:
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="Arrays are not equal"):
             check_any_view(phases=[Phase.generate], database=None, derandomize=True)
     finally:
         postprocess._repack_of.cache_clear()
