@@ -125,5 +125,5 @@ def test_a_changed_default_is_noticed(monkeypatch):
     )
     assert changed != PAGE
     monkeypatch.setitem(globals(), "PAGE", changed)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="lease_duration_s"):
         test_every_key_is_on_the_page_with_its_type_and_default(PullConfig)

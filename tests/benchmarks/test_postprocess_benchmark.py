@@ -50,7 +50,7 @@ def test_a_quick_run_measures_every_case_and_writes_it(tmp_path):
 
 def test_wrong_results_end_the_benchmark(monkeypatch):
     monkeypatch.setattr(postprocess, "ours", lambda case, caches, block_ids: None)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="PostprocessCase"):
         postprocess.measure(
             "test",
             describe_machine(),

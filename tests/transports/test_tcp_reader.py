@@ -13,7 +13,6 @@ from kvferry.errors import (
     BoundsError,
     DecodeError,
     HostError,
-    KVFerryError,
     PeerLostError,
     PortInUseError,
     ProtocolError,
@@ -297,7 +296,7 @@ def test_what_comes_after_close_is_harmless(server):
     assert transfer.state is TransferState.FAILED
     assert local.poll() == [transfer]
     local.cancel(transfer)
-    with pytest.raises(KVFerryError):
+    with pytest.raises(TransferError, match="cannot connect"):
         local.connect(server.endpoint)
 
 
@@ -335,7 +334,7 @@ def test_an_older_server_is_only_asked_for_what_it_understands(local, server, st
 
 def test_a_host_that_zmq_cannot_parse_is_an_error_of_ours(local, server):
     endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
-    with pytest.raises(KVFerryError, match="cannot connect"):
+    with pytest.raises(HostError, match="cannot connect"):
         local.connect(encode(msgspec.structs.replace(endpoint, host="not a host;")))
 
 
