@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+AFTER_FAILURE_S = 1.0
+"""Seconds until a turn is taken again that failed, and so did not say when it wants to be."""
+
 Task = Callable[[], object]
 
 
@@ -69,7 +72,8 @@ class Mailbox(Closing):
         Args:
             name: of the thread, after ``kvferry-``.
             turn: does what is due; returns the seconds after which it wants to be called again, 0
-                for at once, ``None`` for not before something was posted or a socket is ready.
+                or less for at once, ``None`` for not before something was posted or a socket is
+                ready.
             poller: waits for what :meth:`watch` names; without one nothing can be watched, and a
                 task begins a little sooner.
             survives: whether the thread goes on after a task or a turn has raised, which is logged
@@ -185,7 +189,7 @@ class Mailbox(Closing):
 
     def _round(self) -> bool:
         """Turn, sleep, tasks and handlers; false once it is to end."""
-        pause_s = self._guarded(self._turn)
+        pause_s = self._take_turn()
         if self._poller is not None:
             milliseconds = None if pause_s is None else math.ceil(pause_s * 1000)
             for socket, _ in self._poller.poll(milliseconds):
@@ -194,6 +198,17 @@ class Mailbox(Closing):
                     self._guarded(handler)
             pause_s = 0.0
         return self._run_tasks(pause_s)
+
+    def _take_turn(self) -> float | None:
+        """Seconds until the next turn, never less than 0: to a poller that would mean for ever."""
+        pause_s: float | None = AFTER_FAILURE_S
+
+        def turn() -> None:
+            nonlocal pause_s
+            pause_s = self._turn()
+
+        self._guarded(turn)
+        return None if pause_s is None else max(pause_s, 0.0)
 
     def _run_tasks(self, wait_s: float | None) -> bool:
         with contextlib.suppress(queue.Empty):
@@ -204,14 +219,13 @@ class Mailbox(Closing):
             return False
         return True
 
-    def _guarded(self, task: Callable[[], T]) -> T | None:
+    def _guarded(self, task: Task) -> None:
         try:
-            return task()
+            task()
         except Exception:
             if not self._survives:
                 raise
             logger.exception("%s failed at something; it goes on", self._thread.name)
-            return None
 
     def _quiet(self) -> None:
         """What was posted runs after the handlers."""

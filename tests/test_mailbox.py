@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import kvferry.mailbox as mailbox_module
 from kvferry.errors import EngineError
 from kvferry.mailbox import Mailbox
 
@@ -64,6 +65,36 @@ def test_its_turn_comes_after_the_time_it_asked_for(make):
     with make("turns", turn=turn):
         assert done.wait(10)
     assert all(two - one > 0.015 for one, two in itertools.pairwise(turns))
+
+
+def test_a_turn_that_is_overdue_comes_at_once(make):
+    pauses = [-0.02, -1.0, 0.0]
+    done = threading.Event()
+
+    def turn():
+        if pauses:
+            return pauses.pop(0)
+        done.set()
+        return None
+
+    with make("overdue", turn=turn) as mailbox:
+        assert done.wait(10)
+        mailbox.check()
+
+
+def test_a_turn_that_failed_comes_again(make, monkeypatch, caplog):
+    monkeypatch.setattr(mailbox_module, "AFTER_FAILURE_S", 0.01)
+    failures = [ZeroDivisionError(), ZeroDivisionError()]
+    done = threading.Event()
+
+    def turn():
+        if failures:
+            raise failures.pop()
+        done.set()
+
+    with make("clumsy", turn=turn):
+        assert done.wait(10)
+    assert caplog.text.count("kvferry-clumsy failed") == 2
 
 
 def test_an_error_of_a_call_is_the_callers(make):

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvferry.control import messages
+from kvferry.control.client import ControlClient
 from kvferry.control.connection import SECOND_LOOK_S, Call, Connection
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
@@ -44,6 +45,23 @@ def ask(client, served, number):
     lease_id = served.grant(0) if known else f"unknown-{number}"
     finished = client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
     return finished, FinishAnswer.HELD if known else FinishAnswer.REVOKED
+
+
+def test_calls_that_become_overdue_one_after_the_other_are_all_given_up():
+    """Some become overdue while those before them get their second look."""
+    context = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    address = f"127.0.0.1:{silent.bind_to_random_port('tcp://127.0.0.1')}"
+    options = ControlOptions(request_timeout_s=0.2)
+    with ControlClient(engine_id="d", incarnation="d1", options=options) as client:
+        futures = []
+        for _ in range(4):
+            futures.append(client.status(address))
+            time.sleep(SECOND_LOOK_S * 0.6)
+        for future in futures:
+            with pytest.raises(PeerLostError, match="request_timeout_s"):
+                future.result(WAIT)
+    context.destroy(linger=0)
 
 
 def keep_asking(client, served, seed, calls, barrier):
