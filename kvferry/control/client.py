@@ -242,7 +242,9 @@ class ControlClient(Closing):
                 return
             self._closing = True
         self._mailbox.close()
-        for connection in [*self._connections.values(), *self._broken]:
+        with self._lock:  # who has just found one broken may be moving it
+            connections = [*self._connections.values(), *self._broken]
+        for connection in connections:
             with connection.lock:
                 closed = CancelledError("the control client was closed")
                 self._ended.extend(connection.end(closed))

@@ -298,6 +298,8 @@ class StagedTransport(Transport):
     # ---- tasks of the staging's serial --------------------------------------------------------
 
     def _begin(self, read: _StagedRead) -> None:
+        if read.stopped:  # and perhaps given back already: nobody would take it out again
+            return
         self._reads.add(read)
         self._advance(read)
 

@@ -202,11 +202,6 @@ class StagingPool:
         self._grant()
 
     @property
-    def is_watched(self) -> bool:
-        """Whether :meth:`sweep` has anything to do."""
-        return bool(self._quarantine) or self._oldest() is not None
-
-    @property
     def may_be_written(self) -> bool:
         """Whether something may still land in the memory: then it must be kept."""
         return any(not _is_quiet(slot) for slot in (*self._used, *self._quarantine))

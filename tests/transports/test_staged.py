@@ -91,17 +91,20 @@ class Scene:
         self.staging = Staging([span], nbytes=4096, stall_timeout_s=10.0)
         self.wire = _Wire()
         self.staged = StagedTransport(self.wire, self.staging)
+        self.transfer = self.read()
+        assert len(self.wire.reads) == CHUNKS
+
+    def read(self) -> Transfer:
         # Runs of unlike lengths make a chunk each.
         row = (0, 0, NBYTES, 1, 1, 1) * 2 + (1, 1, 1)
         runs = blank_runs(CHUNKS)
         runs["source_block"] = runs["target_block"] = np.arange(CHUNKS)
         runs["tokens"] = NBYTES - np.arange(CHUNKS)
         tiles = np.array([row], dtype=TILE_DTYPE)
-        self.transfer = self.staged.read(self.wire.connect(b""), tiles, runs)
-        assert len(self.wire.reads) == CHUNKS
+        return self.staged.read(self.wire.connect(b""), tiles, runs)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + 60.0  # kernels may have to be compiled
         while not condition():
             assert time.monotonic() < deadline, "it does not happen"
             time.sleep(0.001)
@@ -183,6 +186,26 @@ def test_memory_into_which_something_may_land_outlives_its_staging(
     scene.staged.close()
     scene.staging.close()
     assert len(kept) == 1
+
+
+def test_a_read_that_is_stopped_before_it_began_is_not_kept(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for transfer in scene.wire.reads:
+        end(transfer)
+    scene.wait_until(lambda: scene.transfer.is_terminal)
+    post = scene.staging.serial.post
+
+    def close_first(task: Callable[[], object]) -> None:
+        monkeypatch.undo()
+        scene.staged.close()
+        post(task)
+
+    monkeypatch.setattr(scene.staging.serial, "post", close_first)
+    late = scene.read()
+    assert late.state is TransferState.FAILED
+    assert not scene.staged._reads
+    assert len(scene.wire.reads) == CHUNKS
 
 
 class StagedShm(WrappedTransport):

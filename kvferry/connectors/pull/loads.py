@@ -51,7 +51,8 @@ SHORT_TOKENS = 8192
 """Tokens up to which the step thread binds a load itself, some 0.1 ms."""
 
 IDLE_S = 1.0
-"""Seconds between two looks at what depends on time; transports let go of dead peers then."""
+"""Seconds between two looks at what depends on time, at most; transports let go of dead peers
+then."""
 
 PROGRESS_S = 0.05
 """How often the progress of all loads is looked at: it is for people, and steps ask for it."""
@@ -96,12 +97,12 @@ class RankLoad:
     @property
     def nbytes(self) -> int:
         """Bytes that its transfers move."""
-        return sum(transfer.nbytes for transfer in self.transfers.values())
+        return sum(transfer.nbytes for transfer in list(self.transfers.values()))
 
     @property
     def bytes_done(self) -> int:
-        """Bytes already in place."""
-        return sum(transfer.bytes_done for transfer in self.transfers.values())
+        """Bytes already in place; any thread may ask, also while transfers are being started."""
+        return sum(transfer.bytes_done for transfer in list(self.transfers.values()))
 
     def record(self, rank: int) -> TransferRecord:
         """What it did."""
@@ -199,8 +200,7 @@ class Loads(Closing):
         """Has the transports see to what depends on time; returns when to look again."""
         for staged in self._target.staged.values():
             staged.poll()
-        if not self._loads and not self._target.staging.pool.is_watched:
-            return IDLE_S
+        # Also while nothing runs: a short load that begins meanwhile does not wake this thread.
         return min(IDLE_S, max(0.02, self._target.staging.stall_timeout_s / 8))
 
     def _connect(self, description: EngineDescription) -> None:
@@ -260,7 +260,14 @@ class Loads(Closing):
             self._begin(load)
 
     def _not_connected(self, description: EngineDescription, error: KVFerryError) -> None:
-        for load in self._unconnected.pop(description.engine_id):
+        waiting = self._unconnected.pop(description.engine_id)
+        newest = self._known[description.engine_id]
+        if newest.incarnation != description.incarnation:
+            self._begin_to_connect(newest)
+            for load in waiting:
+                self._begin(load)
+            return
+        for load in waiting:
             self._give_up(load, error)  # another load will try again
 
     def _begin(self, load: RankLoad) -> None:
@@ -327,10 +334,12 @@ class Loads(Closing):
             return False  # we closed it ourselves: the engine was started again
         load.repeated.update(lost)
         try:
-            for pair, source_rank in lost:
-                # Other loads may read over a newer one by now.
+            # Once per rank: several transfers may have been lost with one connection. Other loads
+            # may read over a newer one by now.
+            for source_rank in {source_rank for _, source_rank in lost}:
                 peer.reconnect(source_rank, load.connections[source_rank])
                 load.connections[source_rank] = peer.connections[source_rank]
+            for pair, source_rank in lost:
                 self._transfer(load, peer, pair, source_rank)
         except Exception as error:
             self._give_up(load, as_load_error(error, "the read could not be repeated"))

@@ -133,7 +133,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hands this step's loads to the loader's thread."""
+        """Starts this step's loads."""
         metadata = self._connector_metadata
         assert isinstance(metadata, StepMetadata)  # our scheduler half made it
         if metadata.news is not None or metadata.refused:

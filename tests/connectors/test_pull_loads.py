@@ -1,0 +1,227 @@
+"""The loads of one rank, whose source, transfers and control client the test moves."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvferry.connectors.pull.loads as loads_module
+from kvferry.connectors.pull.loads import Loads, RankLoad
+from kvferry.connectors.pull.metadata import LoadSpec
+from kvferry.connectors.pull.peer import SourcePeer
+from kvferry.control.messages import FinishAnswer
+from kvferry.errors import CancelledError, PeerLostError
+from kvferry.transports.base import Transfer, TransferState
+
+WAIT_S = 10.0
+
+
+class _Client:
+    """The source answers every Finish at once."""
+
+    def pump(self) -> bool:
+        return False
+
+    def finish(self, *_: Any, **__: Any) -> "Future[FinishAnswer]":
+        answered: Future[FinishAnswer] = Future()
+        answered.set_result(FinishAnswer.HELD)
+        return answered
+
+
+class _Connection:
+    """A connection to a source rank, and what runs over it."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+
+    def close(self) -> None:
+        for transfer in self.transfers:
+            transfer.fail(PeerLostError("the connection was closed"))
+
+
+class _Wire:
+    """Its transfers end when the test says so, or with their connection."""
+
+    name = "wire"
+
+    def __init__(self) -> None:
+        self.connections: list[_Connection] = []
+
+    def connect(self, _: bytes) -> _Connection:
+        self.connections.append(_Connection())
+        return self.connections[-1]
+
+    def read(self, connection: _Connection, *_: Any, **__: Any) -> Transfer:
+        connection.transfers.append(Transfer(nbytes=8))
+        return connection.transfers[-1]
+
+    def cancel(self, transfer: Transfer) -> None:
+        transfer.stop(TransferState.CANCELLED, CancelledError("the read was cancelled"))
+
+
+@dataclass(eq=False)
+class _Pair:
+    """A pair of KV cache groups of which all cells come from rank 0."""
+
+    index: int
+    pair: Any = field(default_factory=lambda: SimpleNamespace(source_group=0, target_group=0))
+    plan: Any = field(default_factory=lambda: SimpleNamespace(conversion=None))
+    way: Any = field(default_factory=lambda: SimpleNamespace(placed=True))
+    tiles: dict[int, Any] = field(default_factory=lambda: {0: None})
+
+    def bind(self, *_: Any) -> Any:
+        return SimpleNamespace(runs_of=lambda rank: [rank])
+
+
+class Scene:
+    """The loads of one rank, and connections to engine ``p``."""
+
+    def __init__(self) -> None:
+        self.wire = _Wire()
+        self.polls = 0
+        staging = SimpleNamespace(stall_timeout_s=0.1)
+        target: Any = SimpleNamespace(rank=0, staged={"wire": self}, staging=staging)
+        client: Any = _Client()
+        self.loads = Loads(target, client, None)
+
+    def poll(self) -> list[Transfer]:
+        """As a transport, which is asked now and then to see to what depends on time."""
+        self.polls += 1
+        return []
+
+    def engine(self, incarnation: str = "p1") -> Any:
+        """The description of a start of engine ``p``."""
+        ranks = [SimpleNamespace(endpoints={"wire": b""})]
+        return SimpleNamespace(engine_id="p", incarnation=incarnation, ranks=ranks)
+
+    def peer(self, engine: Any, num_pairs: int = 1) -> SourcePeer:
+        """The engine, connected to."""
+        wire: Any = self.wire
+        pairs: Any = tuple(_Pair(index) for index in range(num_pairs))
+        return SourcePeer(engine, wire, wire, (), pairs, {0: wire.connect(b"")})
+
+    def spec(self, lease_id: str, incarnation: str = "p1") -> LoadSpec:
+        return LoadSpec(
+            request_id=lease_id,
+            lease_id=lease_id,
+            engine_id="p",
+            incarnation=incarnation,
+            address="127.0.0.1:1",
+            source_block_ids=([1],),
+            target_block_ids=([1],),
+            first_token=0,
+            num_tokens=4,
+            starts=(0,) * 8,
+            source_num_tokens=4,
+        )
+
+    def wait_for_one(self) -> RankLoad:
+        """The next load that ends."""
+        ended: list[RankLoad] = []
+
+        def has_ended() -> bool:
+            ended.extend(self.loads.take_ended())
+            return bool(ended)
+
+        wait_until(has_ended)
+        (load,) = ended
+        return load
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.loads.close()
+
+
+def test_what_was_lost_with_one_connection_is_all_repeated_over_the_next_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = scene.peer(scene.engine(), num_pairs=3)
+    monkeypatch.setattr(SourcePeer, "connect", lambda *_: peer)
+    scene.loads.meet(scene.engine())
+    scene.loads.start(scene.spec("lease"))
+    (first,) = scene.wire.connections
+    wait_until(lambda: len(first.transfers) == 3)
+
+    first.close()
+
+    assert len(scene.wire.connections) == 2
+    second = scene.wire.connections[1]
+    assert [transfer.state for transfer in second.transfers] == [TransferState.RUNNING] * 3
+    for transfer in second.transfers:
+        transfer.stop(TransferState.DONE)
+    assert scene.wait_for_one().error is None
+
+
+def test_a_load_is_not_given_up_because_an_older_start_of_its_engine_is_gone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, restarted = threading.Event(), threading.Event()
+
+    def connect(engine: Any, _: Any) -> SourcePeer:
+        if engine.incarnation == "p1":
+            connecting.set()
+            assert restarted.wait(WAIT_S)
+            raise PeerLostError("it has ended")
+        return scene.peer(engine)
+
+    monkeypatch.setattr(SourcePeer, "connect", connect)
+    scene.loads.meet(scene.engine("p1"))
+    assert connecting.wait(WAIT_S)
+    scene.loads.start(scene.spec("old", "p1"))
+    scene.loads.meet(scene.engine("p2"))
+    scene.loads.start(scene.spec("new", "p2"))
+
+    restarted.set()
+
+    assert isinstance(scene.wait_for_one().error, PeerLostError)  # the old one
+    wait_until(lambda: bool(scene.wire.connections and scene.wire.connections[0].transfers))
+    scene.wire.connections[0].transfers[0].stop(TransferState.DONE)
+    ended = scene.wait_for_one()
+    assert (ended.spec.lease_id, ended.error) == ("new", None)
+
+
+def test_the_progress_of_a_load_may_be_looked_at_while_its_transfers_are_started() -> None:
+    load = RankLoad(Scene.spec(Any, "lease"))  # type: ignore[arg-type]
+
+    class Growing(Transfer):
+        """Whoever looks at it is interrupted by the thread that starts the next one."""
+
+        @property
+        def bytes_done(self) -> int:
+            add()
+            return 3
+
+        @bytes_done.setter
+        def bytes_done(self, _: int) -> None:
+            pass
+
+    def add() -> None:
+        pair: Any = _Pair(len(load.transfers))
+        load.transfers[pair, 0] = Growing(nbytes=8)
+
+    add()
+    assert load.bytes_done == 3
+    assert load.nbytes == 16
+
+
+def test_what_depends_on_time_is_looked_at_soon_even_if_a_load_begins_in_an_idle_second(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wakes the thread for a short load; it must not be asleep for longer than it may."""
+    monkeypatch.setattr(loads_module, "IDLE_S", 1000.0)
+    wait_until(lambda: scene.polls >= 4)
