@@ -1,0 +1,198 @@
+"""Hundreds of short loads while connections break, requests end early and the source restarts."""
+
+import queue
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvferry.config import KVTransferConfig
+from kvferry.plugins import TRANSPORTS, temporary_plugin
+from kvferry.testing import lossy_transport
+from kvferry.testing.connector_conformance import REMOTE_DECODE, Pair, prompt, small_geometry
+from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.transports.base import Transport
+from kvferry.transports.shm import ShmTransport
+from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.vm import VmTransport
+
+SOURCE = small_geometry("HND", 4, tp=2)
+TARGET = small_geometry("NHD", 6, pp=2)
+LOADS = 300
+AT_ONCE = 5
+"""Requests that the target works on at a time."""
+TIMEOUT_S = 120.0
+
+
+def open_engine(engine_id: str, kv_port: int = 0) -> FakeEngine:
+    """A producer ``p`` or a consumer ``d``."""
+    config = KVTransferConfig(
+        kv_connector="PullConnector",
+        kv_role="kv_producer" if engine_id == "p" else "kv_consumer",
+        engine_id=engine_id,
+        kv_port=kv_port,
+        kv_connector_extra_config={
+            "cluster_key": "k" * 32,
+            "lease_duration_s": 2.0,
+            "handshake_timeout_s": 5.0,
+            "transport": "lossy",
+            "staging_bytes": 1 << 16,
+        },
+    )
+    return FakeEngine.open(config, SOURCE if engine_id == "p" else TARGET, num_blocks=256)
+
+
+class Storm:
+    """A producer and a consumer on a thread each, and one that breaks what they stand on."""
+
+    def __init__(self) -> None:
+        self.producer = open_engine("p")
+        self.consumer = open_engine("d")
+        self.requests: list[FakeRequest] = []
+        """What the consumer was given."""
+        self._wanted: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._computed: queue.SimpleQueue[FakeRequest] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._failures: list[BaseException] = []
+
+    def run(self) -> None:
+        """Loads all; then every engine stands still, with its threads alive."""
+        tasks = self._produce, self._consume, self._break_connections
+        threads = [threading.Thread(target=self._guard, args=(task,)) for task in tasks]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # threads change places in the middle of everything
+        try:
+            for thread in threads:
+                thread.start()
+            assert self._over.wait(TIMEOUT_S), "some request never ends"
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(interval)
+        assert self._failures == []
+
+    def close(self) -> None:
+        self.consumer.close()
+        self.producer.close()
+
+    def _guard(self, task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as failure:
+            self._failures.append(failure)
+            self._over.set()
+
+    def _produce(self) -> None:
+        """Computes what is wanted; starts again in the middle of everything."""
+        count = 0
+        computing: list[FakeRequest] = []
+        while not self._over.is_set():
+            while not self._wanted.empty():
+                request_id = self._wanted.get()
+                count += 1
+                if count in (LOADS // 3, 2 * LOADS // 3):
+                    self._restart()
+                    for lost in computing:
+                        self._wanted.put(lost.request_id)
+                    computing.clear()
+                tokens = prompt(10 + count % 20, request_id)
+                computing.append(self.producer.add(request_id, tokens, REMOTE_DECODE))
+            self.producer.step()
+            for request in [one for one in computing if one.stage is Stage.FINISHED]:
+                computing.remove(request)
+                self._computed.put(request)
+
+    def _restart(self) -> None:
+        port: int = self.producer.scheduler.port  # type: ignore[attr-defined]
+        self.producer.close()
+        self.producer = open_engine("p", port)
+
+    def _consume(self) -> None:
+        rng = random.Random(1)
+        for number in range(AT_ONCE):
+            self._wanted.put(f"r{number}")
+        asked = AT_ONCE
+        while not self._over.is_set():
+            self.consumer.step()
+            live = [one for one in self.requests if one.stage is not Stage.FINISHED]
+            if live and rng.random() < 0.02:
+                self.consumer.abort(rng.choice(live).request_id)
+            if not self._computed.empty():
+                source = self._computed.get()
+                tokens = (*source.prompt_token_ids, *source.output_token_ids)
+                self.requests.append(
+                    self.consumer.add(source.request_id, tokens, source.response_params)
+                )
+                if asked < LOADS:
+                    self._wanted.put(f"r{asked}")
+                    asked += 1
+            elif len(self.requests) == LOADS and not live:
+                self._over.set()
+
+    def _break_connections(self) -> None:
+        rng = random.Random(2)
+        while not self._over.wait(0.05):
+            worker: Any = rng.choice(self.consumer.workers)
+            peer = worker._cache.loads._peers.get("p")
+            if peer is not None:
+                rng.choice(list(peer.connections.values())).close()
+            worker._client.pump()
+
+    def check_nothing_is_left(self) -> None:
+        """No thread has died, and no table keeps anything of what is over."""
+        scheduler: Any = self.consumer.scheduler
+        scheduler._sources._thread.check()
+        assert scheduler._loads == scheduler._sources._loads == {}
+        for worker in self.consumer.workers:
+            self._check_rank(worker)
+
+    def _check_rank(self, worker: Any) -> None:
+        cache = worker._cache
+        loads, client = cache.loads, worker._client
+        loads._thread.call(loads._look_at_time)  # takes back what has ended meanwhile
+        for thread in (loads._thread, client._mailbox):
+            thread.check()
+        assert loads._loads == loads._unconnected == {}
+        assert not loads._ended
+        assert not client._ended
+        assert not client._broken
+        assert all(not connection.calls for connection in client._connections.values())
+        numbers = cache.staging.numbers
+        assert (numbers.used_bytes, numbers.quarantined_bytes, numbers.waiting) == (0, 0, 0)
+        for staged in cache.staged:
+            assert not staged._reads
+            for transfers in (staged.transfers, staged._inner._inner._transfers):
+                assert not transfers._running
+                assert not transfers._ended
+
+
+def variants() -> Iterator[Any]:
+    for transport in (ShmTransport, VmTransport, TcpTransport):
+        yield pytest.param(transport, 0, id=f"{transport.name} placed")
+    yield pytest.param(ShmTransport, 1 << 30, id="shm staged")
+    yield pytest.param(TcpTransport, 1 << 30, id="tcp staged")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transport", "least_segment_bytes"), list(variants()))
+def test_a_storm_leaves_nothing_behind(
+    transport: type[Transport], least_segment_bytes: int
+) -> None:
+    lossy = lossy_transport(transport, loss=0.1, seed=5)
+    lossy.least_segment_bytes = least_segment_bytes
+    lossy.name = "lossy"
+    with temporary_plugin(TRANSPORTS, "lossy", lossy):
+        storm = Storm()
+        try:
+            storm.run()
+            Pair(storm.producer, storm.consumer, TIMEOUT_S).settle()
+            storm.check_nothing_is_left()
+            good = [one for one in storm.requests if one.external_tokens and not one.failed]
+            assert len(good) > LOADS // 3
+        finally:
+            storm.close()
