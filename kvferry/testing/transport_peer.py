@@ -159,7 +159,8 @@ class PeerProcess(Closing):
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(BrokenPipeError):  # a command that nobody took
+                    pipe.close()
 
     def close(self) -> None:
         """Ends the child, after it has closed its transport. Idempotent."""
@@ -173,9 +174,11 @@ class PeerProcess(Closing):
     def _ask(self, command: _Command) -> _Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        line = b""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
         if not line:
             raise TransferError(f"the peer process ended with status {self._process.wait()}")
         answer = msgspec.json.decode(line, type=_Answer)

@@ -291,7 +291,7 @@ class Transport(Closing):
     """Name under which it is registered, for example ``"shm"``."""
     addressing: ClassVar[Addressing]
     """What it does with tiles × runs."""
-    fences: ClassVar[bool]
+    fences: bool
     """Whether every read becomes terminal, which proves that nothing of it can land any more, soon
     after it was cancelled, stalled or lost its peer. One that does not fence may leave such a read
     ``RUNNING`` for as long as nobody knows; it is given staging memory only."""

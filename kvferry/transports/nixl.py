@@ -1,10 +1,12 @@
 """The transport over NIXL: RDMA, shared memory or TCP, whichever its backends find.
 
-The reader does all the work: it turns tiles × runs into descriptors and posts NIXL READs
-(:mod:`~kvferry.transports.nixl_service`). NIXL has no fence, so a transfer that fails or is
-cancelled stays running until its READs are done or their agent has ended
-(:mod:`~kvferry.transports.nixl_agents` says what that proves); from a peer that has merely stopped
-that may be never, and whoever owns the target memory keeps it back so long.
+The reader does all the work: it turns tiles × runs into segments
+(:mod:`~kvferry.transports.nixl_segments`) and posts NIXL READs, straight to where the cells belong
+(:mod:`~kvferry.transports.nixl_reader`). Where the end of an agent proves that nothing lands any
+more (:mod:`~kvferry.transports.nixl_agents` says why), the transport fences: READs that do not
+complete end with their agent. With other backends it does not: a read that failed or was cancelled
+stays running until its READs are done, which from a peer that has merely stopped may be never, and
+it is given staging memory only.
 """
 
 import logging
@@ -13,6 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvferry.config import parse_struct
+from kvferry.errors import TransferError
+from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
@@ -26,9 +30,12 @@ from kvferry.transports.base import (
     TransportOptions,
     Waitable,
 )
+from kvferry.transports.device import DeviceTransport
 from kvferry.transports.movers import start_after
-from kvferry.transports.nixl_agents import AgentOptions
-from kvferry.transports.nixl_service import NixlPeer, NixlRead, NixlService, cut
+from kvferry.transports.nixl_agents import AgentOptions, memory_kind
+from kvferry.transports.nixl_reader import NixlPeer, NixlRead
+from kvferry.transports.nixl_segments import cut_requests
+from kvferry.transports.nixl_service import NixlService
 from kvferry.transports.nixl_wire import Region, decode_endpoint, encode_endpoint
 from kvferry.transports.regions import Regions, private_memory
 
@@ -50,7 +57,13 @@ class NixlExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int = 8 << 20
     """Bytes per READ; what has not been posted yet can be cancelled."""
     max_descriptors: int = 2048
-    """Pieces per READ at most."""
+    """Segments per READ at most."""
+    max_agents: int = 8
+    """Agents that read, at most; each registers the memory into which it reads. Connections share
+    them: when one has to end, the READs of all that share it are posted again."""
+    device_memory: bool = False
+    """Whether KV caches on GPUs are served and read into as they are, without copies in host
+    memory; the backends must know the GPU's memory (UCX with CUDA does)."""
 
     def __post_init__(self) -> None:
         if not self.backends:
@@ -60,7 +73,8 @@ class NixlExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     f"backend_params: {backend} is not in backends ({', '.join(self.backends)})"
                 )
-        for field, least in (("num_threads", 0), ("chunk_bytes", 4096), ("max_descriptors", 1)):
+        limits = {"num_threads": 0, "chunk_bytes": 4096, "max_descriptors": 1, "max_agents": 1}
+        for field, least in limits.items():
             if getattr(self, field) < least:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than {least}")
 
@@ -70,16 +84,16 @@ class NixlTransport(Transport):
 
     name = "nixl"
     addressing = Addressing.SEGMENTS
-    fences = False
+    fences = True
     ExtraConfig = NixlExtraConfig
 
-    def __init__(self, extra: NixlExtraConfig) -> None:
+    def __init__(self, extra: NixlExtraConfig, stall_timeout_s: float) -> None:
         self._extra = extra
         self._regions = Regions()
         self._transfers = Transfers()
-        self._service = NixlService(
-            AgentOptions(extra.backends, extra.backend_params, extra.num_threads), self._regions
-        )
+        options = AgentOptions(extra.backends, extra.backend_params, extra.num_threads)
+        self.fences = options.fenced
+        self._service = NixlService(options, self._regions, extra.max_agents, stall_timeout_s)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "NixlTransport":
@@ -94,7 +108,8 @@ class NixlTransport(Transport):
         """
         extra = parse_struct(NixlExtraConfig, options.extra, "nixl")
         warm()
-        return cls(extra)
+        kind = NixlDeviceTransport if extra.device_memory else NixlTransport
+        return kind(extra, options.stall_timeout_s)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`."""
@@ -114,12 +129,13 @@ class NixlTransport(Transport):
 
     def endpoint(self) -> bytes:
         """See :meth:`Transport.endpoint`."""
-        sizes = self._regions.served_nbytes
         agent, metadata = self._service.metadata()
-        addresses = self._regions.addresses.tolist()
+        known = self._regions
         regions = tuple(
-            Region(address if nbytes else 0, nbytes)
-            for address, nbytes in zip(addresses, sizes, strict=False)
+            Region(span.address if served else 0, served, memory_kind(span), device)
+            for span, served, device in zip(
+                known.spans, known.served_nbytes, known.devices.tolist(), strict=False
+            )
         )
         return encode_endpoint(agent, metadata, regions)
 
@@ -129,7 +145,7 @@ class NixlTransport(Transport):
         Raises:
             DecodeError: the endpoint does not decode.
         """
-        return NixlPeer(decode_endpoint(endpoint), self._service)
+        return self._service.connect(decode_endpoint(endpoint))
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
@@ -138,8 +154,9 @@ class NixlTransport(Transport):
         if not isinstance(peer, NixlPeer):
             raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
         check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        requests = cut(
-            tiles, runs, peer.endpoint, self._extra.chunk_bytes, self._extra.max_descriptors
+        kinds = peer.kinds, tuple(memory_kind(span) for span in self._regions.spans)
+        requests = cut_requests(
+            tiles, runs, kinds, self._extra.chunk_bytes, self._extra.max_descriptors
         )
         read = NixlRead(num_bytes(tiles, runs), self._transfers, requests)
         if not self._transfers.add(read):
@@ -156,14 +173,36 @@ class NixlTransport(Transport):
         return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the READs that were posted are done."""
+        """See :meth:`Transport.cancel`; terminal once the READs that were posted are done, or
+        their agent has ended.
+        """
         self._transfers.cancel(transfer)
+        self._service.wake()
 
     def close(self) -> None:
         """See :meth:`Transport.close`. READs under way end with their agents."""
         if not self._transfers.close():
             return
         self._service.close()
-        if self._service.unproven:
+        if self._service.may_be_written:
             _kept.append(self._regions.arrays)
             logger.error("READs may still land; the memory is kept until the process ends")
+
+
+class NixlDeviceTransport(NixlTransport, DeviceTransport):
+    """NIXL READs between registered memories of GPUs too."""
+
+    def allocate_device(self, nbytes: int) -> tuple[int, MemorySpan]:
+        """Not here: NIXL has no memory of its own.
+
+        Raises:
+            TransferError: always; register memory that exists.
+        """
+        raise TransferError(f"nixl allocates no device memory; register {nbytes} bytes of yours")
+
+    def register_device(self, memory: MemorySpan, *, serve: bool = True) -> int:
+        """See :meth:`DeviceTransport.register_device`."""
+        region = self._regions.add_device(memory, serve=serve)
+        if serve:
+            self._service.serve(region)
+        return region

@@ -1,14 +1,16 @@
 """Where NIXL's agents and errors become ours.
 
-An :class:`Agent` is used by one thread at a time. NIXL's own progress thread is off: it looks
-without a pause and would take a core of every rank; progress is made by whoever owns the agent.
+An :class:`Agent` is used by one thread at a time, any one. NIXL's own progress thread is off: it
+looks without a pause and would take a core of every rank; progress is made by whoever owns the
+agent.
 
 **What proves that nothing lands any more.** A READ that NIXL reports as done, and nothing else that
 it says. A released handle cancels nothing on the wire; neither does a removed remote agent, nor
 deregistered memory. An error ends a READ for NIXL at its first failed descriptor, while others of
-it may still be under way. What does prove it, for the backends in ``FENCED_BACKENDS`` and host
-memory, is the end of the whole agent: UCX's worker closes its sockets and destroys its queue pairs,
-and after that neither the kernel nor a network card has anywhere to put late bytes. So
+it may still be under way. What does prove it, for the backends in ``FENCED_BACKENDS``, is the end
+of the whole agent: UCX's worker closes its sockets and destroys its queue pairs, and after that
+neither the kernel nor a network card has anywhere to put late bytes. Copies that the worker has
+enqueued on a GPU of ours outlive it; when that GPU has done all its work, they are over too. So
 :meth:`Agent.destroy` also looks whether the agent is really gone, because one forgotten reference
 to it would keep the worker alive.
 """
@@ -19,7 +21,7 @@ import logging
 import os
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -33,7 +35,7 @@ from kvferry.errors import (
     PeerLostError,
     TransferError,
 )
-from kvferry.transports.base import ByteArray
+from kvferry.layouts.arrays import MemorySpan
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ Handle: TypeAlias = Any
 """NIXL's handle of a READ."""
 
 FENCED_BACKENDS = frozenset({"UCX"})
-"""Backends for which the end of an agent proves that nothing lands in host memory any more."""
+"""Backends for which the end of an agent proves that nothing lands any more."""
 _THREADED_BACKENDS = frozenset({"UCX", "LIBFABRIC"})
 _UCX_CONFIG = "KEEPALIVE_INTERVAL=1s"
 """So that a peer that died is noticed in seconds; UCX's own default is 20."""
@@ -79,12 +81,31 @@ def nixl_errors(doing: str, kind: type[KVFerryError] = TransferError) -> Iterato
     raise mapped
 
 
+def memory_kind(span: MemorySpan) -> str:
+    """NIXL's name of a kind of memory.
+
+    >>> memory_kind(MemorySpan(0, 1, "cpu")), memory_kind(MemorySpan(0, 1, "cuda:1"))
+    ('DRAM', 'VRAM')
+    """
+    return "DRAM" if span.is_host else "VRAM"
+
+
+def _wait_for_devices(devices: set[int]) -> None:
+    """Returns when GPUs have done all the work of this process."""
+    import torch
+
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
 def _load() -> Any:
     """NIXL's Python API.
 
     Raises:
         ConfigError: it is not installed, or does not load.
     """
+    # Of an agent that ends UCX lists every segment that was under way.
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         from nixl import _api
     except ImportError as error:
@@ -137,6 +158,8 @@ class Agent:
         with nixl_errors("cannot make an agent", ConfigError):
             config = api.nixl_agent_config(backends=[], enable_prog_thread=False)
             self._agent: Any = api.nixl_agent(f"kvferry-{uuid.uuid4().hex}", config)
+        self._core = weakref.ref(self._agent.agent)
+        self._devices: set[int] = set()
         for backend in options.backends:
             self._create(backend)
 
@@ -162,17 +185,17 @@ class Agent:
             metadata: bytes = self._agent.get_agent_metadata()
             return metadata
 
-    def register(self, arrays: Sequence[ByteArray]) -> None:
-        """Lets peers or our own READs use memory of this host.
+    def register(self, span: MemorySpan, device: int) -> None:
+        """Lets peers or our own READs use memory of this host, or of its GPU number ``device``.
 
         Raises:
             TransferError: a backend cannot register it.
         """
-        rows = np.zeros((len(arrays), 3), dtype=np.uint64)
-        rows[:, 0] = [array.ctypes.data for array in arrays]
-        rows[:, 1] = [array.nbytes for array in arrays]
-        with nixl_errors(f"cannot register {int(rows[:, 1].sum())} bytes"):
-            self._agent.register_memory(rows, "DRAM")
+        rows = np.array([[span.address, span.nbytes, device]], dtype=np.uint64)
+        with nixl_errors(f"cannot register {span.nbytes} bytes on {span.device}"):
+            self._agent.register_memory(rows, memory_kind(span))
+        if not span.is_host:
+            self._devices.add(device)
 
     def connect(self, metadata: bytes, name: str) -> None:
         """Makes a peer known. The connection itself comes with the first READ.
@@ -185,8 +208,21 @@ class Agent:
         if loaded not in (name, name.encode()):
             raise DecodeError(f"the peer's metadata is of agent {loaded!r}, not of {name!r}")
 
-    def prepare(self, name: str, memory: str, source: Rows, target: Rows) -> Handle:
-        """A READ from ``source`` (of kind ``memory``) at the peer; nothing of it moves yet.
+    def forget(self, name: str) -> None:
+        """Ends the connection to a peer of which nothing is under way."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except Exception as error:  # it may be gone already
+            logger.debug("agent %s was not removed: %s", name, error)
+
+    def prepare(self, name: str, kinds: tuple[str, str], source: Rows, target: Rows) -> Handle:
+        """A READ from ``source`` at the peer to ``target``; nothing of it moves yet.
+
+        Args:
+            name: of the peer's agent.
+            kinds: of the memory of source and target, ``DRAM`` or ``VRAM``.
+            source: at the peer.
+            target: here.
 
         Raises:
             TransferError: NIXL knows no way, or the rows leave the registered memory.
@@ -195,8 +231,8 @@ class Agent:
         with nixl_errors(f"cannot prepare a READ of {len(source)} descriptors"):
             return self._agent.initialize_xfer(
                 "READ",
-                self._agent.get_xfer_descs(target, "DRAM"),
-                self._agent.get_xfer_descs(source, memory),
+                self._agent.get_xfer_descs(target, kinds[1]),
+                self._agent.get_xfer_descs(source, kinds[0]),
                 name,
             )
 
@@ -232,16 +268,23 @@ class Agent:
     def destroy(self, running: list[Handle]) -> bool:
         """Ends the agent, READs under way included; empties ``running``.
 
-        Returns whether that proves that nothing of them can land any more. A stopped peer cannot
-        hold it up. The agent must not be used again.
+        Returns whether that proves that nothing of them can land any more; :meth:`is_over` may be
+        asked again later. A stopped peer cannot hold it up. The agent must not be used again.
         """
         while running:
             _give_up(running.pop())  # no name here may keep a handle, which keeps the agent
-        core = weakref.ref(self._agent.agent)
         del self._agent
-        if core() is not None:
+        if self._core() is not None:
             gc.collect()
-        return core() is None and self._options.fenced
+        return self.is_over()
+
+    def is_over(self) -> bool:
+        """Whether it is proved, after :meth:`destroy`, that nothing lands any more."""
+        if self._core() is not None or not self._options.fenced:
+            return False
+        if self._devices:
+            _wait_for_devices(self._devices)
+        return True
 
 
 def _give_up(handle: Handle) -> None:

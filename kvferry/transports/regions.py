@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import SharedMemoryError
+from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.transports.base import ByteArray
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -75,9 +76,11 @@ class Regions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._arrays: tuple[ByteArray, ...] = ()
+        self._spans: tuple[MemorySpan, ...] = ()
         self._served: tuple[int, ...] = ()
         self._nbytes: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._addresses: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._devices: npt.NDArray[np.uint64] = np.empty(0, dtype=np.uint64)
 
     def add(self, memory: ByteArray, *, serve: bool) -> int:
         """Adds a region; returns its id.
@@ -86,12 +89,21 @@ class Regions:
             ValueError: not a C-contiguous, writable 1-d ``uint8`` array.
         """
         check_flat(memory)
+        return self._add(MemorySpan(memory.ctypes.data, memory.nbytes, HOST), memory, serve)
+
+    def add_device(self, memory: MemorySpan, *, serve: bool) -> int:
+        """Adds memory that the host cannot touch; returns its region id. Its array is empty."""
+        return self._add(memory, np.empty(0, dtype=np.uint8), serve)
+
+    def _add(self, span: MemorySpan, array: ByteArray, serve: bool) -> int:
         with self._lock:
-            self._arrays = (*self._arrays, memory)
-            self._served = (*self._served, memory.nbytes if serve else 0)
-            self._nbytes = np.array([each.nbytes for each in self._arrays], dtype=np.int64)
-            self._addresses = np.array([each.ctypes.data for each in self._arrays], dtype=np.int64)
-            return len(self._arrays) - 1
+            self._arrays = (*self._arrays, array)
+            self._spans = (*self._spans, span)
+            self._served = (*self._served, span.nbytes if serve else 0)
+            self._nbytes = np.array([each.nbytes for each in self._spans], dtype=np.int64)
+            self._addresses = np.array([each.address for each in self._spans], dtype=np.int64)
+            self._devices = np.array([_gpu_number(each) for each in self._spans], dtype=np.uint64)
+            return len(self._spans) - 1
 
     @property
     def nbytes(self) -> npt.NDArray[np.int64]:
@@ -109,9 +121,23 @@ class Regions:
         return self._addresses
 
     @property
+    def devices(self) -> npt.NDArray[np.uint64]:
+        """Number of the GPU on which each region lies; 0 for host memory."""
+        return self._devices
+
+    @property
+    def spans(self) -> tuple[MemorySpan, ...]:
+        """Where each region lies."""
+        return self._spans
+
+    @property
     def arrays(self) -> tuple[ByteArray, ...]:
         """The memory itself."""
         return self._arrays
+
+
+def _gpu_number(span: MemorySpan) -> int:
+    return 0 if span.is_host else int(span.device.removeprefix("cuda:"))
 
 
 def check_flat(memory: ByteArray) -> None:

@@ -11,15 +11,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry.errors import ConfigError, DecodeError, KVFerryError, PeerLostError, TransferError
+from kvferry.errors import (
+    ConfigError,
+    DecodeError,
+    KVFerryError,
+    PeerLostError,
+    StalledError,
+    TransferError,
+)
+from kvferry.layouts.copier import expand
 from kvferry.testing.transport_cases import large_case
+from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_scene import LARGE, SMALL
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
-from kvferry.transports import nixl, nixl_agents
+from kvferry.transports import nixl, nixl_agents, nixl_reader
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
 from kvferry.transports.nixl import NixlTransport
 from kvferry.transports.nixl_agents import error_of, nixl_errors
+from kvferry.transports.nixl_segments import merge
 from kvferry.transports.nixl_wire import Endpoint, Region, decode_endpoint, encode_endpoint
 
 OVER_TCP = MappingProxyType(
@@ -32,19 +42,40 @@ needs_nixl = pytest.mark.skipif(
     reason="the package nixl is not installed (`make test SLOW=1` installs it)",
 )
 needed = [pytest.mark.slow, needs_nixl]
+UCX_ABORTS = (
+    "over TCP, UCX 1.22 may abort a process that resumes while it owes data to a reader that has "
+    "gone (ucp_request.inl: Fatal: unexpected error: Endpoint timeout)"
+)
 
 
-class TestNixlTransport(UnfencedTransportConformance):
+class FencingOverTcp(TransportConformance):
+    """Peers that stop owe data when they resume, which their UCX may not survive."""
+
+    transport = NixlTransport
+    extra = OVER_TCP
+
+    @pytest.mark.parametrize("when", ["before", "during"])
+    def test_a_peer_that_stops_and_resumes_lands_nothing_late(
+        self, local: Transport, fresh_peer: PeerProcess, when: str
+    ) -> None:
+        """Nothing does, whatever becomes of the peer, which is asked for more at the very end."""
+        try:
+            super().test_a_peer_that_stops_and_resumes_lands_nothing_late(local, fresh_peer, when)
+        except TransferError as error:
+            if "the peer process ended" not in str(error):
+                raise
+            pytest.xfail(UCX_ABORTS)
+
+
+class TestNixlTransport(TransportConformance):
     """Over what UCX chooses on one host, which is shared memory."""
 
     pytestmark = needed
     transport = NixlTransport
 
 
-class TestNixlTransportOverTcp(UnfencedTransportConformance):
+class TestNixlTransportOverTcp(FencingOverTcp):
     pytestmark = needed
-    transport = NixlTransport
-    extra = OVER_TCP
 
     def stopped_read(self, local: Transport, process: PeerProcess) -> tuple:
         """A scene whose peer has stopped, and a read from it that has been posted."""
@@ -53,28 +84,21 @@ class TestNixlTransportOverTcp(UnfencedTransportConformance):
         process.suspend()
         scene.refill()
         transfer = scene.read()
-        time.sleep(self.settle_s)
+        self.wait_for(lambda: scene.peer.posts)
         return scene, transfer
 
-    def test_a_cancelled_read_of_a_stopped_peer_runs_until_its_bytes_have_landed(
+    def test_a_cancelled_read_of_a_stopped_peer_ends_with_its_agent(
         self, local: Transport, fresh_peer: PeerProcess
     ) -> None:
-        """Stalled, cancelled: neither proves anything, and the bytes do land when it resumes."""
+        """What was posted cannot be taken back, and yet nothing lands when the peer resumes."""
         scene, transfer = self.stopped_read(local, fresh_peer)
         local.cancel(transfer)
-        time.sleep(self.stall_timeout_s)
         assert transfer.state is TransferState.RUNNING
-        assert local.poll() == []
-        scene.assert_untouched()
-        fresh_peer.resume()
         self.wait(local, transfer)
         assert transfer.state is TransferState.CANCELLED
-        assert 0 < transfer.bytes_done < transfer.nbytes  # what was posted; the rest never was
-        landed = sum(int((memory != 0xA5).sum()) for memory in scene.targets)
-        assert landed > 0.9 * transfer.bytes_done
-        scene.refill()
-        time.sleep(self.settle_s)
-        scene.assert_untouched()
+        assert nixl_reader.END_S < time.monotonic() - transfer.started < 10 * nixl_reader.END_S
+        fresh_peer.resume()
+        self.assert_nothing_lands(scene)
 
     def test_closing_the_connection_to_a_stopped_peer_ends_its_reads(
         self, local: Transport, fresh_peer: PeerProcess, healthy_peer: PeerProcess
@@ -92,31 +116,83 @@ class TestNixlTransportOverTcp(UnfencedTransportConformance):
         self.wait(local, other.read())
         other.assert_exact()
 
-    def test_a_backend_that_proves_nothing_leaves_lost_reads_running(
+    def test_a_read_stays_running_while_somebody_holds_its_agent(
+        self, local: Transport, fresh_peer: PeerProcess
+    ) -> None:
+        """The agent's worker lives on, and bytes may land; once it is gone the read is over."""
+        scene, transfer = self.stopped_read(local, fresh_peer)
+        held = scene.peer.agent.agent._agent.agent
+        scene.peer.close()
+        time.sleep(self.settle_s)
+        assert transfer.state is TransferState.RUNNING
+        del held
+        self.wait(local, transfer)
+        assert isinstance(transfer.error, PeerLostError)
+        fresh_peer.resume()
+        self.assert_nothing_lands(scene)
+
+
+class TestConnectionsThatShareAnAgent(FencingOverTcp):
+    """All of them, over TCP: whatever ends the agent of one ends that of all."""
+
+    pytestmark = needed
+    extra = MappingProxyType({**OVER_TCP, "max_agents": 1})
+
+    def test_reads_go_on_when_the_agent_ends_because_of_another_connection(
+        self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
+    ) -> None:
+        """They are posted again; the connection stays."""
+        stopped = self.scene(local, fresh_peer, large_case(SMALL))
+        healthy = self.scene(local, healthy_peer, large_case(LARGE))
+        self.wait(local, stopped.read(), healthy.read())
+        assert stopped.peer.agent is healthy.peer.agent
+        fresh_peer.suspend()
+        stuck = stopped.read()
+        self.wait_for(lambda: stopped.peer.posts)
+        first = healthy.peer.agent.agent
+        healthy.refill()
+        reads = []
+        while not stuck.is_terminal:
+            reads.append(healthy.read())
+            self.wait_for(lambda: stuck.is_terminal or reads[-1].is_terminal)
+        self.wait(local, stuck, *reads)
+        assert isinstance(stuck.error, StalledError)
+        assert [read.error for read in reads if read.error] == []
+        healthy.assert_exact()
+        assert healthy.peer.lost is None
+        assert healthy.peer.agent.agent is not first
+        fresh_peer.resume()
+
+
+class TestBackendsWithoutProof(UnfencedTransportConformance):
+    """A transport whose backends are not known to fence, over TCP."""
+
+    pytestmark = needed
+    transport = type("NixlWithoutProof", (NixlTransport,), {"fences": False})
+    serving = NixlTransport
+    extra = OVER_TCP
+
+    @pytest.fixture(autouse=True)
+    def no_proof(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(nixl_agents, "FENCED_BACKENDS", frozenset())
+
+    def test_lost_reads_run_on_and_keep_their_memory(
         self, fresh_peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Also after close; and the memory is kept, because no one else may ever have it."""
-        monkeypatch.setattr(nixl_agents, "FENCED_BACKENDS", frozenset())
+        """Also after close, because no one else may ever have the memory."""
         monkeypatch.setattr(nixl, "_kept", kept := [])
         local = self.transport.open(self.options())
-        scene, transfer = self.stopped_read(local, fresh_peer)
+        scene = self.scene(local, fresh_peer, large_case(LARGE))
+        self.wait(local, scene.read())
+        fresh_peer.suspend()
+        transfer = scene.read()
+        self.wait_for(lambda: scene.peer.posts)
         scene.peer.close()
         time.sleep(self.settle_s)
         assert transfer.state is TransferState.RUNNING
         local.close()
         assert transfer.state is TransferState.RUNNING
         assert any(memory is scene.targets[0] for memory in kept[0])
-
-    def test_an_agent_that_somebody_still_holds_proves_nothing(
-        self, local: Transport, fresh_peer: PeerProcess
-    ) -> None:
-        """Its worker lives on: the read keeps running."""
-        scene, transfer = self.stopped_read(local, fresh_peer)
-        held = scene.peer.agent._agent.agent
-        scene.peer.close()
-        time.sleep(self.settle_s)
-        assert transfer.state is TransferState.RUNNING
-        del held
 
 
 @pytest.fixture
@@ -178,7 +254,7 @@ def test_a_connection_registers_only_the_memory_that_is_read_into(pair) -> None:
         tiles, runs = one_tile()
         tiles["target_region"] = region
         assert wait(target, target.read(peer, tiles, runs)).state is TransferState.DONE
-        assert peer.registered == ({1} if region else {0, 1})
+        assert peer.agent.registered == ({1} if region else {0, 1})
     assert bytes(staging) == bytes(pattern(staging.nbytes, 1))
 
 
@@ -218,7 +294,8 @@ def test_a_read_takes_as_many_posts_as_its_limits_say() -> None:
         target.allocate(case.target_region_bytes[0])
         transfer = target.read(target.connect(source.endpoint()), case.tiles, case.runs)
         assert wait(target, transfer).state is TransferState.DONE
-        assert transfer.segments == SMALL // 512  # one per token and head: the layouts differ
+        # One per token and head, as the layouts differ, but for neighbours of different tiles.
+        assert transfer.segments == len(merge(expand(case.tiles, case.runs))) < SMALL // 512
 
 
 @pytest.mark.slow
@@ -307,6 +384,7 @@ def test_without_the_package_the_error_names_what_to_install(
         ({"num_threads": -1}, "num_threads: -1 is less than 0"),
         ({"chunk_bytes": 1}, "chunk_bytes: 1 is less than 4096"),
         ({"max_descriptors": 0}, "max_descriptors: 0 is less than 1"),
+        ({"max_agents": 0}, "max_agents: 0 is less than 1"),
     ],
 )
 def test_impossible_keys_are_refused(extra: dict, message: str) -> None:
