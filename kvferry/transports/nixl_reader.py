@@ -87,9 +87,7 @@ class NixlPeer(Peer):
         self.turns: deque[NixlRead] = deque()
         """Reads that have READs left to post, next first. Anybody may append."""
         self.posts: list[_Post] = []
-        """Guarded by the agent's lock, as is ``answered``."""
-        self.answered = False
-        """Whether any READ from it was ever done."""
+        """Guarded by the agent's lock."""
         self.lost: KVFerryError | None = None
         """Why it is gone, once it is."""
         self._wake = wake
@@ -231,10 +229,9 @@ class SharedAgent:
                 peer.lose(error)
                 return
             peer.posts.remove(post)
-            self._done(peer, post)
+            self._done(post)
 
-    def _done(self, peer: NixlPeer, post: _Post) -> None:
-        peer.answered = True
+    def _done(self, post: _Post) -> None:
         nbytes, segments = post.request.nbytes, len(post.request.segments)
         post.read.progressed = time.monotonic()
         self._reports.append(partial(post.read.leave, nbytes, segments))
@@ -290,7 +287,7 @@ class SharedAgent:
             peer.lose(error)
             return
         peer.posts.pop()
-        self._done(peer, post)
+        self._done(post)
 
     def _register(self, agent: Agent, segments: Segments) -> None:
         # Not all of them: a cache of many GB that is only served would be pinned for each agent.
@@ -323,22 +320,21 @@ class SharedAgent:
             self.agent.forget(name)
 
     def _is_stuck(self, peer: NixlPeer, now: float) -> bool:
-        """Whether a READ of a cancelled read takes too long, or one has stalled."""
+        """Whether a READ of a cancelled read takes too long, or one has stalled.
+
+        Of a stalled connection all reads fail that have stalled themselves; the others were lost.
+        """
         stuck = False
-        for post in peer.posts:
-            read = post.read
+        for read in {post.read for post in peer.posts}:
             if read.stopped:
                 read.given_up = now if read.given_up is None else read.given_up
                 stuck |= now - read.given_up > END_S
             elif now - read.progressed > self._stall_timeout_s:
+                stuck = True
                 what = f"no progress for {self._stall_timeout_s:g} s (stall_timeout_s)"
                 error = StalledError(f"nixl: {what}, {read.bytes_done} of {read.nbytes} bytes")
-                if peer.answered:
-                    read.fail(error)
-                    peer.lose(error)
-                else:
-                    peer.lose(PeerLostError(f"nobody has ever answered: {error}"))
-                return True
+                read.fail(error)
+                peer.lose(error)
         return stuck
 
     def _end(self, agent: Agent, lost: list[NixlPeer]) -> None:

@@ -1,4 +1,4 @@
-"""The PullConnector over NIXL, which cannot fence: right cells, and nothing late in the cache."""
+"""The PullConnector over NIXL, placed and staged: right cells, and nothing late in the cache."""
 
 import importlib.util
 import json
@@ -19,6 +19,7 @@ from kvferry.testing.connector_conformance import GEOMETRIES, open_pair, prompt
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.transports.nixl import NixlTransport
 from kvferry.transports.staging import StagingNumbers
 
 pytestmark = [
@@ -48,13 +49,24 @@ def config(role: str, ways: str, **extra: Any) -> dict[str, Any]:
         "kv_port": 0,
         "kv_connector_extra_config": {
             "transport": "nixl",
-            "transport_config": {"nixl": {"backend_params": {"UCX": engine_config}}},
+            # Small READs, so that a load can be caught on its way.
+            "transport_config": {
+                "nixl": {"backend_params": {"UCX": engine_config}, "chunk_bytes": 64 << 10}
+            },
             "cluster_key": "k" * 32,
             "lease_duration_s": 1.0,
             "handshake_timeout_s": 5.0,
             **extra,
         },
     }
+
+
+@pytest.fixture(params=["placed", "staged"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The way of all cells, whatever the length of their segments."""
+    least = 0 if request.param == "placed" else 1 << 30
+    monkeypatch.setattr(NixlTransport, "least_segment_bytes", least)
+    return str(request.param)
 
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
