@@ -15,6 +15,7 @@ from kvferry.topology.typical import (
     count_copies,
     dense_memory_of,
     mean_segment_bytes,
+    mean_source_bytes,
     typical_copies,
 )
 
@@ -160,6 +161,8 @@ class SegmentLength:
     mean_bytes: float
     """Bytes of a contiguous copy on average, after merging, if both block tables are shuffled: of
     the target rank that has the shortest."""
+    source_bytes: float
+    """The same of what is contiguous at the source."""
     conversion: tuple[str, str] | None
     """Source dtype and target dtype, where they differ."""
 
@@ -194,10 +197,12 @@ def segment_lengths(
             continue
         groups = part.source_group, part.target_group
         layers = {piece.layer for piece in part.plan.pieces}
-        mean = mean_segment_bytes(part.tiles(source_memory, target_memory), part.copies(seed=0))
+        tiles, copies = part.tiles(source_memory, target_memory), part.copies(seed=0)
+        means = mean_segment_bytes(tiles, copies), mean_source_bytes(tiles, copies)
         if (other := found.get(groups)) is not None:
-            layers, mean = layers.union(other.layers), min(mean, other.mean_bytes)
-        found[groups] = SegmentLength(tuple(sorted(layers)), mean, part.plan.conversion)
+            layers = layers.union(other.layers)
+            means = min(means, (other.mean_bytes, other.source_bytes))
+        found[groups] = SegmentLength(tuple(sorted(layers)), *means, part.plan.conversion)
     return tuple(found.values())
 
 

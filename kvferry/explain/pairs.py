@@ -149,6 +149,7 @@ def _ways(
                     device=device,
                     conversion=found.conversion,
                     segment_bytes=found.mean_bytes,
+                    source_bytes=found.source_bytes,
                 ),
             )
             for found in lengths

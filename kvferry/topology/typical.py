@@ -1,6 +1,6 @@
 """A typical request, by which the way of its cells is chosen and its cost is told."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -49,12 +49,33 @@ def mean_segment_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float
         tiles: source rank → its tiles, the plan lowered onto real memory.
         copies: of a request; :func:`typical_copies` gives those of a typical one.
     """
+    return _mean_bytes((table, copies.runs_of(rank)) for rank, table in tiles.items())
+
+
+def mean_source_bytes(tiles: Mapping[int, Tiles], copies: BoundCopies) -> float:
+    """As :func:`mean_segment_bytes`, of what is contiguous at the source, whatever the target.
+
+    So long are the segments in which a wire brings dense chunks.
+    """
+    return _mean_bytes(_source_only(table, copies.runs_of(rank)) for rank, table in tiles.items())
+
+
+def _mean_bytes(tables: Iterable[tuple[Tiles, Runs]]) -> float:
     nbytes = segments = 0
-    for rank, table in tiles.items():
-        runs = copies.runs_of(rank)
+    for table, runs in tables:
         nbytes += num_bytes(table, runs)
         segments += sum(times * count_copies(tile, runs) for tile, times in unlike_tiles(table))
     return nbytes / max(segments, 1)
+
+
+def _source_only(tiles: Tiles, runs: Runs) -> tuple[Tiles, Runs]:
+    """Tables whose target is laid out as the source is."""
+    tiles, runs = tiles.copy(), runs.copy()
+    for table in (tiles, runs):
+        for name in table.dtype.names or ():
+            if name.startswith("source_"):
+                table[name.replace("source_", "target_")] = table[name]
+    return tiles, runs
 
 
 def count_copies(tiles: Tiles, runs: Runs) -> int:

@@ -85,6 +85,10 @@ class NixlTransport(Transport):
     name = "nixl"
     addressing = Addressing.SEGMENTS
     fences = True
+    least_segment_bytes = 16 << 10
+    """Over UCX on a host of two cores, cells whose source is dense over 16 times as much: placing
+    moves at 0.24 of the rate of staging with segments of 512 bytes over shared memory, 0.43 with
+    4 KiB, 0.92 with 16 KiB; over TCP at 0.10, 0.56 and 1.01."""
     ExtraConfig = NixlExtraConfig
 
     def __init__(self, extra: NixlExtraConfig, stall_timeout_s: float) -> None:

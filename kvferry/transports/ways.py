@@ -6,7 +6,7 @@ which they are unpacked, or converted, into place (:mod:`kvferry.transports.stag
 
 A transport that cannot prove that a read has ended must not write memory that somebody else will
 own; nor can any transport convert elements. Beyond that only the length of segments decides: a wire
-pays for each of them, and dense chunks are long.
+pays for each of them, and dense chunks come in longer ones where the source's layout is another.
 """
 
 from dataclasses import dataclass
@@ -35,6 +35,7 @@ def choose_way(
     device: str,
     conversion: tuple[str, str] | None,
     segment_bytes: float,
+    source_bytes: float,
 ) -> Way:
     """The way by which a transport brings cells to a target.
 
@@ -43,6 +44,8 @@ def choose_way(
         device: of the target's memory: ``cpu``, or for example ``cuda:0``.
         conversion: dtype of the source and of the target where they differ.
         segment_bytes: mean bytes of a contiguous copy, for example of a typical request.
+        source_bytes: the same of what is contiguous at the source, which is what a wire of segments
+            moves at once into staging; where that is no longer, staging saves nothing.
     """
     kind = transport if isinstance(transport, type) else type(transport)
     name, least = transport.name, transport.least_segment_bytes
@@ -52,7 +55,7 @@ def choose_way(
         return Way(placed=False, reason=f"{name} cannot prove that a read has ended")
     if device != HOST and not issubclass(kind, DeviceTransport):
         return Way(placed=False, reason=f"{name} does not write memory on {device}")
-    if segment_bytes < least:
+    if segment_bytes < least and source_bytes >= 2 * segment_bytes:
         return Way(
             placed=False,
             reason=f"segments have {segment_bytes:,.0f} bytes on average, "

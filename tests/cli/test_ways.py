@@ -36,6 +36,7 @@ def test_the_way_over_every_transport_is_the_one_that_the_connector_takes(planne
             device=device,
             conversion=None,
             segment_bytes=found["segment_bytes"],
+            source_bytes=16 * found["segment_bytes"],  # a head of a block: the layouts differ
         )
         assert (found["way"], found["reason"]) == (str(way), way.reason)
         assert found["layers"] == list(range(30))
@@ -99,3 +100,10 @@ def test_a_conversion_is_staged_over_everything(kvferry, planned):
     lossy = kvferry("plan", "--prefill", wide, "--decode", narrow, *model)
     assert lossy.code == 2
     assert "float32, target has bfloat16" in lossy.err
+
+
+def test_short_segments_are_placed_where_staging_brings_no_longer_ones():
+    lengths = {"device": "cpu", "conversion": None, "segment_bytes": 512}
+    nixl = transport_class("nixl")
+    assert choose_way(nixl, source_bytes=512, **lengths).placed
+    assert not choose_way(nixl, source_bytes=8192, **lengths).placed

@@ -18,7 +18,12 @@ from kvferry.topology import (
 from kvferry.topology.description import EngineDescription
 from kvferry.topology.sharding import ranges_text
 from kvferry.topology.tensors import RankMemory
-from kvferry.topology.typical import TYPICAL_TOKENS, mean_segment_bytes, typical_copies
+from kvferry.topology.typical import (
+    TYPICAL_TOKENS,
+    mean_segment_bytes,
+    mean_source_bytes,
+    typical_copies,
+)
 from kvferry.transports.base import Peer, Transfer, Transport, Waitable
 from kvferry.transports.staged import StagedTransport, Staging
 from kvferry.transports.ways import Way, choose_way
@@ -212,13 +217,13 @@ def _pair_plan(
     theirs = {r: description.ranks[r].memory[pair.source_group] for r in plan.source_ranks}
     tiles = plan.lower(theirs, ours)
     first_token = pair.first_kept_token(TYPICAL_TOKENS) % TYPICAL_TOKENS  # never an empty span
+    copies = typical_copies(plan, first_token=first_token, seed=0)
     way = choose_way(
         transport,
         device=target.staging.device,
         conversion=plan.conversion,
-        segment_bytes=mean_segment_bytes(
-            tiles, typical_copies(plan, first_token=first_token, seed=0)
-        ),
+        segment_bytes=mean_segment_bytes(tiles, copies),
+        source_bytes=mean_source_bytes(tiles, copies),
     )
     num_blocks = min(memory.num_blocks for memory in theirs.values()), ours.num_blocks
     return PairPlan(index, pair, plan, tiles, num_blocks, way)
