@@ -20,8 +20,10 @@ from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.layouts import LAYOUT_NAMES
 from kvferry.transports.cuda_ipc import CudaIpcExtraConfig
+from kvferry.transports.nixl import NixlExtraConfig
 from kvferry.transports.shm import ShmExtraConfig
 from kvferry.transports.tcp import TcpExtraConfig
+from kvferry.transports.ucx import UcxExtraConfig
 from kvferry.transports.vm import VmExtraConfig
 
 PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
@@ -30,6 +32,8 @@ STRUCTS = [
     PullConfig,
     ShmExtraConfig,
     TcpExtraConfig,
+    NixlExtraConfig,
+    UcxExtraConfig,
     VmExtraConfig,
     CudaIpcExtraConfig,
     CurveKeys,
