@@ -12,7 +12,7 @@ from kvferry.layouts.arrays import HOST, ArrayView, view_of
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 if TYPE_CHECKING:
-    from kvferry.layouts.host_staging import HostLane
+    from kvferry.layouts.device import HostLane
 
 
 def copy_kv_blocks(
@@ -177,6 +177,6 @@ def _tiles(
 @functools.cache
 def _lane(device: str) -> "HostLane":
     from kvferry.layouts.cuda_stream import CudaCopyStream
-    from kvferry.layouts.host_staging import HostLane
+    from kvferry.layouts.device import HostLane
 
     return HostLane(CudaCopyStream.open(int(device.partition(":")[2] or 0)))

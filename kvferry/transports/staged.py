@@ -28,8 +28,7 @@ from kvferry.errors import (
 from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert as convert_elements
-from kvferry.layouts.device import CopyStream
-from kvferry.layouts.host_staging import DevicePlacer, HostPlacer, Placer
+from kvferry.layouts.device import CopyStream, DevicePlacer, HostPlacer, Placer
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.lifetimes import Closing

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvferry.errors import BlockIdError
-from kvferry.layouts import block_copies, copy_kv_blocks, host_staging, staging
+from kvferry.layouts import block_copies, copy_kv_blocks, device, staging
 from kvferry.layouts.arrays import view_of
-from kvferry.layouts.host_staging import HostLane
+from kvferry.layouts.device import HostLane
 from kvferry.testing.host_stream import HostCopyStream
 
 SHAPES = {
@@ -112,7 +112,7 @@ def test_the_lane_of_a_device_is_right_with_the_host_in_its_place(
     copy_kv_blocks(source, wanted, [6, 0, 3], [1, 4, 0], "d2h")
     views = [(view_of(source[name]), view_of(target[name]), dim) for name in source]
     ends = [[view[side].address for view in views] for side in (0, 1)]
-    monkeypatch.setattr(host_staging, "stage", lambda *tables: staging.stage(*tables, chunk_bytes))
+    monkeypatch.setattr(device, "stage", lambda *tables: staging.stage(*tables, chunk_bytes))
     with HostCopyStream() as stream:
         lane = HostLane(stream)
         for tiles, runs in block_copies._tables(views, [6, 0, 3], [1, 4, 0]):

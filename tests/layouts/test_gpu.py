@@ -14,7 +14,7 @@ from kvferry.layouts import (
     zero_tail,
 )
 from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.host_staging import DevicePlacer, HostMirror
+from kvferry.layouts.device import DevicePlacer, HostMirror
 from kvferry.layouts.postprocess import default_method
 from kvferry.layouts.staging import stage
 from kvferry.testing.transport_peer import contents, fill

@@ -21,8 +21,7 @@ from kvferry.connectors.pull.loads import as_load_error
 from kvferry.connectors.pull.metadata import LentSpec
 from kvferry.errors import ConfigError, KVFerryError, TransferError
 from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.layouts.device import CopyEvent, CopyStream
-from kvferry.layouts.host_staging import HostMirror
+from kvferry.layouts.device import CopyEvent, CopyStream, HostMirror
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.lifetimes import Closing
 from kvferry.topology import GroupGeometry

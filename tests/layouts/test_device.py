@@ -12,7 +12,7 @@ from kvferry.errors import HostError, TransferError
 from kvferry.layouts import TILE_DTYPE, blank_runs
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.host_staging import DevicePlacer, HostMirror, HostPlacer
+from kvferry.layouts.device import DevicePlacer, HostMirror, HostPlacer
 from kvferry.layouts.staging import stage
 from kvferry.testing.host_stream import HostCopyStream
 from kvferry.topology import EngineGeometry, ParallelShape
