@@ -41,12 +41,10 @@ from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.device import DeviceTransport
-from kvferry.transports.local import LocalPeer, LocalTransport, boot_id
+from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport, boot_id
 from kvferry.transports.regions import check_flat
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
-VERSION = 1
-"""Of the endpoint; both sides run on one host, so a range is not needed."""
 CHUNK_BYTES = 256 << 20
 """Bytes of a launch: some 0.1 ms on a large GPU."""
 
@@ -77,17 +75,13 @@ class CudaIpcEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[IpcRegion, ...]
 
 
-class CudaIpcExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+class CudaIpcExtraConfig(LocalConfig, frozen=True, kw_only=True):
     """Keys of the ``cuda_ipc`` transport."""
 
     device: int | None = None
     """Number of the GPU, as torch counts; the current one unless given."""
     chunk_bytes: int = CHUNK_BYTES
     """Bytes per launch; between two of them a read can be cancelled."""
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 4096:
-            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
 class CudaIpcPeer(LocalPeer):

@@ -11,11 +11,13 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, PeerLostError, TransferError
 from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.copier import CHUNK_BYTES
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
     Addressing,
@@ -38,6 +40,21 @@ TURN_BYTES = 32 << 20
 interpreter lock meanwhile, and a read can be cancelled between two chunks."""
 _DEAD_PEERS_S = 1.0
 """Seconds between two looks for peers that have died."""
+
+
+VERSION = 1
+"""Of the endpoint; both sides run on one host, so a range is not needed."""
+
+
+class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys that the transports of one host share."""
+
+    chunk_bytes: int = CHUNK_BYTES
+    """Bytes a mover copies at a time; between two of them a read can be cancelled."""
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes < 4096:
+            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
 class Copy(Protocol):

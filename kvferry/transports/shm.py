@@ -15,18 +15,15 @@ from kvferry.errors import (
     PeerLostError,
     TransferError,
 )
-from kvferry.layouts.copier import CHUNK_BYTES, CopyJob, Int64s, warm
+from kvferry.layouts.copier import CopyJob, Int64s, warm
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
-from kvferry.transports.local import LocalPeer, LocalTransport, boot_id
+from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport, boot_id
 from kvferry.transports.regions import Regions
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
 logger = logging.getLogger(__name__)
-
-VERSION = 1
-"""Of the endpoint; both sides run on one host, so a range is not needed."""
 
 _PREFAULT_BYTES = 8 << 20
 """Bytes of a peer's segment whose page tables are filled at a time, about half a millisecond."""
@@ -50,15 +47,8 @@ class ShmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     regions: tuple[SharedRegion, ...]
 
 
-class ShmExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ShmExtraConfig(LocalConfig, frozen=True, kw_only=True):
     """Keys of the ``shm`` transport."""
-
-    chunk_bytes: int = CHUNK_BYTES
-    """Bytes a mover copies at a time; between two of them a read can be cancelled."""
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 4096:
-            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
 class ShmPeer(LocalPeer):

@@ -15,11 +15,11 @@ import numpy as np
 from kvferry.config import parse_struct
 from kvferry.errors import DecodeError, KVFerryError
 from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
-from kvferry.layouts.copier import CHUNK_BYTES, STREAM_BYTES, Int64s
+from kvferry.layouts.copier import STREAM_BYTES, Int64s
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
-from kvferry.transports.local import LocalPeer, LocalTransport
+from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport
 from kvferry.transports.regions import Regions, make_huge, private_memory
 from kvferry.transports.vm_bounce import Bounce, new_bounce
 from kvferry.transports.vm_kernels import read_chunks
@@ -31,9 +31,6 @@ from kvferry.transports.vm_process import (
     check_host,
     let_anybody_trace,
 )
-
-VERSION = 1
-"""Of the endpoint; both sides run on one host, so a range is not needed."""
 
 MIN_CHUNK_BYTES = 256 << 10
 """A read is not cut smaller than this to give every thread something."""
@@ -55,19 +52,13 @@ class VmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Of each region; 0 where it is not served."""
 
 
-class VmExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
+class VmExtraConfig(LocalConfig, frozen=True, kw_only=True):
     """Keys of the ``vm`` transport."""
 
-    chunk_bytes: int = CHUNK_BYTES
-    """Bytes a mover copies at a time; between two of them a read can be cancelled."""
     huge_pages: bool = True
     """Whether served memory is put in huge pages where the system has them on request."""
     ptracer: Literal["any", "none"] = "any"
     """Whether all processes of the user may read this one although Yama would forbid it."""
-
-    def __post_init__(self) -> None:
-        if self.chunk_bytes < 4096:
-            raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
 class VmPeer(LocalPeer):
