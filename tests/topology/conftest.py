@@ -48,7 +48,8 @@ class Worlds:
     Case = Case
 
     often_context_parallel = False
-    """Whether most engines spread tokens over ranks, and not every other one; requests are long."""
+    """Whether most engines spread tokens over ranks, and not every other one; requests are long,
+    and layers few."""
     often_cross_layer = False
     """Whether most layouts have all layers of a group in one tensor."""
     several_heads_per_rank = False
@@ -62,7 +63,8 @@ class Worlds:
         source_geometry = self.geometry(draw, model)
         target_geometry = self.geometry(draw, model)
         is_long = self.often_context_parallel
-        num_tokens = draw(st.integers(12 if is_long else 0, 20), label="num_tokens")
+        fewest, most = (24, 40) if is_long else (0, 20)
+        num_tokens = draw(st.integers(fewest, most), label="num_tokens")
         first_token = draw(st.integers(0, 4 if is_long else num_tokens), label="first_token")
         source_blocks = self._table(draw, source_geometry, num_tokens)
         target_blocks = self._table(draw, target_geometry, num_tokens)
@@ -105,8 +107,9 @@ class Worlds:
         mla = draw(st.integers(0, 4), label="mla") == 0
         head_size = draw(st.integers(1, 5), label="head_size")
         sizes_differ = not mla and draw(st.booleans(), label="sizes differ")
+        most_layers = 2 if self.often_context_parallel else 5
         return {
-            "num_layers": draw(st.integers(1, 5), label="num_layers"),
+            "num_layers": draw(st.integers(1, most_layers), label="num_layers"),
             "num_kv_heads": 1 if mla else self._num_kv_heads(draw),
             "head_size": head_size,
             "head_size_v": draw(st.integers(1, 5)) if sizes_differ else None,

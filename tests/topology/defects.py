@@ -26,7 +26,7 @@ def assert_cover(counts, is_covered) -> None:
     )
 
 
-def must_be_caught(law, says, error=AssertionError, max_examples=300) -> None:
+def must_be_caught(law, says, error=AssertionError, max_examples=400) -> None:
     """Runs a law over random cases until it fails in the way that answers the defect.
 
     A case in which the defect runs into some other error proves nothing and is passed over.
