@@ -126,7 +126,7 @@ def generate():
 
     def run(executor, prompts, *, tokens=6, chunk=512, sampling=None, seed=0, together=True):
         spec = executor.spec
-        size = spec.groups[0].block_size
+        size = spec.geometries[0].block_size
         scattered = torch.randperm(
             spec.num_blocks - 1, generator=torch.Generator().manual_seed(seed)
         )

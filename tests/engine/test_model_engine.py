@@ -29,8 +29,8 @@ def open_engine(tiny_folder, worker_spec):
         folder = tiny_folder(**MODELS[model])
         spec = worker_spec(folder, **shape)
         groups = group_layers(
-            load_model_config(folder).kv_cache_specs(spec.groups[0].block_size, spec.dtype),
-            hybrid=len(spec.groups) > 1,
+            load_model_config(folder).kv_cache_specs(spec.geometries[0].block_size, spec.dtype),
+            hybrid=len(spec.geometries) > 1,
         )
         executor = InProcessExecutor(spec)
         for rank in range(executor.world_size):

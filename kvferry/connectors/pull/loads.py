@@ -203,13 +203,13 @@ class Loads(Closing):
         # Also while nothing runs: a short load that begins meanwhile does not wake this thread.
         return min(IDLE_S, max(0.02, self._target.staging.stall_timeout_s / 8))
 
-    def _connect(self, description: EngineDescription) -> None:
+    def _connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
         try:
             peer = SourcePeer.connect(description, self._target)
         except Exception as caught:
             error = as_load_error(caught, "an engine could not be connected to")
             logger.warning("cannot read from engine %s: %s", description.engine_id, error)
-            self._serial.post(partial(self._not_connected, description, error))
+            self._serial.post(partial(self._not_connected, description, error, for_a_load))
         else:
             self._serial.post(partial(self._connected, description, peer))
 
@@ -233,7 +233,7 @@ class Loads(Closing):
                 self._abandon(older)
         self._known[engine_id] = description
         if engine_id not in self._peers and engine_id not in self._unconnected:
-            self._begin_to_connect(description)
+            self._begin_to_connect(description, for_a_load=False)
 
     def _abandon(self, peer: SourcePeer) -> None:
         """An engine was started again: nothing more comes from its earlier start."""
@@ -242,9 +242,9 @@ class Loads(Closing):
                 self._give_up(load, PeerLostError(f"engine {load.spec.engine_id!r} restarted"))
         peer.close()
 
-    def _begin_to_connect(self, description: EngineDescription) -> None:
+    def _begin_to_connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
         self._unconnected[description.engine_id] = []
-        self._thread.post(partial(self._connect, description))
+        self._thread.post(partial(self._connect, description, for_a_load=for_a_load))
 
     def _connected(self, description: EngineDescription, peer: SourcePeer) -> None:
         waiting = self._unconnected.pop(description.engine_id)
@@ -255,20 +255,23 @@ class Loads(Closing):
             self._peers[description.engine_id] = peer
         else:
             peer.close()
-            self._begin_to_connect(newest)
+            self._begin_to_connect(newest, for_a_load=False)
         for load in waiting:
             self._begin(load)
 
-    def _not_connected(self, description: EngineDescription, error: KVFerryError) -> None:
+    def _not_connected(
+        self, description: EngineDescription, error: KVFerryError, for_a_load: bool
+    ) -> None:
         waiting = self._unconnected.pop(description.engine_id)
         newest = self._known[description.engine_id]
-        if newest.incarnation != description.incarnation:
-            self._begin_to_connect(newest)
-            for load in waiting:
-                self._begin(load)
-            return
+        restarted = newest.incarnation != description.incarnation
+        if restarted:
+            self._begin_to_connect(newest, for_a_load=False)
         for load in waiting:
-            self._give_up(load, error)  # another load will try again
+            if for_a_load and not restarted:
+                self._give_up(load, error)  # another load will try again
+            else:
+                self._begin(load)  # it came since this was tried
 
     def _begin(self, load: RankLoad) -> None:
         spec = load.spec
@@ -283,7 +286,7 @@ class Loads(Closing):
             self._read(load, peer)
         else:
             if spec.engine_id not in self._unconnected:
-                self._begin_to_connect(description)
+                self._begin_to_connect(description, for_a_load=True)
             self._unconnected[spec.engine_id].append(load)
 
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:

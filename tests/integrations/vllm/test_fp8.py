@@ -22,7 +22,7 @@ def engine(*dtypes):
         seed=0,
     )
     groups = tuple(
-        SimpleNamespace(description=SimpleNamespace(num_kv_heads=1, head_size=8, dtype=dtype))
+        SimpleNamespace(geometry=SimpleNamespace(num_kv_heads=1, head_size=8, dtype=dtype))
         for dtype in dtypes
     )
     settings = SimpleNamespace(

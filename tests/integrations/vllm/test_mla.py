@@ -60,9 +60,9 @@ def test_tokens_are_those_of_a_single_engine(
 def test_the_latents_of_another_prompt_give_other_tokens(
     start, start_pair, tiny_mla, random_prompt, monkeypatch
 ):
-    from kvferry.connectors.pull import gate
+    from kvferry.connectors.pull import tickets
 
-    monkeypatch.setattr(gate, "_check_prompt", lambda ticket, request: None)
+    monkeypatch.setattr(tickets, "_check_prompt", lambda ticket, request: None)
     prompts = [random_prompt(200), random_prompt(200)]
     expected = generated(start(None, tiny_mla, **MLA).generate(prompts))
     prefill, decode = start_pair(p_model=tiny_mla, d_model=tiny_mla, **MLA)

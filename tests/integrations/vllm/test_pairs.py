@@ -50,9 +50,9 @@ def test_the_prompt_of_another_request_gives_other_tokens(
     start_pair, reference, random_prompt, monkeypatch
 ):
     # Without this, a test of equal tokens could pass whatever is in the blocks.
-    from kvferry.connectors.pull import gate
+    from kvferry.connectors.pull import tickets
 
-    monkeypatch.setattr(gate, "_check_prompt", lambda ticket, request: None)
+    monkeypatch.setattr(tickets, "_check_prompt", lambda ticket, request: None)
     prefill, decode = start_pair()
     prompts = [random_prompt(200), random_prompt(200)]
     params = prefill.prefill(prompts)
