@@ -125,12 +125,19 @@ class Staging(Closing):
             landed = converted
         self._placer.place(landed, chunk.unpack_tiles, chunk.unpack_runs)
 
-    def close(self) -> None:
-        """Waits for what is being unpacked, then lets go of the memory.
+    def stop(self) -> None:
+        """Waits for what is being unpacked, and unpacks nothing more. Idempotent.
 
-        Call it when the transports are closed. Memory into which something may still land is kept.
+        Call it when the transports are closed, and before a stream is.
         """
         self.movers.close()
+
+    def close(self) -> None:
+        """Stops, then lets go of the memory.
+
+        Memory into which something may still land is kept.
+        """
+        self.stop()
         self._placer.close()
         if self.pool.may_be_written:
             _kept.append(self.memory)

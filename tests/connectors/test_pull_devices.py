@@ -4,6 +4,7 @@ The device is a thread. What lies on it has addresses at which the host has noth
 touches a cache from the host ends the test run.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from kvferry.connectors.pull.worker import PullWorker
 from kvferry.errors import ConfigError
 from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
 from kvferry.layouts.device import CopyStream
+from kvferry.layouts.host_staging import DevicePlacer
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair
@@ -395,6 +397,36 @@ def test_nothing_is_written_while_the_engine_may_use_the_blocks(
     pair.finish(request)
     assert request.external_tokens == 21
     pair.settle()
+
+
+def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
+    streams: list[DeviceStream], open_one: OpenPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = open_one()
+    request = pair.decode(pair.prefill("r", 21))
+    unpacking = threading.Event()
+    place, close = DevicePlacer.place, DeviceStream.close
+    closed: set[CopyStream] = set()
+    placed_in_time: list[bool] = []
+
+    def slow(placer: DevicePlacer, *chunk: Any) -> None:
+        unpacking.set()
+        time.sleep(0.3)
+        placed_in_time.append(placer._stream not in closed)
+        if placed_in_time[-1]:  # else the end of this copy would be waited for in vain
+            place(placer, *chunk)
+
+    def tell(stream: DeviceStream) -> None:
+        closed.add(stream)
+        close(stream)
+
+    monkeypatch.setattr(DevicePlacer, "place", slow)
+    monkeypatch.setattr(DeviceStream, "close", tell)
+    pair.run(unpacking.is_set, "a chunk to be unpacked")
+    pair.consumer.close()
+    assert request.stage is Stage.LOADING
+    assert placed_in_time
+    assert all(placed_in_time)
 
 
 # ---- what is refused -----------------------------------------------------------------------------

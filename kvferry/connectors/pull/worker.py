@@ -62,6 +62,7 @@ class _Cache:
 
     def close(self) -> None:
         """Ends loads and what is unpacked; the transports are closed by now."""
+        self.staging.stop()  # what is being unpacked uses the stream
         if self.stream is not None:
             self.stream.close()
         self.staging.close()
