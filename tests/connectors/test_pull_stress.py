@@ -143,6 +143,12 @@ class Storm:
                 rng.choice(list(peer.connections.values())).close()
             worker._client.pump()
 
+    def ways(self) -> set[str]:
+        """How the cells came."""
+        workers: Any = self.consumer.workers
+        peers = [peer for worker in workers for peer in worker._cache.loads._peers.values()]
+        return {str(plan.way) for peer in peers for plan in peer.plans}
+
     def check_nothing_is_left(self) -> None:
         """No thread has died, and no table keeps anything of what is over."""
         scheduler: Any = self.consumer.scheduler
@@ -187,6 +193,7 @@ def test_a_storm_leaves_nothing_behind(transport: type[Transport], *, staged: bo
             storm.run()
             Pair(storm.producer, storm.consumer, TIMEOUT_S).settle()
             storm.check_nothing_is_left()
+            assert storm.ways() == {"staged" if staged else "placed"}
             good = [one for one in storm.requests if one.external_tokens and not one.failed]
             assert len(good) > LOADS // 4
         finally:

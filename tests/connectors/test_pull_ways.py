@@ -286,8 +286,9 @@ def test_loads_larger_than_the_staging_memory_pass_through_it(
     open_one: OpenPair, request: pytest.FixtureRequest, unfenced: bool
 ) -> None:
     request.getfixturevalue("read_gate" if unfenced else "staged")
-    pair = open_one((LARGE, LARGE), staging_bytes=4096)
+    pair = open_one((LARGE, replace(LARGE, layout="NHD")), staging_bytes=4096)
     serve_several(pair)
+    assert ways_of(pair) == {"staged"}
     records = [r for output in pair.consumer.outputs for r in output.transfer_records]
     assert max(record.nbytes for record in records) > 4 * 4096
 
@@ -304,7 +305,8 @@ def test_staging_memory_that_cannot_hold_one_block_fails_loads_with_the_key_to_c
         layout="NHD",
         parallel=ParallelShape(),
     )
-    pair = open_one((large, large), staging_bytes=4096)
+    # Of another layout: where staging would bring no longer segments, nothing is staged.
+    pair = open_one((large, replace(large, layout="HND")), staging_bytes=4096)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     assert request.failed
