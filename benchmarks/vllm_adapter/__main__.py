@@ -66,7 +66,7 @@ def main(
         measured=_measure(order),
         load_after=round(os.getloadavg()[0], 2),
         quick=quick,
-        order=order,
+        order=msgspec.structs.replace(order, model=Path(order.model).name),
     )
     show(results, console)
     write(results, out)
