@@ -21,8 +21,7 @@ from kvferry.connectors.pull import worker as pull_worker
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.errors import ConfigError
 from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
-from kvferry.layouts.device import CopyStream
-from kvferry.layouts.host_staging import DevicePlacer
+from kvferry.layouts.device import CopyStream, DevicePlacer
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair

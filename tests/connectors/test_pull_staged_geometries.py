@@ -25,10 +25,10 @@ from kvferry.topology import (
 from kvferry.transports.shm import ShmTransport
 
 
-class LongSegments(ShmTransport):
-    """Would place segments only where they are longer than any here."""
+class WithoutProof(ShmTransport):
+    """Says that it cannot prove the end of a read, so that all is staged."""
 
-    least_segment_bytes = 1 << 30
+    fences = False
 
 
 def dense(block_size: int, layout: str = "NHD", heads: int = 2, **more: int) -> EngineGeometry:
@@ -111,7 +111,7 @@ def pair(
     )
     windows_of = dict.fromkeys(WINDOWED, WINDOW) if isinstance(geometries[0], tuple) else {}
     with (
-        temporary_plugin(TRANSPORTS, "shm", LongSegments),
+        temporary_plugin(TRANSPORTS, "shm", WithoutProof),
         open_pair((producer, consumer), geometries, 128, layer_windows=windows_of) as pair,
     ):
         yield pair
