@@ -1,7 +1,9 @@
 """Moments between two steps of the PullConnector at which another thread or host interferes."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import kvferry.transports.shm as shm
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull.sources import LoadState
 from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import LeaseAnswer
 from kvferry.control.tickets import sign, verify
 from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
 from kvferry.testing.connector_conformance import Pair, small_geometry
@@ -147,6 +150,35 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     pair.finish(request)
     assert request.error is None
     assert not request.failed
+    pair.settle()
+
+
+def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    scheduler: Any = pair.consumer.scheduler
+    load = scheduler._loads["r"]
+    deadline = time.monotonic() + 5.0
+    while load.state is not LoadState.READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    late: Future[dict[str, LeaseAnswer]] = Future()
+    asked = threading.Event()
+
+    def renew(*_: Any) -> "Future[dict[str, LeaseAnswer]]":
+        asked.set()
+        return late
+
+    monkeypatch.setattr(scheduler._client, "renew", renew)
+    load.next_renewal = 0.0
+    scheduler._sources._wake()
+    assert asked.wait(5.0)
+    pair.run(lambda: load.state is LoadState.LOADED, "the ranks")
+    late.set_result({load.lease_id: LeaseAnswer.DONE})
+    assert load.state is LoadState.LOADED  # a request preempted now would else fail for it
+    pair.finish(request)
     pair.settle()
 
 

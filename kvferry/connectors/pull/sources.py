@@ -352,6 +352,8 @@ class Sources:
             self._wake()
 
     def _answered(self, load: Load, answer: LeaseAnswer) -> None:
+        if load.lease_id not in self._loads:
+            return  # dropped or released while the Renew was under way, which ended the lease
         if answer is LeaseAnswer.HELD:
             if load.state is LoadState.WAITING:
                 load.state = LoadState.READY
