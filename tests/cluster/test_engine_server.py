@@ -15,8 +15,8 @@ from kvferry.engine import loop as loops
 from kvferry.engine.engine import Engine
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.request import SchedulerOptions
-from kvferry.testing.simulated import open_simulated
-from kvferry.testing.toy_cache import reference_tokens
+from tests.engine.simulated import open_simulated
+from tests.engine.toy_cache import reference_tokens
 
 PROMPT = [1, 2, 3, 4, 5]
 

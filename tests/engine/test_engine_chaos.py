@@ -15,32 +15,16 @@ import pytest
 
 import kvferry.layouts.copier as copier
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.registry import connector_context
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import FinishAnswer
-from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import TicketError
-from kvferry.testing.simulated import SimulatedExecutor, toy_cache_config
-from kvferry.testing.toy_cache import reference_tokens, toy_geometry
-from kvferry.topology.description import ModelFingerprint
+from tests.engine.simulated import VOCAB, open_connected
+from tests.engine.toy_cache import reference_tokens
 
-VOCAB = 64
 PROMPTS = 50
 TIMEOUT_S = 60.0
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
-TOY = ModelFingerprint(
-    name="toy",
-    architecture="toy",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=1,
-    dtype="int64",
-    rope="",
-    config_digest="0" * 64,
-    weights_digest="0" * 64,
-)
 
 
 def free_port():
@@ -77,27 +61,12 @@ class Member:
             kv_load_failure_policy=self.policy,
             kv_connector_extra_config=self.extra,
         )
-        plugin, context = connector_context(
+        self.engine, self.executor = open_connected(
             config,
-            incarnation=secrets.token_hex(8),
-            groups=(toy_geometry(self.block_size, self.world_size),),
-            model=TOY,
             num_blocks=self.num_blocks,
+            block_size=self.block_size,
             world_size=self.world_size,
         )
-        half = plugin.scheduler(context)
-        workers = [plugin.worker(context, rank) for rank in range(self.world_size)]
-        self.executor = SimulatedExecutor(
-            self.num_blocks, self.block_size, workers=workers, metadata=plugin.Metadata
-        )
-        options = SchedulerOptions(
-            load_failure_policy=self.policy,
-            max_num_batched_tokens=32,
-            max_num_seqs=8,
-            vocab_size=VOCAB,
-        )
-        cache = toy_cache_config(self.num_blocks, self.block_size)
-        self.engine = Engine.open(options, cache, self.executor, half)
         self.live = {}  # name -> (prompt, first tokens, length of the answer)
         self.tokens = {}
 

@@ -11,10 +11,9 @@ from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import EngineError, WorkerDiedError
-from kvferry.testing.simulated import open_simulated
-from kvferry.testing.toy_cache import reference_tokens
+from tests.engine.simulated import VOCAB, open_simulated
+from tests.engine.toy_cache import reference_tokens
 
-VOCAB = 64
 WAIT_S = 20.0
 
 

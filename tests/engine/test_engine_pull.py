@@ -11,30 +11,14 @@ import time
 import pytest
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.registry import connector_context
-from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
-from kvferry.engine.request import SchedulerOptions
-from kvferry.testing.simulated import SimulatedExecutor, toy_cache_config
-from kvferry.testing.toy_cache import reference_tokens, toy_groups
-from kvferry.topology.description import ModelFingerprint
+from tests.engine.simulated import VOCAB, open_connected
+from tests.engine.toy_cache import reference_tokens
 
-VOCAB = 64
 TIMEOUT_S = 60.0
-TOY = ModelFingerprint(
-    name="toy",
-    architecture="toy",
-    num_layers=1,
-    num_kv_heads=1,
-    head_size=1,
-    dtype="int64",
-    rope="",
-    config_digest="0" * 64,
-    weights_digest="0" * 64,
-)
 
 
-def open_engine(role, transport, policy, windows, *, num_blocks, block_size, world_size):
+def open_engine(role, transport, policy, windows, **shape):
     config = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role=role,
@@ -43,27 +27,7 @@ def open_engine(role, transport, policy, windows, *, num_blocks, block_size, wor
         kv_load_failure_policy=policy,
         kv_connector_extra_config={"cluster_key": "k" * 32, "transport": transport},
     )
-    plugin, context = connector_context(
-        config,
-        incarnation=secrets.token_hex(8),
-        groups=toy_groups(block_size, world_size, windows),
-        model=TOY,
-        num_blocks=num_blocks,
-        world_size=world_size,
-    )
-    scheduler_half = plugin.scheduler(context)
-    executor = SimulatedExecutor(
-        num_blocks,
-        block_size,
-        windows=windows,
-        workers=[plugin.worker(context, rank) for rank in range(world_size)],
-        metadata=plugin.Metadata,
-    )
-    options = SchedulerOptions(
-        load_failure_policy=policy, max_num_batched_tokens=32, max_num_seqs=8, vocab_size=VOCAB
-    )
-    config = toy_cache_config(num_blocks, block_size, windows)
-    return Engine.open(options, config, executor, scheduler_half)
+    return open_connected(config, windows=windows, **shape)[0]
 
 
 class Pair:

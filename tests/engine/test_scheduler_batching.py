@@ -7,26 +7,8 @@ from hypothesis import strategies as st
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import OutOfBlocksError, RequestError
-from kvferry.testing.simulated import open_simulated
-from kvferry.testing.toy_cache import reference_tokens
-
-VOCAB = 64
-
-
-def prompt(length, salt=0):
-    return [(7 * i + salt) % VOCAB for i in range(length)]
-
-
-def drain(engine, limit=2000):
-    """Steps to the end; returns request id → (tokens, last output)."""
-    tokens, last = {}, {}
-    for _ in range(limit):
-        if not engine.has_work():
-            return tokens, last
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            last[output.request_id] = output
-    raise AssertionError("the engine never runs out of work")
+from tests.engine.simulated import VOCAB, drain, open_simulated, prompt
+from tests.engine.toy_cache import reference_tokens
 
 
 def free_blocks(engine):

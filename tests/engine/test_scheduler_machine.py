@@ -12,10 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import RequestStatus, SchedulerOptions
 from kvferry.errors import OutOfBlocksError, TicketError
-from kvferry.testing.simulated import open_simulated
-from kvferry.testing.toy_cache import reference_tokens
+from tests.engine.simulated import VOCAB, open_simulated
+from tests.engine.toy_cache import reference_tokens
 
-VOCAB = 64
 BLOCK_SIZE = 4
 EOS = 5
 

@@ -8,26 +8,16 @@ from kvferry.engine.engine import Engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import ConfigError, EngineError, TicketError, WorkerDiedError
-from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
-from kvferry.testing.simulated import SimulatedExecutor, open_simulated, toy_cache_config
-from kvferry.testing.toy_cache import reference_tokens
-
-VOCAB = 64
-
-
-def prompt(length, salt=0):
-    return [(7 * i + salt) % VOCAB for i in range(length)]
-
-
-def drain(engine, limit=3000):
-    tokens, last = {}, {}
-    for _ in range(limit):
-        if not engine.has_work():
-            return tokens, last
-        for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            last[output.request_id] = output
-    raise AssertionError("the engine never runs out of work")
+from tests.engine.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
+from tests.engine.simulated import (
+    VOCAB,
+    SimulatedExecutor,
+    drain,
+    open_simulated,
+    prompt,
+    toy_cache_config,
+)
+from tests.engine.toy_cache import reference_tokens
 
 
 def opened(policy="fail", **kwargs):

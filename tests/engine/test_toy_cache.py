@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.testing.known_cache import NO_TOKENS, prefix_states
-from kvferry.testing.toy_cache import (
+from kvferry.testing.known_cache import prefix_states
+from tests.engine.toy_cache import (
     append_tokens,
     read_groups,
-    read_tokens,
     read_window,
     spoil_tokens,
+    state_of,
     toy_geometry,
     toy_groups,
     write_tokens,
@@ -38,7 +38,7 @@ def test_a_window_is_read_from_a_table_with_null_blocks():
     window = read_window(written(WINDOW_TABLE), WINDOW_TABLE, FIRST, len(TOKENS))
     assert list(window.token_ids) == TOKENS[FIRST:]
     assert list(window.hashes) == prefix_states(TOKENS)[FIRST:]
-    assert window.state == prefix_states(TOKENS)[-1]
+    assert window.state == state_of(TOKENS)
 
 
 def test_nothing_is_written_to_the_null_block():
@@ -71,8 +71,8 @@ def test_one_changed_cell_within_the_window_shows_and_none_outside(token, part, 
 @given(cut=st.integers(0, len(TOKENS)))
 def test_appending_needs_no_more_than_the_state(cut):
     cache = written(tokens=TOKENS[:cut])
-    state = prefix_states(TOKENS[:cut])[-1] if cut else NO_TOKENS
-    assert append_tokens(cache, TABLE, TOKENS[cut:], cut, state) == prefix_states(TOKENS)[-1]
+    state = state_of(TOKENS[:cut])
+    assert append_tokens(cache, TABLE, TOKENS[cut:], cut, state) == state_of(TOKENS)
     np.testing.assert_array_equal(cache, written())
 
 
@@ -81,7 +81,6 @@ def test_cells_of_another_sequence_at_the_same_tokens_are_no_sequence():
     other = [999, *TOKENS[1:]]
     write_tokens(cache, TABLE, other, 12, 16)
     assert read_window(cache, TABLE, FIRST, len(TOKENS)) is None
-    assert read_tokens(cache, TABLE, len(TOKENS)) is None
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, [999, *TOKENS[1:]]])

@@ -5,6 +5,7 @@ scheduler, a block table or a connector shows as a wrong token. Steps take micro
 loaded. For tests of schedulers and of connectors, whose worker halves it drives like a real one.
 """
 
+import secrets
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -18,18 +19,36 @@ from kvferry.cache import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import KVConnectorMetadata, WorkerConnector
+from kvferry.connectors.registry import connector_context
 from kvferry.engine.engine import Engine
-from kvferry.engine.messages import RankOutput, ScheduledRequest, SchedulerOutput
+from kvferry.engine.messages import EngineOutput, RankOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import WorkerDiedError
-from kvferry.testing.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
-from kvferry.testing.toy_cache import (
+from kvferry.topology.description import ModelFingerprint
+from tests.engine.scripted import ScriptedMetadata, ScriptedScheduler, ScriptedWorker
+from tests.engine.toy_cache import (
     ToyCache,
     append_tokens,
     read_groups,
     spoil_tokens,
     toy_groups,
+)
+
+VOCAB = 64
+"""Tokens that the toy model knows."""
+
+TOY_MODEL = ModelFingerprint(
+    name="toy",
+    architecture="toy",
+    num_layers=1,
+    num_kv_heads=1,
+    head_size=1,
+    dtype="int64",
+    rope="",
+    config_digest="0" * 64,
+    weights_digest="0" * 64,
 )
 
 Windows: TypeAlias = Sequence[int | None]
@@ -38,14 +57,14 @@ Windows: TypeAlias = Sequence[int | None]
 
 
 class SimulatedExecutor:
-    """Ranks that each hold the toy model's one head; see :mod:`kvferry.testing.toy_cache`."""
+    """Ranks that each hold the toy model's one head; see :mod:`tests.engine.toy_cache`."""
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
         *,
-        vocab_size: int = 64,
+        vocab_size: int = VOCAB,
         windows: Windows = (None,),
         workers: Sequence[WorkerConnector] = (),
         metadata: type[KVConnectorMetadata] = KVConnectorMetadata,
@@ -199,7 +218,7 @@ def open_simulated(
 ) -> tuple[Engine, SimulatedExecutor, ScriptedScheduler | None]:
     """An engine over the toy model, its executor, and its connector if it is ``scripted``.
 
-    See :class:`~kvferry.testing.scripted.ScriptedParams` for what the connector can be told.
+    See :class:`~tests.engine.scripted.ScriptedParams` for what the connector can be told.
     """
     workers = [ScriptedWorker(rank, windows) for rank in range(world_size)] if scripted else []
     executor = SimulatedExecutor(
@@ -208,3 +227,58 @@ def open_simulated(
     connector = ScriptedScheduler() if scripted else None
     config = toy_cache_config(num_blocks, block_size, windows)
     return Engine.open(options, config, executor, connector), executor, connector
+
+
+def open_connected(
+    config: KVTransferConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    world_size: int,
+    windows: Windows = (None,),
+) -> tuple[Engine, SimulatedExecutor]:
+    """An engine over the toy model with the connector that ``config`` names, and its executor.
+
+    Its batches are small, so that prompts are computed in parts.
+    """
+    plugin, context = connector_context(
+        config,
+        incarnation=secrets.token_hex(8),
+        groups=toy_groups(block_size, world_size, windows),
+        model=TOY_MODEL,
+        num_blocks=num_blocks,
+        world_size=world_size,
+    )
+    half = plugin.scheduler(context)
+    workers = [plugin.worker(context, rank) for rank in range(world_size)]
+    executor = SimulatedExecutor(
+        num_blocks, block_size, windows=windows, workers=workers, metadata=plugin.Metadata
+    )
+    options = SchedulerOptions(
+        load_failure_policy=config.kv_load_failure_policy,
+        max_num_batched_tokens=32,
+        max_num_seqs=8,
+        vocab_size=VOCAB,
+    )
+    cache = toy_cache_config(num_blocks, block_size, windows)
+    return Engine.open(options, cache, executor, half), executor
+
+
+def prompt(length: int, salt: int = 0) -> list[int]:
+    """Tokens of the toy model's vocabulary; those of different salts differ from the first on."""
+    return [(7 * i + salt) % VOCAB for i in range(length)]
+
+
+def drain(
+    engine: Engine, limit: int = 3000
+) -> tuple[dict[str, list[int]], dict[str, EngineOutput]]:
+    """Steps until nothing is left to do; returns request id → tokens, and → last output."""
+    tokens: dict[str, list[int]] = {}
+    last: dict[str, EngineOutput] = {}
+    for _ in range(limit):
+        if not engine.has_work():
+            return tokens, last
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            last[output.request_id] = output
+    raise AssertionError("the engine never runs out of work")

@@ -1,4 +1,4 @@
-"""A KV cache whose content can be read back: the toy model of the simulated engine.
+"""A KV cache whose content can be read back: the toy model of the simulated executor.
 
 One layer per KV cache group, one KV head, one element. The K cell of a token is the token itself;
 its V cell is a hash of all tokens up to it, as a real V depends on the whole prefix. So whether a
@@ -52,42 +52,36 @@ def toy_groups(
     )
 
 
-def next_token(token_ids: Sequence[int], vocab_size: int) -> int:
-    """The token that the toy model draws after a sequence."""
-    return prefix_states(token_ids)[-1] % vocab_size
+def state_of(token_ids: Sequence[int]) -> int:
+    """The hash of a sequence."""
+    return prefix_states(token_ids)[-1] if token_ids else NO_TOKENS
 
 
 def reference_tokens(
     prompt: Sequence[int], max_tokens: int, vocab_size: int, stop: Sequence[int] = ()
 ) -> list[int]:
-    """The toy model's answer, without any cache."""
-    sequence = list(prompt)
+    """The toy model's answer, without any cache: each token is drawn from the hash so far."""
+    answer: list[int] = []
+    state = state_of(prompt)
     for _ in range(max_tokens):
-        sequence.append(next_token(sequence, vocab_size))
-        if sequence[-1] in stop:
+        answer.append(state % vocab_size)
+        if answer[-1] in stop:
             break
-    return sequence[len(prompt) :]
+        state = prefix_states(answer[-1:], state)[0]
+    return answer
 
 
 def write_tokens(
     cache: ToyCache, block_ids: Sequence[int], token_ids: Sequence[int], first: int, end: int
 ) -> None:
-    """Writes the cells of the tokens ``[first, end)`` of a sequence, as if it had computed them.
-
-    Args:
-        cache: the cells.
-        block_ids: the block table, token 0 first; nothing is written where it has the null block.
-        token_ids: the sequence, of ``end`` tokens at least.
-        first: position of the first token to write.
-        end: position after the last one.
-    """
-    _write(cache, block_ids, token_ids[first:end], prefix_states(token_ids[:end])[first:], first)
+    """Writes the cells of the tokens ``[first, end)`` of a sequence, as if it had computed them."""
+    append_tokens(cache, block_ids, token_ids[first:end], first, state_of(token_ids[:first]))
 
 
 def append_tokens(
     cache: ToyCache, block_ids: Sequence[int], token_ids: Sequence[int], first: int, state: int
 ) -> int:
-    """Like :func:`write_tokens`, for a model that no longer knows the tokens before ``first``.
+    """Writes the cells of new tokens, as if they had been computed.
 
     Args:
         cache: the cells.
@@ -176,12 +170,6 @@ def read_groups(
         if window != Window(longest.token_ids[cut:], longest.hashes[cut:]):
             return None
     return longest
-
-
-def read_tokens(cache: ToyCache, block_ids: Sequence[int], num_tokens: int) -> list[int] | None:
-    """The first ``num_tokens`` tokens of a block table; ``None`` if they are not one sequence."""
-    window = read_window(cache, block_ids, 0, num_tokens)
-    return None if window is None else list(window.token_ids)
 
 
 def _write(

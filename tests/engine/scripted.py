@@ -1,6 +1,6 @@
-"""A connector that does what each request's ``kv_transfer_params`` say, for tests of engines.
+"""The halves of a connector that does what each request's ``kv_transfer_params`` say.
 
-It works on the toy cache of :mod:`kvferry.testing.toy_cache`, moves no bytes between processes,
+It works on the toy cache of :mod:`tests.engine.toy_cache`, moves no bytes between processes,
 and misbehaves on demand: answers late, fails, writes after an abort, reports twice. See
 :class:`ScriptedParams`.
 """
@@ -12,8 +12,6 @@ import msgspec
 
 from kvferry.connectors.base import (
     BlocksView,
-    ConnectorContext,
-    KVConnector,
     KVConnectorMetadata,
     KVConnectorOutput,
     RequestView,
@@ -23,8 +21,8 @@ from kvferry.connectors.base import (
     WorkerConnector,
 )
 from kvferry.errors import TicketError, TransferError
-from kvferry.testing.toy_cache import ToyCache, spoil_tokens, write_tokens
 from kvferry.topology.windows import first_kept_token
+from tests.engine.toy_cache import ToyCache, spoil_tokens, write_tokens
 
 
 class ScriptedParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,10 +71,6 @@ class ScriptedMetadata(KVConnectorMetadata, kw_only=True):
     lent: dict[str, ScriptedParams] = msgspec.field(default_factory=dict)
 
 
-class ScriptedConfig(msgspec.Struct, frozen=True):
-    """It has no keys."""
-
-
 def _script(request: RequestView) -> ScriptedParams:
     return msgspec.convert(request.kv_transfer_params or {}, ScriptedParams)
 
@@ -97,11 +91,9 @@ class ScriptedScheduler(SchedulerConnector):
         self._next = ScriptedMetadata()
 
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
-        """See :meth:`SchedulerConnector.set_worker_handshakes`."""
         self.handshakes = tuple(handshakes)
 
     def on_new_request(self, request: RequestView) -> None:
-        """See :meth:`SchedulerConnector.on_new_request`."""
         self.calls.append(("on_new_request", request.request_id))
         if _script(request).refuse:
             raise TicketError(f"the ticket of {request.request_id!r} is not for us")
@@ -109,7 +101,6 @@ class ScriptedScheduler(SchedulerConnector):
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`SchedulerConnector.get_num_new_matched_tokens`."""
         self.calls.append(("get_num_new_matched_tokens", request.request_id))
         script = _script(request)
         asked = self._asked.get(request.request_id, 0)
@@ -125,7 +116,6 @@ class ScriptedScheduler(SchedulerConnector):
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlocksView, num_external_tokens: int
     ) -> None:
-        """See :meth:`SchedulerConnector.update_state_after_alloc`."""
         self.calls.append(("update_state_after_alloc", request.request_id))
         if not num_external_tokens:
             return
@@ -145,19 +135,16 @@ class ScriptedScheduler(SchedulerConnector):
             self._loading.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputView) -> ScriptedMetadata:
-        """See :meth:`SchedulerConnector.build_connector_meta`."""
         self.scheduled_tokens += sum(scheduler_output.num_scheduled_tokens.values())
         metadata, self._next = self._next, ScriptedMetadata()
         return metadata
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See :meth:`SchedulerConnector.update_connector_output`."""
         self._loading -= output.finished_recving
 
     def request_finished(
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See :meth:`SchedulerConnector.request_finished`."""
         self.calls.append(("request_finished", request.request_id))
         self._asked.pop(request.request_id, None)
         script = _script(request)
@@ -169,7 +156,6 @@ class ScriptedScheduler(SchedulerConnector):
         return True, {"lent_blocks": sum(block != 0 for ids in block_ids for block in ids)}
 
     def close(self) -> None:
-        """See :meth:`SchedulerConnector.close`."""
         self.closed = True
 
 
@@ -191,15 +177,12 @@ class ScriptedWorker(WorkerConnector):
         """Every request that this rank was told has ended."""
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        """See :meth:`WorkerConnector.register_kv_caches`."""
         self._caches = tuple(kv_caches[f"layer.{group}"] for group in range(len(self._windows)))
 
     def handshake_metadata(self) -> bytes:
-        """See :meth:`WorkerConnector.handshake_metadata`."""
         return b"scripted rank %d" % self._rank
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """See :meth:`WorkerConnector.start_load_kv`."""
         assert isinstance(metadata, ScriptedMetadata)
         for load in metadata.loads:
             steps = load.script.load_steps + self._rank if load.script.load_async else 1
@@ -214,7 +197,6 @@ class ScriptedWorker(WorkerConnector):
             self._repeats[request_id] = (script.repeat, "finished_sending")
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        """See :meth:`WorkerConnector.get_transfer_results`."""
         self.finished_req_ids += sorted(finished_req_ids)
         output = KVConnectorOutput()
         self._repeat(output)
@@ -233,7 +215,6 @@ class ScriptedWorker(WorkerConnector):
         return output
 
     def close(self) -> None:
-        """See :meth:`WorkerConnector.close`."""
         self._caches = ()
 
     def _repeat(self, output: KVConnectorOutput) -> None:
@@ -291,21 +272,3 @@ class ScriptedWorker(WorkerConnector):
             ok=not failed,
             error="the script says so" if failed else "",
         )
-
-
-class ScriptedConnector(KVConnector):
-    """The plugin; see the module."""
-
-    ExtraConfig = ScriptedConfig
-    Metadata = ScriptedMetadata
-    supports_groups = True
-
-    @classmethod
-    def scheduler(cls, context: ConnectorContext) -> SchedulerConnector:  # noqa: ARG003
-        """See :meth:`KVConnector.scheduler`."""
-        return ScriptedScheduler()
-
-    @classmethod
-    def worker(cls, context: ConnectorContext, rank: int) -> WorkerConnector:  # noqa: ARG003
-        """See :meth:`KVConnector.worker`."""
-        return ScriptedWorker(rank)
