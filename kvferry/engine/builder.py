@@ -13,14 +13,14 @@ from typing import Literal
 
 from kvferry.cache import KVCacheConfig
 from kvferry.cache.config_builder import group_layers
-from kvferry.config import EngineConfig, KVTransferConfig
-from kvferry.connectors.base import SchedulerConnector
-from kvferry.connectors.registry import connector_context
-from kvferry.engine.engine import Engine, EventSink, StepExecutor
+from kvferry.config import EngineConfig
+from kvferry.control.cache_events import CacheEventPublisher
+from kvferry.engine.engine import Engine
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import WorkerSpec
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.request import SchedulerOptions
-from kvferry.engine.weights import fingerprint, load_model_config
+from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError
 from kvferry.topology import EngineGeometry, ParallelShape
 
@@ -122,20 +122,20 @@ def build_engine(
         events = _open_events(config)
         if events is not None:
             opened.callback(events.close)
-        connector = None if transfer is None else _open_scheduler_half(transfer, spec)
-        if connector is not None:
+        connector = None
+        if transfer is not None:
+            plugin, context = spec.connector(transfer)
+            connector = plugin.scheduler(context)
             opened.callback(connector.close)
-        ranks = _open_executor(executor, spec)
+        ranks = Executor(spec, in_process=executor == "inprocess")
         opened.pop_all()  # from here on they are the engine's
     return Engine.open(options, cache.config, ranks, connector, events)
 
 
-def _open_events(config: EngineConfig) -> EventSink | None:
+def _open_events(config: EngineConfig) -> CacheEventPublisher | None:
     events = config.kv_events
     if events is None or not events.enable_kv_cache_events:
         return None
-    from kvferry.control.cache_events import CacheEventPublisher
-
     publisher = CacheEventPublisher(events)
     logger.info(
         "engine %r publishes KV cache events on %s, replays on %s",
@@ -155,27 +155,3 @@ def _model_len(config: EngineConfig, model: DecoderConfig) -> int:
             model.max_position_embeddings,
         )
     return min(config.max_model_len, model.max_position_embeddings)
-
-
-def _open_scheduler_half(config: KVTransferConfig, spec: WorkerSpec) -> SchedulerConnector:
-    plugin, context = connector_context(
-        config,
-        incarnation=spec.incarnation,
-        groups=spec.geometries,
-        layer_windows=spec.layer_windows,
-        model=fingerprint(spec.folder, spec.dtype),
-        num_blocks=spec.num_blocks,
-        world_size=spec.parallel.world_size,
-    )
-    return plugin.scheduler(context)
-
-
-def _open_executor(kind: ExecutorKind, spec: WorkerSpec) -> StepExecutor:
-    # Ranks need torch, which those who only ask for an engine's cache need not have.
-    if kind == "inprocess":
-        from kvferry.engine.executor import InProcessExecutor
-
-        return InProcessExecutor(spec)
-    from kvferry.engine.executor_process import ProcessExecutor
-
-    return ProcessExecutor(spec)

@@ -65,32 +65,6 @@ class Communicator(ABC):
         """Leaves the group. Idempotent."""
 
 
-class SingleCommunicator(Communicator):
-    """The only rank of its engine."""
-
-    def __init__(self) -> None:
-        super().__init__(ParallelShape(), 0)
-
-    def all_reduce(self, x: torch.Tensor) -> None:
-        """Nothing to add."""
-
-    def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
-        """``x`` itself."""
-        assert list(sizes) == [x.shape[-1]]
-        return x
-
-    def send(self, x: torch.Tensor) -> None:
-        """Never called: there is no next stage."""
-        raise AssertionError(f"a single rank has no next stage for {tuple(x.shape)}")
-
-    def recv(self, x: torch.Tensor) -> None:
-        """Never called: there is no previous stage."""
-        raise AssertionError(f"a single rank has no previous stage for {tuple(x.shape)}")
-
-    def close(self) -> None:
-        """Nothing to leave."""
-
-
 class LocalGroup:
     """The ranks of an engine as threads of one process; makes their communicators."""
 
@@ -105,8 +79,6 @@ class LocalGroup:
 
     def communicator(self, rank: int) -> Communicator:
         """The end of one rank."""
-        if self.parallel.world_size == 1:
-            return SingleCommunicator()
         return LocalCommunicator(self, rank)
 
     def abort(self) -> None:
@@ -136,6 +108,8 @@ class LocalCommunicator(Communicator):
 
     def gather(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor | None:
         """Copies the others' tensors on TP rank 0."""
+        if len(self._peers) == 1:
+            return x
         joined = None
         tensors = self._exchange(x)
         if self.tp_rank == 0:
@@ -159,7 +133,8 @@ class LocalCommunicator(Communicator):
         x.copy_(received)
 
     def close(self) -> None:
-        """The group owns nothing."""
+        """Lets nobody wait for this rank: the other ranks' operations fail."""
+        self._group.abort()
 
     def _slot(self, rank: int) -> torch.Tensor:
         tensor = self._group.slots[rank]

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import msgspec
 
 from kvferry.cache import KVCacheConfig
-from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
+from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.engine.messages import (
     EngineOutput,
     RankOutput,
@@ -60,16 +60,6 @@ class StepExecutor(Protocol):
 
     def close(self) -> None:
         """Ends the ranks. Idempotent."""
-
-
-class EventSink(Protocol):
-    """Who is told what the prefix cache holds."""
-
-    def publish(self, events: Sequence[KVCacheEvent]) -> None:
-        """Takes the events of one step; called on the engine's thread, and must not block it."""
-
-    def close(self) -> None:
-        """Ends it. Idempotent."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +122,7 @@ class Engine(Closing):
         kv_cache_config: KVCacheConfig,
         executor: StepExecutor,
         connector: SchedulerConnector | None,
-        events: EventSink | None,
+        events: CacheEventPublisher | None,
     ) -> None:
         """Use :meth:`open`."""
         self.options = options
@@ -158,7 +148,7 @@ class Engine(Closing):
         kv_cache_config: KVCacheConfig,
         executor: StepExecutor,
         connector: SchedulerConnector | None = None,
-        events: EventSink | None = None,
+        events: CacheEventPublisher | None = None,
     ) -> "Engine":
         """Joins the parts; from here on the engine owns all but the options, and closes them.
 
@@ -369,7 +359,7 @@ class Engine(Closing):
 
 
 def _close(
-    connector: SchedulerConnector | None, executor: StepExecutor, events: EventSink | None
+    connector: SchedulerConnector | None, executor: StepExecutor, events: CacheEventPublisher | None
 ) -> None:
     # Peers are told first; the ranks' memory goes last.
     try:

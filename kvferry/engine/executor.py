@@ -1,18 +1,25 @@
-"""Runs steps on every rank of an engine: the contract, and the executor within one process."""
+"""Runs steps on every rank of an engine."""
 
 import logging
-import queue
-import threading
+import tempfile
 import time
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
-import torch
+import msgspec
 
-from kvferry.engine.communicator import Communicator, LocalGroup
-from kvferry.engine.messages import RankOutput, SchedulerOutput, WorkerSpec
-from kvferry.engine.worker import Worker
-from kvferry.errors import KVFerryError, WorkerDiedError
+from kvferry import errors
+from kvferry.engine.messages import (
+    Answer,
+    Failed,
+    RankOutput,
+    SchedulerOutput,
+    Start,
+    WorkerSpec,
+)
+from kvferry.engine.ranks import CLOSE_S, Rank, RankProcess, RankThread
+from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing
 
 logger = logging.getLogger(__name__)
@@ -20,18 +27,61 @@ logger = logging.getLogger(__name__)
 #: Seconds that the other ranks get to end a step in which one rank failed.
 GRACE_S = 5.0
 
-#: Seconds that a rank gets to close its connector and end; ending takes long on a busy machine.
-CLOSE_S = 20.0
-
 
 class Executor(Closing):
     """All ranks of one engine, ready to execute steps. Used from one thread.
 
     A rank that fails a step is dead to the engine: it may have written half of its KV. Steps
     without requests still reach the ranks that live, so that their connectors can wind up.
+
+    A rank that dies is noticed at once, because its end of the socket pair closes; a rank that
+    hangs is given up after ``spec.step_timeout_s``, or a little later where ranks that wait for it
+    are still to say so. Ranks end when this process does.
+
+    Args:
+        spec: of the workers.
+        in_process: whether ranks are threads of this process. ``spec.threads`` then also becomes
+            torch's default for threads that this process starts later.
+
+    Raises:
+        ModelError, ConfigError, HostError: a rank could not start, with its own message; none is
+            left running.
+        WorkerDiedError: a rank died while it started, or did not start in time.
     """
 
-    spec: WorkerSpec
+    def __init__(self, spec: WorkerSpec, *, in_process: bool = False) -> None:
+        self.spec = spec
+        self._failures: dict[int, WorkerDiedError] = {}
+        self._ranks: list[Rank] = []
+        self._asked: tuple[int, ...] = ()
+        self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
+            try:
+                self._handshakes = self._start((Path(folder) / "meet").as_uri(), in_process)
+            except BaseException:
+                self.close()
+                raise
+
+    def _start(self, init_method: str, in_process: bool) -> list[bytes]:
+        spec, numbers = self.spec, range(self.world_size)
+        if in_process:
+            from kvferry.engine.communicator import LocalGroup  # loads torch
+
+            group = LocalGroup(spec.parallel, spec.step_timeout_s)
+            self._ranks = [RankThread(spec, number, group) for number in numbers]
+        level = logging.getLogger("kvferry").getEffectiveLevel()
+        for number in numbers:
+            if not in_process:
+                self._ranks.append(RankProcess(spec, number))
+            self._ranks[number].send(
+                Start(spec=spec, rank=number, init_method=init_method, log_level=level)
+            )
+        answers = self._collect(numbers, spec.start_timeout_s)
+        if self._failures:
+            failure = self.first_failure()
+            cause = failure.__cause__
+            raise type(cause)(str(failure)) if isinstance(cause, KVFerryError) else failure
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, bytes)]
 
     @property
     def world_size(self) -> int:
@@ -39,20 +89,28 @@ class Executor(Closing):
         return self.spec.parallel.world_size
 
     @property
-    @abstractmethod
+    def ranks(self) -> Sequence[Rank]:
+        """The ranks, to look at between steps."""
+        return self._ranks
+
+    @property
     def failures(self) -> Mapping[int, WorkerDiedError]:
         """Why each dead rank is dead: its exit code or signal, and what it said last."""
+        return self._failures
 
-    @abstractmethod
     def handshakes(self) -> list[bytes]:
         """What each rank's connector returned as ``handshake_metadata``, by rank."""
+        return list(self._handshakes)
 
-    @abstractmethod
-    def _run(self, step: SchedulerOutput) -> list[RankOutput | None]:
-        """Executes a step on the ranks that live; notes failures. By rank."""
+    def alive(self) -> bool:
+        """Whether every rank is there; notices ranks that died between steps."""
+        for number, rank in enumerate(self._ranks):
+            if number not in self._failures and rank.has_ended():
+                self._note(number, rank.death())
+        return not self._failures
 
     def execute(self, step: SchedulerOutput) -> list[RankOutput | None]:
-        """Executes one step on all ranks, and waits for all of them.
+        """Executes one step on all ranks that live, and waits for all of them.
 
         Returns:
             One output per rank, at the rank's index; ``None`` in the place of a dead one.
@@ -61,20 +119,27 @@ class Executor(Closing):
             WorkerDiedError: nothing came back from any rank; or the step has requests, and a rank
                 was dead before it began.
         """
-        if self.failures and (step.requests or len(self.failures) == self.world_size):
+        if self._failures and (step.requests or len(self._failures) == self.world_size):
             raise self.first_failure()
-        outputs = self._run(step)
+        living = [rank for rank in range(self.world_size) if rank not in self._failures]
+        for rank in living:
+            self._ranks[rank].send(step)
+        outputs: list[RankOutput | None] = [None] * self.world_size
+        for rank, answer in self._collect(living, self.spec.step_timeout_s).items():
+            assert isinstance(answer, RankOutput)
+            outputs[rank] = answer
         if all(output is None for output in outputs):
             raise self.first_failure()
         return outputs
 
-    def alive(self) -> bool:
-        """Whether every rank is there, as far as is known without asking them."""
-        return not self.failures
-
-    @abstractmethod
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not answered the step under way; none between steps. Any thread."""
+        """Ranks that have not answered the step under way; none between steps. Any thread.
+
+        Where ranks are stopped (SIGSTOP, a debugger), only those: the others wait for them.
+        """
+        asked = self._asked
+        stopped = tuple(rank for rank in asked if self._ranks[rank].is_stopped())
+        return stopped or asked
 
     def first_failure(self) -> WorkerDiedError:
         """The failure to report where several ranks failed: one that caused the others.
@@ -82,163 +147,95 @@ class Executor(Closing):
         Raises:
             LookupError: no rank failed.
         """
-        for failure in self.failures.values():
+        for failure in self._failures.values():
             # A rank that lost its neighbour says so; the neighbour is the news.
             if not isinstance(failure.__cause__, WorkerDiedError):
                 return failure
-        for failure in self.failures.values():
+        for failure in self._failures.values():
             return failure
         raise LookupError("no rank failed")
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends all ranks. Idempotent."""
+        """Asks the ranks to end, and kills those that have not in ``CLOSE_S`` seconds."""
+        for rank in self._ranks:
+            rank.send(None)
+        deadline = time.monotonic() + CLOSE_S
+        for rank in self._ranks:
+            rank.close(max(deadline - time.monotonic(), 0.1))
 
-
-class InProcessExecutor(Executor):
-    """Every rank a thread of this process; the same semantics without the cost of processes.
-
-    Args:
-        spec: of the workers. ``threads`` also becomes torch's default for threads that this
-            process starts later.
-
-    Raises:
-        ModelError, ConfigError, HostError: a rank could not start; none is left running.
-        WorkerDiedError: a rank did not start in time.
-    """
-
-    def __init__(self, spec: WorkerSpec) -> None:
-        self.spec = spec
-        group = LocalGroup(spec.parallel, spec.step_timeout_s)
-        self._group = group
-        self._failures: dict[int, WorkerDiedError] = {}
-        self._asked: tuple[int, ...] = ()
-        self._ranks = [
-            _RankThread(spec, group.communicator(rank), group) for rank in range(self.world_size)
-        ]
-        try:
-            self._handshakes = [rank.started(spec.start_timeout_s) for rank in self._ranks]
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def failures(self) -> Mapping[int, WorkerDiedError]:
-        """Why each dead rank is dead."""
-        return self._failures
-
-    def worker(self, rank: int) -> Worker:
-        """A rank's worker, to look at between steps."""
-        return self._ranks[rank].worker
-
-    def handshakes(self) -> list[bytes]:
-        """Gathered at the start."""
-        return list(self._handshakes)
-
-    def _run(self, step: SchedulerOutput) -> list[RankOutput | None]:
-        living = [rank for rank in range(self.world_size) if rank not in self._failures]
+    def _collect(self, ranks: Sequence[int], timeout_s: float) -> dict[int, Answer]:
+        """One answer of each rank; failures are noted instead."""
+        answers: dict[int, Answer] = {}
+        pending = {self._ranks[rank].connection: rank for rank in ranks}
         started = time.monotonic()
-        for rank in living:
-            self._ranks[rank].steps.put(step)
-        outputs: list[RankOutput | None] = [None] * self.world_size
-        self._asked = tuple(living)
+        # Ranks that wait for a silent one give up after ``timeout_s`` too; who says so is not it.
+        deadline = started + timeout_s + (GRACE_S if len(pending) > 1 else 0.0)
+        failed_before = len(self._failures)
+        while pending:
+            self._asked = tuple(pending.values())
+            left = deadline - time.monotonic()
+            ready = wait(list(pending), max(left, 0.0))
+            if not ready and left <= 0:
+                self._give_up(started, failed_before)
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                answer = self._answer(rank)
+                if answer is not None:
+                    answers[rank] = answer
+            if len(self._failures) > failed_before:
+                # The others wait for the failed rank in vain; most notice, some may not.
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        self._asked = ()
+        return answers
+
+    def _answer(self, rank: int) -> Answer | None:
         try:
-            for rank in living:
-                answer = self._ranks[rank].answer(self._patience_s(started))
-                self._asked = tuple(other for other in self._asked if other != rank)
-                if isinstance(answer, RankOutput):
-                    outputs[rank] = answer
-                else:
-                    self._note(rank, answer, started)
-        finally:
-            self._asked = ()
-        return outputs
+            answer = self._decoder.decode(self._ranks[rank].connection.recv_bytes())
+        except (EOFError, OSError):
+            self._note(rank, self._ranks[rank].death())
+            return None
+        if not isinstance(answer, Failed):
+            return answer
+        cause = _error(answer)
+        lost = isinstance(cause, WorkerDiedError)
+        said = answer.text if lost else f"{answer.kind}: {answer.text}"
+        failure = WorkerDiedError(f"{self._ranks[rank].name}: {said}")
+        failure.__cause__ = cause
+        self._note(rank, failure)
+        return None
 
-    def _patience_s(self, started: float) -> float:
-        """Seconds left for an answer; ranks that wait for a silent one get time to say so."""
-        grace = GRACE_S if self.world_size > 1 else 0.0
-        return max(started + self.spec.step_timeout_s + grace - time.monotonic(), 0.0)
+    def _give_up(self, started: float, failed_before: int) -> None:
+        """Ends the ranks that have not answered, and says which of them are to blame."""
+        noted = list(self._failures.values())[failed_before:]
+        explained = any(not isinstance(failure.__cause__, WorkerDiedError) for failure in noted)
+        silent = self.waiting_for()
+        waited = f"{time.monotonic() - started:.0f} s"
+        for number in self._asked:
+            rank = self._ranks[number]
+            rank.kill()
+            if explained or number not in silent:
+                failure = WorkerDiedError(f"{rank.name}: ended, as another rank had failed")
+                failure.__cause__ = WorkerDiedError("another rank failed")
+            else:
+                failure = WorkerDiedError(
+                    f"{rank.name} did not answer for {waited} {rank.given_up}"
+                )
+            self._note(number, failure)
 
-    def _note(self, rank: int, answer: bytes | Exception | None, started: float) -> None:
-        assert not isinstance(answer, bytes)
-        self._group.abort()  # the others must not wait for this rank
-        name = f"rank {rank} of engine {self.spec.engine!r}"
-        if answer is None:
-            failure = WorkerDiedError(
-                f"{name} did not answer for {time.monotonic() - started:.0f} s"
-            )
-        else:
-            failure = WorkerDiedError(f"{name}: {answer}")
-        failure.__cause__ = answer
-        logger.error("%s", failure, exc_info=answer)
+    def _note(self, rank: int, failure: WorkerDiedError) -> None:
+        caused = isinstance(failure.__cause__, WorkerDiedError)
+        logger.log(logging.WARNING if caused else logging.ERROR, "%s", failure)
         self._failures[rank] = failure
 
-    def waiting_for(self) -> tuple[int, ...]:
-        """By what has come back; ranks that wait for one of the others are among them."""
-        return tuple(rank for rank in self._asked if not self._ranks[rank].has_answered())
 
-    def close(self) -> None:
-        """Ends the threads; each closes its own worker."""
-        self._group.abort()
-        for rank in self._ranks:
-            rank.steps.put(None)
-        for rank in self._ranks:
-            rank.thread.join(CLOSE_S)
-
-
-class _RankThread:
-    """One rank: a thread that owns a worker and executes what it finds in ``steps``."""
-
-    def __init__(self, spec: WorkerSpec, communicator: Communicator, group: LocalGroup) -> None:
-        self.steps: queue.SimpleQueue[SchedulerOutput | None] = queue.SimpleQueue()
-        self.worker: Worker
-        self._answers: queue.SimpleQueue[bytes | RankOutput | Exception] = queue.SimpleQueue()
-        self._group = group
-        self.thread = threading.Thread(
-            target=self._serve,
-            args=(spec, communicator),
-            name=f"{spec.engine}-rank{communicator.rank}",
-            daemon=True,
-        )
-        self.thread.start()
-
-    def started(self, timeout_s: float) -> bytes:
-        """Waits for the worker; returns its handshake or raises what it raised."""
-        answer = self.answer(timeout_s)
-        if isinstance(answer, bytes):
-            return answer
-        if answer is None:
-            raise WorkerDiedError(f"{self.thread.name} did not start in {timeout_s:g} s")
-        assert isinstance(answer, Exception)
-        raise answer
-
-    def answer(self, timeout_s: float) -> bytes | RankOutput | Exception | None:
-        """The next answer: a handshake, an output, or what was raised; ``None`` if none came."""
+def _error(failed: Failed) -> Exception:
+    """What the rank raised, as far as it is an error of ours."""
+    kind = getattr(errors, failed.kind, None)
+    if isinstance(kind, type) and issubclass(kind, KVFerryError):
         try:
-            return self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-
-    def has_answered(self) -> bool:
-        """Whether an answer has come that was not taken yet."""
-        return not self._answers.empty()
-
-    def _serve(self, spec: WorkerSpec, communicator: Communicator) -> None:
-        torch.set_num_threads(spec.threads)  # of this thread; ranks would crowd each other out
-        try:
-            self.worker = Worker(spec, communicator)
-        except Exception as error:  # whatever it is, the executor raises it
-            self._answers.put(error)
-            return
-        try:
-            self._answers.put(self.worker.handshake())
-            while (step := self.steps.get()) is not None:
-                self._answers.put(self.worker.execute(step))
-        except Exception as error:
-            self._group.abort()
-            self._answers.put(error)
-        finally:
-            try:
-                self.worker.close()
-            except KVFerryError:
-                logger.exception("%s: closing", threading.current_thread().name)
+            return kind(failed.text)
+        except TypeError:
+            pass  # it takes more than a message
+    return EngineError(f"{failed.kind}: {failed.text}")

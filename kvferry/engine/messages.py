@@ -9,7 +9,9 @@ from pathlib import Path
 import msgspec
 
 from kvferry.config import KVTransferConfig
-from kvferry.connectors.base import KVConnectorOutput
+from kvferry.connectors.base import ConnectorContext, KVConnector, KVConnectorOutput
+from kvferry.connectors.registry import connector_context
+from kvferry.engine.weights import fingerprint
 from kvferry.topology import EngineGeometry, ParallelShape
 
 
@@ -53,7 +55,7 @@ class ScheduledRequest(msgspec.Struct, kw_only=True):
     """Index of the output token to be drawn, ``seed_offset`` included."""
 
 
-class SchedulerOutput(msgspec.Struct, kw_only=True):
+class SchedulerOutput(msgspec.Struct, kw_only=True, tag="step"):
     """One step."""
 
     requests: list[ScheduledRequest] = msgspec.field(default_factory=list)
@@ -69,7 +71,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         return {request.request_id: len(request.token_ids) for request in self.requests}
 
 
-class RankOutput(msgspec.Struct, kw_only=True):
+class RankOutput(msgspec.Struct, kw_only=True, tag="output"):
     """What one rank returns for one step."""
 
     sampled: dict[str, int] = msgspec.field(default_factory=dict)
@@ -161,38 +163,34 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The model folder."""
         return Path(self.model_folder)
 
+    def connector(self, config: KVTransferConfig) -> tuple[type[KVConnector], ConnectorContext]:
+        """The connector's class, and what both of its halves are made from.
+
+        Raises:
+            ConfigError, PluginError: see :func:`~kvferry.connectors.registry.connector_context`.
+            ModelError: the model folder cannot be used.
+        """
+        return connector_context(
+            config,
+            incarnation=self.incarnation,
+            groups=self.geometries,
+            layer_windows=self.layer_windows,
+            model=fingerprint(self.folder, self.dtype),
+            num_blocks=self.num_blocks,
+            world_size=self.parallel.world_size,
+        )
+
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
-    """The first message to a rank; answered by ``Ready`` or ``Failed``."""
+    """The first message to a rank."""
 
     spec: WorkerSpec
     rank: int
     init_method: str
-    """Where the ranks meet; see :class:`~kvferry.engine.communicator.GlooCommunicator`."""
+    """Where ranks that are processes meet; see
+    :class:`~kvferry.engine.communicator.GlooCommunicator`."""
     log_level: int
     """Of the logger ``kvferry``, as in :mod:`logging`."""
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
-    """Answered by ``Done`` or ``Failed``."""
-
-    output: SchedulerOutput
-
-
-class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """The last message to a rank, which closes its worker and ends."""
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The worker is open."""
-
-    handshake: bytes
-
-
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """A step was executed."""
-
-    output: RankOutput
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
@@ -203,9 +201,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     text: str
 
 
-#: What a rank receives.
-Command = Start | Step | Stop
+#: What a rank receives: its start, then steps; ``None`` lets it close its worker and end.
+Command = Start | SchedulerOutput | None
 
 
-#: What a rank answers.
-Answer = Ready | Done | Failed
+#: What a rank answers: its connector's handshake once the worker is open, an output for each step.
+Answer = bytes | RankOutput | Failed

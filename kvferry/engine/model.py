@@ -21,11 +21,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from kvferry.connectors.base import WorkerConnector
 from kvferry.engine.attention import LayerBatch, StepBatch, attend, write_kv
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.model_config import DecoderConfig, DeepseekConfig, LlamaConfig, RopeParameters
@@ -229,26 +230,6 @@ class LatentAttention(Attention):
         )
 
 
-class LayerHook(Protocol):
-    """Called around each layer's attention, with the model's layer index."""
-
-    def before_attention(self, layer: int) -> None:
-        """The layer's cache is about to be written and read."""
-
-    def after_attention(self, layer: int) -> None:
-        """The layer's keys and values of this step are written."""
-
-
-class NoHook:
-    """For a rank without a connector."""
-
-    def before_attention(self, layer: int) -> None:
-        """Nothing to wait for."""
-
-    def after_attention(self, layer: int) -> None:
-        """Nobody to tell."""
-
-
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer's share on one rank; linear weights are ``[out, in]``."""
@@ -305,6 +286,9 @@ class DecoderModel:
         self._communicator = communicator
         tp = groups[0].parallel.tp
         self._vocab_sizes = [len(split_range(config.vocab_size, index, tp)) for index in range(tp)]
+        self._layer_names = {
+            layer: group.layer_name(layer) for group in groups for layer in group.model_layers
+        }
         reader = WeightReader(folder, dtype)
         self._layers = {
             layer: DecoderLayer.read(config, reader, layer, shard) for layer in shard.layers
@@ -319,9 +303,15 @@ class DecoderModel:
         self._inverse_frequencies = inverse_frequencies(config.rope_parameters, config.rope_size)
 
     def forward(
-        self, batch: StepBatch, cache: PagedKVCache, hook: LayerHook
+        self, batch: StepBatch, cache: PagedKVCache, connector: WorkerConnector | None = None
     ) -> torch.Tensor | None:
         """Computes one step and writes its KV.
+
+        Args:
+            batch: the step.
+            cache: the rank's.
+            connector: told about each layer, by the name of the layer's own tensor, also where
+                one tensor holds all layers: one that moves layer by layer needs the layer.
 
         Returns:
             Logits ``[S, V]`` of the sampled tokens on the first rank of the last stage, else
@@ -338,9 +328,11 @@ class DecoderModel:
         rope = rotation(batch.positions, self._inverse_frequencies, self.dtype)
         for layer, share in self._layers.items():
             normed_TM = rms_norm(hidden_TM, share.input_norm, self.config.rms_norm_eps)
-            hook.before_attention(layer)
+            if connector is not None:
+                connector.wait_for_layer_load(self._layer_names[layer])
             attended_TM = share.attention(normed_TM, rope, cache.layer(layer), batch.layers[layer])
-            hook.after_attention(layer)
+            if connector is not None:
+                connector.save_kv_layer(self._layer_names[layer])
             self._communicator.all_reduce(attended_TM)
             hidden_TM = hidden_TM + attended_TM
             inner_TM = self._mlp(share, hidden_TM)

@@ -12,15 +12,16 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
 import torch
 
-from kvferry.engine.communicator import Communicator, GlooCommunicator, SingleCommunicator
-from kvferry.engine.messages import Answer, Command, Done, Failed, Ready, Start, Step
+from kvferry.engine.communicator import GlooCommunicator, LocalGroup
+from kvferry.engine.messages import Answer, Command, Failed, SchedulerOutput, Start
 from kvferry.engine.worker import Worker
-from kvferry.errors import WorkerDiedError
+from kvferry.errors import KVFerryError, WorkerDiedError
 
 logger = logging.getLogger("kvferry.engine.worker")
 
@@ -30,26 +31,37 @@ def main(fd: int) -> int:
     # Ctrl-C reaches the whole process group; the parent decides when ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with_peer(fd)
-    connection = Connection(fd)
+    return serve(Connection(fd), _open_worker)
+
+
+def serve(connection: Connection, open_worker: Callable[[Start], Worker]) -> int:
+    """Opens the worker of one rank, in a process or a thread, and executes steps until the end.
+
+    Returns:
+        0 if the executor asked for the end, 1 otherwise.
+    """
     commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
     start = commands.decode(connection.recv_bytes())
     assert isinstance(start, Start)
-    _prepare(start)
+    torch.set_num_threads(start.spec.threads)  # ranks would crowd each other out
     try:
-        worker = Worker(start.spec, _communicator(start))
+        worker = open_worker(start)
     except Exception as error:  # reported, whatever it is
         return _fail(connection, error)
     try:
-        _answer(connection, Ready(handshake=worker.handshake()))
-        while isinstance(command := commands.decode(connection.recv_bytes()), Step):
-            _answer(connection, Done(output=worker.execute(command.output)))
+        _answer(connection, worker.handshake())
+        while (step := commands.decode(connection.recv_bytes())) is not None:
+            assert isinstance(step, SchedulerOutput)
+            _answer(connection, worker.execute(step))
     except EOFError:
         return 1
     except Exception as error:
-        # Ending closes this rank's sockets, so that ranks that wait for it notice.
         return _fail(connection, error)
     finally:
-        worker.close()
+        try:
+            worker.close()  # ranks that wait for this one notice
+        except KVFerryError:
+            logger.exception("closing this rank")
     return 0
 
 
@@ -63,20 +75,19 @@ def _exit_with_peer(fd: int) -> None:
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
-def _prepare(start: Start) -> None:
+def _open_worker(start: Start) -> Worker:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("kvferry").setLevel(start.log_level)
-    torch.set_num_threads(start.spec.threads)
     if sys.platform == "linux":
         # Gloo would look up the host's name, which not every machine can resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def _communicator(start: Start) -> Communicator:
-    parallel = start.spec.parallel
-    if parallel.world_size == 1:
-        return SingleCommunicator()
-    return GlooCommunicator(parallel, start.rank, start.init_method, start.spec.step_timeout_s)
+    spec = start.spec
+    if spec.parallel.world_size == 1:
+        return Worker(spec, LocalGroup(spec.parallel).communicator(0))
+    return Worker(
+        spec,
+        GlooCommunicator(spec.parallel, start.rank, start.init_method, spec.step_timeout_s),
+    )
 
 
 def _answer(connection: Connection, answer: Answer) -> None:

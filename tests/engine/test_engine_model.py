@@ -5,7 +5,7 @@ import pytest
 from kvferry.cache import KVCacheConfig
 from kvferry.cache.config_builder import group_layers
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import load_model_config
@@ -18,7 +18,7 @@ SEEDED = SamplingParams(max_tokens=TOKENS, temperature=0.9, top_k=40, top_p=0.95
 @pytest.fixture(scope="module")
 def reference(tiny_folder, worker_spec):
     """Answers token by token, each from the whole sequence, with nothing kept in between."""
-    executor = InProcessExecutor(worker_spec(tiny_folder(num_layers=3), num_blocks=40))
+    executor = Executor(worker_spec(tiny_folder(num_layers=3), num_blocks=40), in_process=True)
 
     def answer(prompt, sampling):
         known = list(prompt)
@@ -48,7 +48,7 @@ def open_engine(tiny_folder, worker_spec):
         spec = worker_spec(folder, **spec_values)
         specs = load_model_config(folder).kv_cache_specs(spec.geometries[0].block_size, spec.dtype)
         config = KVCacheConfig(spec.num_blocks, (), group_layers(specs))
-        opened.append(Engine.open(options, config, InProcessExecutor(spec)))
+        opened.append(Engine.open(options, config, Executor(spec, in_process=True)))
         return opened[-1]
 
     yield make

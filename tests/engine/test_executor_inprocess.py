@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvferry.engine import executor as executors
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, EngineError, ModelError, WorkerDiedError
 
@@ -36,7 +36,7 @@ def recorded(tiny_folder, worker_spec, recording_connector):
 
     def make(**shape):
         spec = worker_spec(tiny_folder(), connector=recording_connector(), **shape)
-        opened.append(InProcessExecutor(spec))
+        opened.append(Executor(spec, in_process=True))
         return opened[-1]
 
     yield make
@@ -105,7 +105,7 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
         outputs = executor.execute(broken)
         assert outputs[0] is not None
         assert outputs[1] is None
-    message = "rank 1 of engine 'tested': this connector is broken"
+    message = "rank 1 of engine 'tested': RuntimeError: this connector is broken"
     with pytest.raises(WorkerDiedError, match=message):
         executor.execute(broken)
     assert not executor.alive()
@@ -115,8 +115,10 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
 def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch):
     monkeypatch.setattr(executors, "GRACE_S", 1.0)
     silence, seen = threading.Event(), []
-    with InProcessExecutor(worker_spec(tiny_folder(), tp=2, step_timeout_s=0.5)) as executor:
-        monkeypatch.setattr(executor.worker(1), "execute", lambda _step: silence.wait(20))
+    with Executor(
+        worker_spec(tiny_folder(), tp=2, step_timeout_s=0.5), in_process=True
+    ) as executor:
+        monkeypatch.setattr(executor.ranks[1].worker, "execute", lambda _step: silence.wait(20))
         timer = threading.Timer(0.25, lambda: seen.append(executor.waiting_for()))
         timer.start()
         try:
@@ -153,21 +155,21 @@ def test_too_little_memory_from_a_connector_is_refused(
 ):
     spec = worker_spec(tiny_folder(), connector=recording_connector(too_little_memory=True), tp=2)
     with pytest.raises(EngineError, match=r"allocated \d+ bytes, \d+ were asked for"):
-        InProcessExecutor(spec)
+        Executor(spec, in_process=True)
 
 
 def test_a_rank_that_cannot_start_leaves_no_thread(tmp_path, tiny_folder, worker_spec):
     spec = worker_spec(tiny_folder(), tp=3)
     before = set(threading.enumerate())
     with pytest.raises(ModelError, match="cannot be read"):
-        InProcessExecutor(msgspec.structs.replace(spec, model_folder=str(tmp_path)))
+        Executor(msgspec.structs.replace(spec, model_folder=str(tmp_path)), in_process=True)
     assert set(threading.enumerate()) == before
 
 
 def test_wrong_extra_keys_are_named(tiny_folder, worker_spec, recording_connector):
     spec = worker_spec(tiny_folder(), connector=recording_connector(too_littel_memory=True))
     with pytest.raises(ConfigError, match="did you mean 'too_little_memory'"):
-        InProcessExecutor(spec)
+        Executor(spec, in_process=True)
 
 
 def test_close_ends_every_thread_and_may_be_repeated(recorded):

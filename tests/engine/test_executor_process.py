@@ -12,9 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.engine import executor_process
-from kvferry.engine.executor import InProcessExecutor
-from kvferry.engine.executor_process import ProcessExecutor
+from kvferry.engine import executor as executors
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, ModelError, WorkerDiedError
 
@@ -42,6 +41,10 @@ def is_running(pid):
     return state != "Z"
 
 
+def pids_of(executor):
+    return [rank.process.pid for rank in executor.ranks]
+
+
 def wait_until_gone(pids, timeout_s=20.0):
     deadline = time.monotonic() + timeout_s
     while any(map(is_running, pids)) and time.monotonic() < deadline:
@@ -50,10 +53,10 @@ def wait_until_gone(pids, timeout_s=20.0):
 
 
 def assert_same_tokens(spec, alone, generate, prompts):
-    with InProcessExecutor(alone) as executor:
+    with Executor(alone, in_process=True) as executor:
         expected = generate(executor, prompts(*LENGTHS), together=False)
-    with ProcessExecutor(spec) as executor:
-        pids = executor.pids
+    with Executor(spec) as executor:
+        pids = pids_of(executor)
         assert executor.alive()
         found = generate(executor, prompts(*LENGTHS), chunk=9)
     assert [sequence.output for sequence in found] == [one.output for one in expected]
@@ -79,7 +82,7 @@ def test_other_shapes_draw_the_tokens_of_one(tp, pp, tiny_folder, worker_spec, g
 @pytest.mark.slow
 def test_sixteen_bit_sums_travel_too(tiny_folder, worker_spec, generate, prompts):
     spec = worker_spec(tiny_folder(), tp=2, dtype="bfloat16")
-    with ProcessExecutor(spec) as executor:
+    with Executor(spec) as executor:
         found = generate(executor, prompts(9), tokens=2)
     assert len(found[0].output) == 2
 
@@ -89,10 +92,10 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
 ):
     """Connectors live in the processes; one of them kills its own in the middle of a step."""
     spec = worker_spec(tiny_folder(), pp=2, connector=recording_connector())
-    with ProcessExecutor(spec) as executor:
+    with Executor(spec) as executor:
         told = [msgspec.json.decode(data) for data in executor.handshakes()]
         assert [rank for rank, _, _ in told] == [0, 1]
-        lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in executor.pids]
+        lines = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in pids_of(executor)]
         assert [line[4:6] for line in lines] == [["tested", "rank0"], ["tested", "rank1"]]
         outputs = executor.execute(step(tell="x"))
         events = outputs[1].kv_connector_output.kv_cache_events
@@ -104,18 +107,18 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
         assert outputs[0] is not None
         assert time.monotonic() - before < 60  # not the 600 s of a silent rank
         failure = str(executor.failures[1])
-        assert f"rank 1 of engine 'tested' (pid {executor.pids[1]}) died" in failure
+        assert f"rank 1 of engine 'tested' (pid {pids_of(executor)[1]}) died" in failure
         assert "killed by SIGKILL" in failure
         # The living rank goes on with what needs no other rank, and with nothing else.
         assert executor.execute(step(tokens=0))[0] is not None
         with pytest.raises(WorkerDiedError, match="killed by SIGKILL"):
             executor.execute(step())
-    assert not any(map(is_running, executor.pids))
+    assert not any(map(is_running, pids_of(executor)))
 
 
 def test_a_dead_neighbour_ends_a_sum_at_once(tiny_folder, worker_spec):
-    with ProcessExecutor(worker_spec(tiny_folder(), tp=2)) as executor:
-        os.kill(executor.pids[0], signal.SIGKILL)
+    with Executor(worker_spec(tiny_folder(), tp=2)) as executor:
+        os.kill(pids_of(executor)[0], signal.SIGKILL)
         before = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"rank 0 .* killed by SIGKILL"):
             executor.execute(step())
@@ -126,27 +129,27 @@ def test_a_dead_neighbour_ends_a_sum_at_once(tiny_folder, worker_spec):
 
 def test_a_rank_that_raises_says_what(tiny_folder, worker_spec, recording_connector, caplog):
     spec = worker_spec(tiny_folder(), connector=recording_connector())
-    with ProcessExecutor(spec) as executor:
+    with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match="RuntimeError: this connector is broken"):
             executor.execute(step(fail_rank=0))
-        assert wait_until_gone(executor.pids)
+        assert wait_until_gone(pids_of(executor))
     assert "[tested rank 0] RuntimeError: this connector is broken" in caplog.text
 
 
 def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connector):
     spec = worker_spec(tiny_folder(), connector=recording_connector(), step_timeout_s=1.0)
-    with ProcessExecutor(spec) as executor:
+    with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match=r"did not answer for 1(\.\d+)? s and was killed"):
             executor.execute(step(hang_rank=0))
-        assert wait_until_gone(executor.pids)
+        assert wait_until_gone(pids_of(executor))
 
 
 def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
     tiny_folder, worker_spec, recording_connector, monkeypatch
 ):
-    monkeypatch.setattr(executor_process, "GRACE_S", 2.0)
+    monkeypatch.setattr(executors, "GRACE_S", 2.0)
     spec = worker_spec(tiny_folder(), tp=2, connector=recording_connector(), step_timeout_s=1.0)
-    with ProcessExecutor(spec) as executor:
+    with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match=r"rank 0 of engine 'tested' did not answer for"):
             executor.execute(step(hang_rank=0))
         assert "cannot add up" in str(executor.failures[1])
@@ -155,11 +158,11 @@ def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
 def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     tiny_folder, worker_spec, monkeypatch
 ):
-    monkeypatch.setattr(executor_process, "GRACE_S", 2.0)
-    with ProcessExecutor(worker_spec(tiny_folder(), tp=2, step_timeout_s=2.0)) as executor:
+    monkeypatch.setattr(executors, "GRACE_S", 2.0)
+    with Executor(worker_spec(tiny_folder(), tp=2, step_timeout_s=2.0)) as executor:
         executor.execute(step())
         assert executor.waiting_for() == ()
-        os.kill(executor.pids[1], signal.SIGSTOP)
+        os.kill(pids_of(executor)[1], signal.SIGSTOP)
         failures = []
 
         def execute():
@@ -175,7 +178,7 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
         assert waiting == (1,)  # rank 0 has not answered either, but only because of rank 1
         assert "rank 1 of engine 'tested' did not answer for" in failures[0]
         assert executor.waiting_for() == ()
-    assert not any(map(is_running, executor.pids))
+    assert not any(map(is_running, pids_of(executor)))
 
 
 def test_errors_of_the_start_keep_their_class_and_leave_no_process(
@@ -183,20 +186,20 @@ def test_errors_of_the_start_keep_their_class_and_leave_no_process(
 ):
     spec = worker_spec(tiny_folder(), tp=2)
     with pytest.raises(ModelError, match=r"rank . of engine 'tested': ModelError: .* cannot be"):
-        ProcessExecutor(msgspec.structs.replace(spec, model_folder=str(tmp_path)))
+        Executor(msgspec.structs.replace(spec, model_folder=str(tmp_path)))
     spec = worker_spec(tiny_folder(), connector=recording_connector(too_littel_memory=True))
     with pytest.raises(ConfigError, match="did you mean 'too_little_memory'"):
-        ProcessExecutor(spec)
+        Executor(spec)
 
 
 def test_ranks_end_when_their_parent_is_killed(tiny_folder, worker_spec):
     spec = msgspec.msgpack.encode(worker_spec(tiny_folder()))
     program = """
         import msgspec, os, signal
-        from kvferry.engine.executor_process import ProcessExecutor
+        from kvferry.engine.executor import Executor
         from kvferry.engine.messages import WorkerSpec
-        executor = ProcessExecutor(msgspec.msgpack.decode(bytes.fromhex("SPEC"), type=WorkerSpec))
-        print(*executor.pids, flush=True)
+        executor = Executor(msgspec.msgpack.decode(bytes.fromhex("SPEC"), type=WorkerSpec))
+        print(*[rank.process.pid for rank in executor.ranks], flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     done = subprocess.run(

@@ -6,7 +6,7 @@ import torch
 from kvferry.cache import KVCacheConfig
 from kvferry.cache.config_builder import group_layers
 from kvferry.engine.engine import Engine
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import load_model_config
@@ -32,9 +32,9 @@ def open_engine(tiny_folder, worker_spec):
             load_model_config(folder).kv_cache_specs(spec.geometries[0].block_size, spec.dtype),
             hybrid=len(spec.geometries) > 1,
         )
-        executor = InProcessExecutor(spec)
+        executor = Executor(spec, in_process=True)
         for rank in range(executor.world_size):
-            for tensor in executor.worker(rank).runner.cache.tensors.values():
+            for tensor in executor.ranks[rank].worker.cache.tensors.values():
                 tensor.fill_(torch.nan)
         config = KVCacheConfig(spec.num_blocks, (), groups)
         opened.append(Engine.open(SchedulerOptions(**options), config, executor))

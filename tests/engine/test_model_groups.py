@@ -12,7 +12,7 @@ from kvferry.cache.config_builder import group_layers
 from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import LocalGroup
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
-from kvferry.engine.model import DecoderModel, NoHook
+from kvferry.engine.model import DecoderModel
 from kvferry.engine.shard import ModelShard, PagedKVCache
 from kvferry.engine.weights import load_model_config
 from kvferry.engine.weights_folder import TinyLatent
@@ -96,7 +96,7 @@ class Ranks:
         def run(model, cache):
             with torch.inference_mode():
                 batch = build_batch(requests, self.groups, model.dtype, model.config.layer_windows)
-                return model.forward(batch, cache, NoHook())
+                return model.forward(batch, cache)
 
         with ThreadPoolExecutor(len(self.models)) as pool:
             found = list(pool.map(run, self.models, self.caches))

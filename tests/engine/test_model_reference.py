@@ -2,19 +2,16 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 
 from kvferry.engine.attention import build_batch
-from kvferry.engine.communicator import SingleCommunicator
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.communicator import LocalGroup
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest
-from kvferry.engine.model import NoHook
-from kvferry.engine.shard import PagedKVCache
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import TinyLatent
-from kvferry.engine.worker import ModelRunner
+from kvferry.engine.worker import Worker
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -73,9 +70,8 @@ def our_logits(worker_spec):
     def compute(folder, prompt, **shape):
         spec = worker_spec(folder, num_blocks=100, **shape)
         groups = spec.geometries
-        nbytes = PagedKVCache.nbytes(groups, 0, spec.num_blocks)
-        runner = ModelRunner(spec, SingleCommunicator(), np.zeros(nbytes, np.uint8))
-        model = runner.model
+        worker = Worker(spec, LocalGroup(spec.parallel).communicator(0))
+        model = worker.model
         needed = -(-len(prompt) // groups[0].block_size)
         free = iter(range(99, 0, -1))
         tables = tuple([next(free) for _ in range(needed)] for _ in groups)
@@ -91,7 +87,7 @@ def our_logits(worker_spec):
                 )
                 windows = model.config.layer_windows
                 batch = build_batch([request], groups, torch.float64, windows)
-                rows.append(model.forward(batch, runner.cache, NoHook())[0])
+                rows.append(model.forward(batch, worker.cache)[0])
         return torch.stack(rows)
 
     return compute
@@ -198,7 +194,7 @@ def test_greedy_tokens_and_gaps_are_those_of_transformers(
     folder = tiny_folder()
     model = transformers_model(folder)
     asked = prompts(1, 3, 17, 64)
-    with InProcessExecutor(worker_spec(folder, num_blocks=64)) as executor:
+    with Executor(worker_spec(folder, num_blocks=64), in_process=True) as executor:
         found = generate(executor, asked, tokens=12)
     for prompt, sequence in zip(asked, found, strict=True):
         theirs = model.generate(
@@ -219,7 +215,7 @@ def test_weights_shape_the_answer_enough_for_token_tests(
     tiny_folder, worker_spec, generate, prompts
 ):
     """Tokens differ, and a model whose attention saw nothing would choose others."""
-    with InProcessExecutor(worker_spec(tiny_folder(), num_blocks=64)) as executor:
+    with Executor(worker_spec(tiny_folder(), num_blocks=64), in_process=True) as executor:
         found = generate(executor, prompts(30, 30, 30), tokens=16)
         alone = generate(executor, [[sequence.prompt[-1]] for sequence in found], tokens=16)
     assert len({token for sequence in found for token in sequence.output}) > 8
@@ -233,9 +229,9 @@ def test_narrow_dtypes_stay_close_to_float64(
     dtype, model, tiny_folder, worker_spec, prompts, generate
 ):
     folder, asked = tiny_folder(**model), prompts(20, 33)
-    with InProcessExecutor(worker_spec(folder)) as executor:
+    with Executor(worker_spec(folder), in_process=True) as executor:
         exact = generate(executor, asked, tokens=1)
-    with InProcessExecutor(worker_spec(folder, dtype=dtype)) as executor:
+    with Executor(worker_spec(folder, dtype=dtype), in_process=True) as executor:
         rounded = generate(executor, asked, tokens=1)
     for one, other in zip(exact, rounded, strict=True):
         tolerance = 1e-4 if dtype == "float32" else 0.3
@@ -263,7 +259,7 @@ def test_smollm2_answers_like_transformers(tmp_path, worker_spec, generate):
         for question in ("What is the capital of France?", "Write a haiku about the sea.")
     ]
     spec = worker_spec(folder, tp=2, pp=2, block_size=24, num_blocks=20, dtype="float32")
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         found = generate(executor, asked, tokens=12, chunk=16)
     assert "Paris" in tokenizer.decode(found[0].output)
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvferry.engine.communicator import LocalGroup
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.shard import ModelShard
 from kvferry.engine.weights import load_model_config
@@ -24,7 +24,7 @@ def undivided(tiny_folder, worker_spec, generate, prompts):
         key = tuple(model.items())
         if key not in known:
             folder = tiny_folder(num_layers=5, **model)
-            with InProcessExecutor(worker_spec(folder)) as executor:
+            with Executor(worker_spec(folder), in_process=True) as executor:
                 known[key] = generate(executor, prompts(*LENGTHS), together=False)
         return known[key]
 
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_one_rank(
 ):
     """3 KV heads over 2 and 4 ranks, 5 layers over 2 and 3 stages, 130 inner over 3 and 4."""
     spec = worker_spec(tiny_folder(num_layers=5), tp=tp, pp=pp)
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         found = generate(executor, prompts(*LENGTHS), chunk=9, seed=tp)
     assert_same(found, undivided())
 
@@ -57,9 +57,9 @@ def test_ranks_without_a_query_head_change_nothing(
     spec = worker_spec(tiny_folder(num_layers=5, **model), tp=tp)
     counts = [len(spec.geometries[0].query_heads(rank, 2)) for rank in range(tp)]
     assert (0 in counts) == (tp > 2)
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         found = generate(executor, prompts(*LENGTHS))
-        replicas = [executor.worker(rank).runner.cache.layer(3) for rank in range(tp)]
+        replicas = [executor.ranks[rank].worker.cache.layer(3) for rank in range(tp)]
         for keys, values in replicas[1:]:
             assert torch.equal(keys, replicas[0][0])
             assert torch.equal(values, replicas[0][1])
@@ -72,13 +72,13 @@ def test_replicas_of_a_head_agree_to_the_last_bit_in_float32(
     """A target may read either; the ranks' products for queries have other shapes."""
     model = {"num_heads": 9, "num_kv_heads": 3, "hidden_size": 144}
     spec = worker_spec(tiny_folder(**model), tp=7, dtype="float32")
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         generate(executor, prompts(40, 33), chunk=16)
         for head in range(3):
             ranks = spec.geometries[0].head_replicas(head)
             assert len(ranks) > 1
             for layer in range(4):
-                first, *others = [executor.worker(r).runner.cache.layer(layer) for r in ranks]
+                first, *others = [executor.ranks[r].worker.cache.layer(layer) for r in ranks]
                 for other in others:
                     assert all(map(torch.equal, first, other))
 
@@ -88,27 +88,27 @@ def test_block_size_changes_nothing(
     block_size, tiny_folder, worker_spec, generate, prompts, undivided
 ):
     spec = worker_spec(tiny_folder(num_layers=5), block_size=block_size, num_blocks=130)
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         assert_same(generate(executor, prompts(*LENGTHS), chunk=5), undivided())
 
 
 @pytest.mark.parametrize("layout", [*LAYOUT_NAMES, "BHK(k=DN,v=ND)", "KHB(k=ND,v=DN)"])
 def test_layout_changes_nothing(layout, tiny_folder, worker_spec, generate, prompts, undivided):
     spec = worker_spec(tiny_folder(num_layers=5), layout=layout, tp=2, pp=2)
-    with InProcessExecutor(spec) as executor:
+    with Executor(spec, in_process=True) as executor:
         assert_same(generate(executor, prompts(*LENGTHS)), undivided())
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 10, 36])
 def test_chunks_change_nothing(chunk, tiny_folder, worker_spec, generate, prompts, undivided):
-    with InProcessExecutor(worker_spec(tiny_folder(num_layers=5))) as executor:
+    with Executor(worker_spec(tiny_folder(num_layers=5)), in_process=True) as executor:
         assert_same(generate(executor, prompts(*LENGTHS), chunk=chunk), undivided())
 
 
 def test_stale_memory_changes_nothing(tiny_folder, worker_spec, generate, prompts, undivided):
     """Blocks that others used hold anything, NaN included."""
-    with InProcessExecutor(worker_spec(tiny_folder(num_layers=5))) as executor:
-        for tensor in executor.worker(0).runner.cache.tensors.values():
+    with Executor(worker_spec(tiny_folder(num_layers=5)), in_process=True) as executor:
+        for tensor in executor.ranks[0].worker.cache.tensors.values():
             tensor.fill_(float("nan"))
         assert_same(generate(executor, prompts(*LENGTHS), chunk=9), undivided())
 
@@ -116,10 +116,10 @@ def test_stale_memory_changes_nothing(tiny_folder, worker_spec, generate, prompt
 def test_seeded_draws_do_not_depend_on_shape_or_batch(tiny_folder, worker_spec, generate, prompts):
     sampling = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, seed=7)
     folder, asked = tiny_folder(), prompts(*LENGTHS)
-    with InProcessExecutor(worker_spec(folder)) as executor:
+    with Executor(worker_spec(folder), in_process=True) as executor:
         alone = generate(executor, asked, sampling=sampling, tokens=10, together=False)
         greedy = generate(executor, asked, tokens=10)
-    with InProcessExecutor(worker_spec(folder, tp=3, pp=2)) as executor:
+    with Executor(worker_spec(folder, tp=3, pp=2), in_process=True) as executor:
         found = generate(executor, asked, sampling=sampling, tokens=10, chunk=8)
     assert_same(found, alone)
     assert [one.output for one in greedy] != [one.output for one in alone]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvferry.engine import weights_sources
-from kvferry.engine.executor import InProcessExecutor
+from kvferry.engine.executor import Executor
 from kvferry.engine.model_config import parse_config
 from kvferry.engine.shard import WeightReader
 from kvferry.engine.weights import (
@@ -317,7 +317,7 @@ def test_a_rank_copies_its_slices_and_maps_what_all_share(tiny_folder, worker_sp
     assert torch.equal(reader.columns(name, range(3, 9)), whole[:, 3:9])
     assert reader.mapped(name).data_ptr() == reader.mapped(name).data_ptr()
     assert reader.whole(name).data_ptr() != reader.mapped(name).data_ptr()
-    with InProcessExecutor(worker_spec(folder, tp=3)) as executor:
-        held = executor.worker(2).runner.model._layers[1].attention._kv
+    with Executor(worker_spec(folder, tp=3), in_process=True) as executor:
+        held = executor.ranks[2].worker.model._layers[1].attention._kv
         assert held.shape == (2 * 16, 96)
         assert torch.equal(held[:16], whole[32:])
