@@ -37,11 +37,11 @@ from kvferry.topology.group import GroupGeometry
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Pause after a failed handshake."""
+"""Pause after a handshake or a renewal that failed."""
 PENDING_RETRY_S = 0.01
 """Pause after a lease was not to be had yet: its source is copying the blocks to host memory."""
 REFUSED_RETRY_S = 10.0
-"""Pause after a refused one: only a restart of the other side can change the answer."""
+"""Pause after a handshake that was refused: only a restart of the other side can change the answer."""
 
 
 class LoadState(enum.Enum):
