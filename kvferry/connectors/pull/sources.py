@@ -41,7 +41,7 @@ RETRY_S = 0.5
 PENDING_RETRY_S = 0.01
 """Pause after a lease was not to be had yet: its source is copying the blocks to host memory."""
 REFUSED_RETRY_S = 10.0
-"""Pause after a handshake that was refused: only a restart of the other side can change the answer."""
+"""Pause after a refused handshake: only a restart of the other side can change the answer."""
 
 
 class LoadState(enum.Enum):
