@@ -54,20 +54,20 @@ def copy_kv_blocks(
     _check_call(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, direction)
     if not (src_kv_caches and len(src_block_ids)):
         return
-    pairs = _checked_pairs(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
-    views = [(view_of(source), view_of(target), dim) for source, target, dim in pairs]
+    views = _views(src_kv_caches, dst_kv_caches, src_block_ids, dst_block_ids, block_dim)
     addresses = (
         [source.address for source, _, _ in views],
         [target.address for _, target, _ in views],
     )
     devices = {view.device for pair in views for view in pair[:2]} - {HOST}
-    for tiles, runs in _tables(views, src_block_ids, dst_block_ids):
-        if devices:
-            _lane(devices.pop()).copy(*addresses, tiles, runs, to_device=direction == "h2d")
-        else:
-            from kvferry.layouts.copier import copy_tiles
+    from kvferry.layouts.copier import copy_tiles  # compiles
 
+    lane = _lane(devices.pop()) if devices else None
+    for tiles, runs in _tables(views, src_block_ids, dst_block_ids):
+        if lane is None:
             copy_tiles(*addresses, tiles, runs)
+        else:
+            lane.copy(*addresses, tiles, runs, to_device=direction == "h2d")
 
 
 def _check_call(
@@ -88,58 +88,50 @@ def _check_call(
         raise ValueError("dst_block_ids: a block stands twice; its contents would depend on order")
     if missing := sorted(source.keys() - target.keys()):
         raise ValueError(f"dst_kv_caches: layers missing: {', '.join(missing)}")
-    host = target if direction == "d2h" else source
-    if wrong := [name for name in source if not _is_host(host[name])]:
-        raise ValueError(f"direction: {direction}, but the host's {wrong[0]!r} is on a device")
-    device = source if direction == "d2h" else target
+    host, device = (target, source) if direction == "d2h" else (source, target)
     for name in source:
-        if not _is_host(device[name]) and device[name].device.type != "cuda":
+        if _device_of(host[name]) != HOST:
+            raise ValueError(f"direction: {direction}, but the host's {name!r} is on a device")
+        if not _device_of(device[name]).startswith((HOST, "cuda")):
             raise ValueError(
-                f"layer {name!r}: on {device[name].device}; give one on a CUDA device or the host"
+                f"layer {name!r}: on {_device_of(device[name])}; give one on a CUDA device or the "
+                "host"
             )
-    if len(found := {str(getattr(cache, "device", HOST)) for cache in device.values()}) > 1:
+    if len(found := {_device_of(device[name]) for name in source}) > 1:
         raise ValueError(f"layers on {', '.join(sorted(found))}; call once per device")
 
 
-def _checked_pairs(
+def _device_of(tensor: Any) -> str:
+    return str(getattr(tensor, "device", HOST))
+
+
+def _views(
     sources: Mapping[str, Any],
     targets: Mapping[str, Any],
     source_ids: Sequence[int],
     target_ids: Sequence[int],
     block_dim: int | None,
-) -> list[tuple[Any, Any, int]]:
+) -> list[tuple[ArrayView, ArrayView, int]]:
     """Source, target and the dim of blocks of each layer."""
-    pairs = []
-    for name, source in sources.items():
-        dim = _block_dim(source) if block_dim is None else block_dim
-        _check_pair(name, source, targets[name], dim)
-        for side, tensor, ids in (
-            ("source", source, source_ids),
-            ("target", targets[name], target_ids),
-        ):
-            if not 0 <= min(ids) <= max(ids) < tensor.shape[dim]:
+    found = []
+    for name in sources:
+        source, target = view_of(sources[name]), view_of(targets[name])
+        dim = block_dim
+        if dim is None:
+            dim = 1 if len(source.shape) == 5 and source.shape[0] == 2 else 0
+        shapes = [(*view.shape[:dim], *view.shape[dim + 1 :]) for view in (source, target)]
+        if shapes[0] != shapes[1] or source.dtype != target.dtype:
+            raise ValueError(
+                f"layer {name!r}: {source.shape} {source.dtype} to {target.shape} "
+                f"{target.dtype}; they may differ in the number of blocks (dim {dim}) alone"
+            )
+        for side, view, ids in (("source", source, source_ids), ("target", target, target_ids)):
+            if not 0 <= min(ids) <= max(ids) < view.shape[dim]:
                 raise BlockIdError(
-                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {tensor.shape[dim]}"
+                    f"{side} blocks {min(ids)} to {max(ids)}: {name!r} has {view.shape[dim]}"
                 )
-        pairs.append((source, targets[name], dim))
-    return pairs
-
-
-def _check_pair(name: str, source: Any, target: Any, dim: int) -> None:
-    shapes = [[*tensor.shape[:dim], *tensor.shape[dim + 1 :]] for tensor in (source, target)]
-    if shapes[0] != shapes[1] or source.dtype != target.dtype:
-        raise ValueError(
-            f"layer {name!r}: {tuple(source.shape)} {source.dtype} to {tuple(target.shape)} "
-            f"{target.dtype}; they may differ in the number of blocks (dim {dim}) alone"
-        )
-
-
-def _block_dim(tensor: Any) -> int:
-    return 1 if len(tensor.shape) == 5 and tensor.shape[0] == 2 else 0
-
-
-def _is_host(tensor: Any) -> bool:
-    return isinstance(tensor, np.ndarray) or tensor.device.type == "cpu"
+        found.append((source, target, dim))
+    return found
 
 
 def _tables(
