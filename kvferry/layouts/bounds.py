@@ -35,57 +35,40 @@ def check_bounds(
             f"tiles and runs are tables of TILE_DTYPE and RUN_DTYPE, got {tiles.dtype} with "
             f"{tiles.ndim} dims and {runs.dtype} with {runs.ndim} dims"
         )
-    from kvferry.layouts import bounds_kernels  # compiles; planning alone need not
+    rows = as_rows(tiles, TILE_DTYPE), as_rows(runs, RUN_DTYPE)
+    for side, sizes in (("source", source_region_bytes), ("target", target_region_bytes)):
+        problem = _problem(*rows, side, sizes)
+        if problem:
+            raise BoundsError(problem)
 
-    sizes = [
-        np.array(() if side is None else side, dtype=np.int64)
-        for side in (source_region_bytes, target_region_bytes)
-    ]
-    kind, row, source, low, high = bounds_kernels.find_problem(
-        as_rows(tiles, TILE_DTYPE),
-        as_rows(runs, RUN_DTYPE),
-        *sizes,
-        source_region_bytes is not None,
-        target_region_bytes is not None,
+
+def _problem(tiles: Tiles, runs: Runs, side: str, sizes: Sequence[int] | Int64s | None) -> str:
+    """What is wrong on one side; empty if nothing is."""
+    from kvferry.layouts import bounds_kernels as found  # compiles; planning alone need not
+
+    region_bytes = np.array(() if sizes is None else sizes, dtype=np.int64)
+    kind, row, low, high = found.find_problem(
+        tiles, runs, region_bytes, side == "source", sizes is not None
     )
-    if kind == bounds_kernels.FINE:
-        return
-    side, region_bytes = ("source", sizes[0]) if source else ("target", sizes[1])
-    if kind == bounds_kernels.BAD_RUN:
-        text = f"run {row}: {_bad_value(runs[row], side, _RUN_FIELDS)}"
-    elif kind == bounds_kernels.BAD_EXTENT:
-        text = f"tile {row}: {_bad_value(tiles[row], side, _TILE_FIELDS)}"
-    elif kind == bounds_kernels.TOO_FAR:
-        text = f"tile {row}: {side} addresses reach {ADDRESS_LIMIT:.3g} bytes or more"
-    elif kind == bounds_kernels.NO_REGION:
-        text = (
-            f"tile {row}: {side} region {tiles[row][f'{side}_region']} is not one of the "
-            f"{len(region_bytes)} regions"
-        )
-    else:
-        region = tiles[row][f"{side}_region"]
-        text = (
-            f"tile {row}: bytes {low} to {high} of {side} region {region}, which has "
-            f"{region_bytes[region]} bytes"
-        )
-    raise BoundsError(text)
+    if kind == found.FINE:
+        return ""
+    if kind == found.BAD_RUN:
+        values = _values(runs[row], "tokens", f"{side}_step", f"{side}_block", f"{side}_token")
+        return f"run {row}: {values}; tokens and steps are 1 or more, places 0 or more"
+    tile = tiles[row]
+    if kind == found.BAD_EXTENT:
+        values = _values(tile, "heads", "elements", "itemsize")
+        return f"tile {row}: {values}; each is 1 or more"
+    if kind == found.TOO_FAR:
+        return f"tile {row}: {side} addresses reach {ADDRESS_LIMIT:.3g} bytes or more"
+    region = tile[f"{side}_region"]
+    if kind == found.NO_REGION:
+        return f"tile {row}: {side} region {region} is not one of the {len(region_bytes)} regions"
+    return (
+        f"tile {row}: bytes {low} to {high} of {side} region {region}, which has "
+        f"{region_bytes[region]} bytes"
+    )
 
 
-#: Fields that are checked in a table by themselves, and the least that each may be.
-_TILE_FIELDS = {"heads": 1, "elements": 1, "itemsize": 1}
-_RUN_FIELDS = {
-    "tokens": 1,
-    "source_step": 1,
-    "target_step": 1,
-    "{side}_block": 0,
-    "{side}_token": 0,
-}
-
-
-def _bad_value(row: np.void, side: str, least: dict[str, int]) -> str:
-    """The first field of a row that is too small, and its value."""
-    for name, value in least.items():
-        field = name.format(side=side)
-        if row[field] < value:
-            return f"{field} is {row[field]}"
-    raise AssertionError("the kernel refuses only what is too small")
+def _values(row: np.void, *fields: str) -> str:
+    return ", ".join(f"{field} is {row[field]}" for field in fields)

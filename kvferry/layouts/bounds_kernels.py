@@ -13,57 +13,41 @@ FINE, BAD_RUN, BAD_EXTENT, TOO_FAR, NO_REGION, OUTSIDE = range(6)
 
 @kernel
 def find_problem(
-    tiles: Any,
-    runs: Any,
-    source_bytes: Any,
-    target_bytes: Any,
-    check_source: bool,
-    check_target: bool,
-) -> tuple[int, int, bool, int, int]:
+    tiles: Any, runs: Any, region_bytes: Any, source: bool, has_sizes: bool
+) -> tuple[int, int, int, int]:
     """The first row that must be refused, in about a microsecond where there is none.
 
     Args:
         tiles: rows of ``TILE_DTYPE``.
         runs: rows of ``RUN_DTYPE``.
-        source_bytes: int64, of each source region.
-        target_bytes: int64, of each target region.
-        check_source: whether the addresses of the source are checked.
-        check_target: whether those of the target are.
+        region_bytes: int64, of each region of one side.
+        source: which side.
+        has_sizes: whether addresses are checked, and not the extents alone.
 
     Returns:
-        What is wrong, in which row, on which side (``True``: the source), and for
-        :data:`OUTSIDE` the first byte and the one after the last.
+        What is wrong, in which row, and for :data:`OUTSIDE` the first byte and the one after the
+        last.
     """
+    last_block, last_token = 0.0, 0.0  # in floats, which cannot wrap
     for r in range(len(runs)):
-        if runs[r].tokens < 1 or runs[r].source_step < 1 or runs[r].target_step < 1:
-            return BAD_RUN, r, True, 0, 0
+        block, token, step = _run_side(runs[r], source)
+        if runs[r].tokens < 1 or step < 1 or (has_sizes and (block < 0 or token < 0)):
+            return BAD_RUN, r, 0, 0
+        last_block = max(last_block, float(block))
+        last_token = max(last_token, float(token) + (runs[r].tokens - 1.0) * step)
     for t in range(len(tiles)):
         if tiles[t].heads < 1 or tiles[t].elements < 1 or tiles[t].itemsize < 1:
-            return BAD_EXTENT, t, True, 0, 0
-    if len(tiles) == 0 or len(runs) == 0:
-        return FINE, 0, True, 0, 0
-    if check_source:
-        kind, row, low, high = _find_outside(tiles, runs, source_bytes, True)
-        if kind != FINE:
-            return kind, row, True, low, high
-    if check_target:
-        kind, row, low, high = _find_outside(tiles, runs, target_bytes, False)
-        if kind != FINE:
-            return kind, row, False, low, high
-    return FINE, 0, True, 0, 0
+            return BAD_EXTENT, t, 0, 0
+    if len(runs) == 0 or not has_sizes:
+        return FINE, 0, 0, 0
+    return _find_outside(tiles, runs, region_bytes, source, last_block, last_token)
 
 
 @kernel
 def _find_outside(
-    tiles: Any, runs: Any, region_bytes: Any, source: bool
+    tiles: Any, runs: Any, region_bytes: Any, source: bool, last_block: float, last_token: float
 ) -> tuple[int, int, int, int]:
-    last_block, last_token = 0.0, 0.0  # in floats, which cannot wrap
-    for r in range(len(runs)):
-        block, token, step = _run_side(runs[r], source)
-        if block < 0 or token < 0:
-            return BAD_RUN, r, 0, 0
-        last_block = max(last_block, float(block))
-        last_token = max(last_token, float(token) + (runs[r].tokens - 1.0) * step)
+    """The same for addresses; blocks and tokens of runs reach to ``last_block``, ``last_token``."""
     # Tiles share one or two pairs of strides, for keys and for values; the runs are looked at once
     # per pair: rows of (block stride, token stride, lowest, highest).
     spans, known = np.zeros((2, 4), dtype=np.int64), 0
