@@ -22,8 +22,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from kvferry.layouts.layout import Layout
-from kvferry.layouts.repack import HeldSlice, Repack, check_ids, make_repack, views_as_units
+from kvferry.layouts.layout import CellStrides, Layout
+from kvferry.layouts.repack import HeldSlice, Place, Repack, Unit, check_ids, make_repack
 from kvferry.layouts.tiles import Runs, Tiles
 
 Method: TypeAlias = Literal["numba", "triton", "torch"]
@@ -47,8 +47,8 @@ def run_repack(
 ) -> None:
     """Makes blocks hold the target's geometry, in place, in every unit of the repack.
 
-    On a device the work is enqueued on the current stream; see
-    :class:`~kvferry.layouts.cuda_stream.SideStream` to keep it off the engine's own.
+    On a device the work is enqueued on the current stream; under ``torch.cuda.stream(side)`` it is
+    kept off the engine's own.
 
     Args:
         repack: what to do.
@@ -270,8 +270,9 @@ def _repack_of(
     slots: str,
     held_block_size: int,
 ) -> Repack:
+    cells = CellStrides(0, 0, *strides)
     return make_repack(
-        views_as_units(dict.fromkeys(range(count), (strides, elements))),
+        [Unit((("cells", elements),), (Place(region, cells),)) for region in range(count)],
         itemsize=itemsize,
         heads=heads,
         block_size=block_size,

@@ -22,7 +22,7 @@ order of the parts and head slices of several sources are one computation.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,10 +31,7 @@ import numpy.typing as npt
 
 from kvferry.errors import BlockIdError
 from kvferry.layouts.layout import Box, CellStrides, Layout
-from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs, num_bytes
-
-BlockIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-"""Ids of blocks that were filled, those of one frame next to each other."""
+from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
 Parts: TypeAlias = tuple[tuple[str, int], ...]
 """Name and elements per head of each part of a unit."""
@@ -100,14 +97,6 @@ class Repack:
             return 0
         return int(self.gather["target_block_stride"].max())
 
-    def unit_tiles(self, unit: int) -> tuple[Tiles, Tiles]:
-        """The rows of one unit: gather, scatter."""
-        one, two = self.tiles_per_unit
-        return (
-            self.gather[unit * one : (unit + 1) * one],
-            self.scatter[unit * two : (unit + 1) * two],
-        )
-
     def bind(self, block_ids: npt.NDArray[np.int64], batch_frames: int = 0) -> tuple[Runs, Runs]:
         """The runs of gather and scatter for checked block ids, frame after frame.
 
@@ -115,7 +104,8 @@ class Repack:
             block_ids: a multiple of ``frame_blocks`` of them.
             batch_frames: how many frames the dense memory holds at a time; all of them if 0.
         """
-        blocks, templates = self.frame_blocks, self._template()
+        blocks = self.frame_blocks
+        templates = _frame_runs(self.block_size, self.held_block_size)
         frames = len(block_ids) // blocks
         place = np.arange(frames) % (batch_frames or max(frames, 1))
         gather = blank_runs(len(block_ids))
@@ -129,16 +119,6 @@ class Repack:
         at = np.repeat(np.arange(frames) * blocks, each)
         scatter["target_block"] = block_ids[scatter["target_block"] + at]
         return gather, scatter
-
-    def _template(self) -> Runs:
-        """The scatter runs of the first frame; target blocks by their place in it."""
-        return _frame_runs(self.block_size, self.held_block_size)
-
-    def nbytes(self, num_blocks: int) -> int:
-        """Bytes that are read once and written once for so many blocks."""
-        whole = blank_runs(1)
-        whole["tokens"] = self.block_size
-        return num_bytes(self.gather, whole) * num_blocks
 
 
 def make_repack(
@@ -158,8 +138,8 @@ def make_repack(
     >>> nhd, hnd = Layout.named("NHD"), Layout.named("HND")
     >>> options = {"itemsize": 1, "heads": 2, "block_size": 4, "slots": nhd}
     >>> repack = make_repack([unit], held=[HeldSlice(hnd, 2)], held_block_size=8, **options)
-    >>> repack.frame_blocks, repack.nbytes(repack.frame_blocks)
-    (2, 16)
+    >>> repack.frame_blocks, repack.block_bytes
+    (2, 8)
     >>> make_repack([unit], held=[HeldSlice(nhd, 2)], held_block_size=4, **options).units
     0
 
@@ -184,16 +164,18 @@ def make_repack(
             f"{heads}; give each of its heads once"
         )
     shape = _Shape(itemsize, heads, block_size, slots, tuple(held), held_block_size)
-    changed = _changed_units(shape, units)
-    dense = all(_lies_dense(shape, unit) for unit in changed)  # every unit has as many rows
-    gather = [_gather_rows(shape, unit, dense=dense) for unit in changed]
-    scatter = [_scatter_rows(shape, unit) for unit in changed]
+    return _described(shape, [unit for unit in units if _moves(_described(shape, [unit]))])
+
+
+def _described(shape: "_Shape", units: Sequence[Unit]) -> Repack:
+    gather = [_gather_rows(shape, unit) for unit in units]
+    scatter = [_scatter_rows(shape, unit) for unit in units]
     return Repack(
-        block_size,
-        held_block_size,
-        _table([row for rows in gather for row in rows]),
-        _table([row for rows in scatter for row in rows]),
-        (len(gather[0]), len(scatter[0])) if changed else (1, 1),
+        shape.block_size,
+        shape.held_block_size,
+        np.array([row for rows in gather for row in rows], dtype=TILE_DTYPE),
+        np.array([row for rows in scatter for row in rows], dtype=TILE_DTYPE),
+        (len(gather[0]), len(scatter[0])) if units else (1, 1),
     )
 
 
@@ -256,34 +238,13 @@ def dense_strides(
     return inner.strides(box, strides)
 
 
-def _lies_dense(shape: _Shape, unit: Unit) -> bool:
-    """Whether the bytes of a block lie in memory as they were filled."""
+def _gather_rows(shape: _Shape, unit: Unit) -> list[tuple[int, ...]]:
+    """One row per part; what lies in memory as it was filled is merged when it is copied."""
     dense = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
-    first, start = unit.places[0], dense[unit.parts[0][0]]
-    return all(
-        place.region == first.region
-        and place.cells[3:] == dense[name][3:]
-        and place.cells.offset - first.cells.offset == dense[name].offset - start.offset
-        for (name, _), place in zip(unit.parts, unit.places, strict=True)
-    )
-
-
-def _gather_rows(shape: _Shape, unit: Unit, *, dense: bool) -> list[tuple[int, ...]]:
-    """One row where blocks lie ``dense``, else one per part."""
-    cells_of = dense_strides(shape.slots, unit.parts, shape.itemsize, shape.block_size, shape.heads)
-    if dense:  # the shares of a block's tokens are copied as they come
-        first, start = unit.places[0], cells_of[unit.parts[0][0]]
-        share = start.block // shape.block_size
-        offset = first.cells.offset - start.offset
-        cells = (share, 0, shape.itemsize)
-        extents = (1, share // shape.itemsize, shape.itemsize)
-        return [
-            (first.region, offset, first.cells.block, *cells, 0, 0, start.block, *cells, *extents)
-        ]
     return [
         (
             *_side(place.region, place.cells),
-            *_side(0, cells_of[name]),
+            *_side(0, dense[name]),
             *(shape.heads, elements, shape.itemsize),
         )
         for (name, elements), place in zip(unit.parts, unit.places, strict=True)
@@ -314,10 +275,6 @@ def _side(region: int, cells: CellStrides) -> tuple[int, ...]:
     return (region, cells.offset, cells.block, cells.token, cells.head, cells.element)
 
 
-def _table(rows: Sequence[tuple[int, ...]]) -> Tiles:
-    return np.array(rows, dtype=TILE_DTYPE)
-
-
 @functools.cache
 def _frame_runs(block_size: int, held_block_size: int) -> Runs:
     frame = math.lcm(block_size, held_block_size)
@@ -331,34 +288,12 @@ def _frame_runs(block_size: int, held_block_size: int) -> Runs:
     return runs
 
 
-def _changed_units(shape: _Shape, units: Sequence[Unit]) -> list[Unit]:
-    """The units of which any byte goes to another place than it lies in."""
-    # Layers are alike as a rule: what is true of one is then found out once.
-    known: dict[Unit, bool] = {}
-    changed = []
-    for unit in units:
-        begin = unit.places[0]
-        alike = Unit(unit.parts, tuple(_relative(place, begin) for place in unit.places))
-        if alike not in known:
-            gather, scatter = (
-                _table(_gather_rows(shape, unit, dense=_lies_dense(shape, unit))),
-                _table(_scatter_rows(shape, unit)),
-            )
-            sizes = (shape.block_size, shape.held_block_size)
-            one = Repack(*sizes, gather, scatter, (len(gather), len(scatter)))
-            known[alike] = _moves_anything(one)
-        if known[alike]:
-            changed.append(unit)
-    return changed
-
-
-def _moves_anything(repack: Repack) -> bool:
-    """Whether any byte of the first unit goes to another place than it lies in."""
+def _moves(repack: Repack) -> bool:
+    """Whether any byte of a repack of one unit goes to another place than it lies in."""
     from kvferry.layouts.copier import expand  # compiles; planning alone need not
 
-    gather, scatter = repack.unit_tiles(0)
     gather_runs, scatter_runs = repack.bind(np.arange(repack.frame_blocks))
-    before, after = expand(gather, gather_runs), expand(scatter, scatter_runs)
+    before, after = expand(repack.gather, gather_runs), expand(repack.scatter, scatter_runs)
     edges = np.union1d(before["target_offset"], after["source_offset"])
     lies = _cache_places(before, "target", "source", edges)
     goes = _cache_places(after, "source", "target", edges)
@@ -371,21 +306,3 @@ def _cache_places(segments: npt.NDArray[np.void], frame: str, cache: str, at: An
     found = segments[np.searchsorted(segments[f"{frame}_offset"], at, side="right") - 1]
     inside = at - found[f"{frame}_offset"]
     return np.stack([found[f"{cache}_region"], found[f"{cache}_offset"] + inside])
-
-
-def _relative(place: Place, begin: Place) -> Place:
-    cells = place.cells._replace(offset=place.cells.offset - begin.cells.offset)
-    return Place(place.region - begin.region, cells)
-
-
-def views_as_units(views: Mapping[int, tuple[Sequence[int], int]]) -> list[Unit]:
-    """Units of caches of one part, each viewed as ``[blocks, tokens, heads, elements]``.
-
-    Args:
-        views: region → byte strides of the view's four dims, and its elements per head; each
-            region begins at its view's first element.
-    """
-    return [
-        Unit((("cells", elements),), (Place(region, CellStrides(0, 0, *strides)),))
-        for region, (strides, elements) in views.items()
-    ]

@@ -18,7 +18,6 @@ packed, and a layout change costs only the side that unpacks. Runs of different 
 a chunk, because a dense box has one token count.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,18 +64,14 @@ def stage(
     Raises:
         ValueError: ``chunk_bytes`` is less than 1.
     """
-    return tuple(_staged(tiles, runs, chunk_bytes, target_itemsize))
-
-
-def _staged(
-    tiles: Tiles, runs: Runs, chunk_bytes: int, target_itemsize: int | None
-) -> Iterator[StagedChunk]:
+    chunks = []
     # The commonest length first, which is the whole block: large messages lead.
     lengths, counts = np.unique(runs["tokens"], return_counts=True)
     for tokens in lengths[np.argsort(-counts, kind="stable")]:
         same = runs[runs["tokens"] == tokens]
         for tile_range, run_range in chunk_slices(cut_chunks(tiles, same, chunk_bytes)):
-            yield _chunk(tiles[tile_range], same[run_range], int(tokens), target_itemsize)
+            chunks.append(_chunk(tiles[tile_range], same[run_range], int(tokens), target_itemsize))
+    return tuple(chunks)
 
 
 def _chunk(tiles: Tiles, runs: Runs, tokens: int, target_itemsize: int | None) -> StagedChunk:

@@ -14,7 +14,7 @@ from kvferry.layouts import (
     zero_tail,
 )
 from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.device import DevicePlacer, HostMirror
+from kvferry.layouts.device import HostMirror, Placer
 from kvferry.layouts.postprocess import default_method
 from kvferry.layouts.staging import stage
 from kvferry.testing.transport_peer import contents, fill
@@ -81,17 +81,17 @@ def test_many_layers_and_blocks_at_once_are_right():
 
 
 def test_a_side_stream_waits_for_the_engine_and_the_engine_for_its_event():
-    from kvferry.layouts.cuda_stream import SideStream
-
     host = caches_of(2, 16, 8, 128, torch.bfloat16)
     device = [torch.zeros_like(cache, device="cuda") for cache in host]
     filled = on_gpu(host)
-    side = SideStream(device[0].device)
+    side = torch.cuda.Stream(device[0].device)
     torch.cuda._sleep(20_000_000)  # the step that is still running when the blocks are asked for
     for cache, values in zip(device, filled, strict=True):
         cache.copy_(values)
-    done = side.run(lambda: kv_postprocess_layout_on_receive(device, [3, 5]))
-    torch.cuda.current_stream().wait_event(done)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        kv_postprocess_layout_on_receive(device, [3, 5])
+    torch.cuda.current_stream().wait_event(side.record_event())
     found = [cache.clone() for cache in device]
     kv_postprocess_layout_on_receive(host, [3, 5])
     assert_same(found, host)
@@ -173,7 +173,7 @@ def test_chunks_in_pinned_memory_are_placed_in_a_cache_of_the_device(stream):
     held, wanted = random_bytes(nbytes), np.zeros(nbytes, dtype=np.uint8)
     cache = stream.allocate(nbytes)
     staging = np.frombuffer(mmap.mmap(-1, 8 << 20), dtype=np.uint8)
-    with DevicePlacer(stream, [cache.address]) as placer:
+    with Placer([cache.address], stream) as placer:
         placer.adopt(staging)
         for chunk in stage(tiles, runs):
             landed = staging[: chunk.nbytes]

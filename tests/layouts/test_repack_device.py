@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.layouts import Layout, repack_run, run_repack
-from kvferry.layouts.repack import HeldSlice, make_repack, views_as_units
+from kvferry.layouts import CellStrides, Layout, repack_run, run_repack
+from kvferry.layouts.repack import HeldSlice, Place, Unit, make_repack
 from kvferry.layouts.repack_run import repack_on_host
 from kvferry.topology import EngineGeometry, ParallelShape
 from tests.repacks import repack_of_pair
@@ -26,8 +26,9 @@ def repack_of(caches, held_tokens):
     _, tokens, heads, elements = caches[0].shape
     itemsize = caches[0].element_size()
     strides = [stride * itemsize for stride in caches[0].stride()]
+    cells = CellStrides(0, 0, *strides)
     return make_repack(
-        views_as_units(dict.fromkeys(range(len(caches)), (strides, elements))),
+        [Unit((("cells", elements),), (Place(region, cells),)) for region in range(len(caches))],
         itemsize=itemsize,
         heads=heads,
         block_size=tokens,
