@@ -8,8 +8,8 @@ that follows is written against this contract, so that it is tested without a de
 For a wire that reads host memory alone (``kv_buffer_device: cpu``), dense chunks land in host
 memory, and a :class:`Placer` puts them where they belong::
 
-    wire ──▶ staging (host) ──▶ HostPlacer ───────────────────────────▶ cache in host memory
-                            ──▶ DevicePlacer: upload ▶ bounce, unpack ▶ cache on the device
+    wire ──▶ staging (host) ──▶ strided copy ──────────────────▶ cache in host memory
+                            ──▶ upload ──▶ bounce, unpack ─────▶ cache on the device
 
 On the way out a :class:`HostMirror` holds copies of blocks that were lent, and a wire serves those.
 A :class:`HostLane` copies between the device and host memory of any order, in either direction.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.arrays import MemorySpan
+from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.layouts.copier import Int64s, copy_tiles
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles
@@ -135,17 +135,36 @@ class CopyStream(Closing):
 
 
 class Placer(Closing):
-    """Puts chunks that have landed in host memory where they belong. Thread-safe."""
+    """Puts chunks that have landed in host memory where they belong in a cache. Thread-safe.
 
-    @abstractmethod
+    In host memory that is one strided copy on the calling thread. Into a device they go up dense,
+    into a bounce buffer, and from there strided into place: a dense upload runs at the rate of the
+    bus without the help of the device's cores, and the strided pass costs next to nothing beside
+    it. The stream keeps order, so that one bounce buffer serves all chunks: it is overwritten after
+    it was unpacked.
+    """
+
+    def __init__(self, addresses: Sequence[int] | Int64s, stream: CopyStream | None = None) -> None:
+        """Args:
+        addresses: address of each region of the cache.
+        stream: copies on the cache's device, and stays the caller's; none for host memory.
+        """
+        self._addresses = np.array(addresses, dtype=np.int64)
+        self._stream = stream
+        self._bounce = MemorySpan(0, 0, HOST if stream is None else stream.device)
+        self._pinned: list[ByteArray] = []
+        self._lock = threading.Lock()
+
     def adopt(self, staging: ByteArray) -> None:
         """Prepares memory in which chunks will land, for speed alone; it lives until ``close``.
 
         Raises:
             HostError: it cannot be pinned.
         """
+        if self._stream is not None:
+            self._stream.pin(staging)
+            self._pinned.append(staging)
 
-    @abstractmethod
     def place(self, landed: ByteArray, tiles: Tiles, runs: Runs) -> None:
         """Copies a chunk into the cache, unchecked; when it returns, the bytes are in place.
 
@@ -160,74 +179,25 @@ class Placer(Closing):
             HostError: the device has no room for a chunk of this size.
             TransferError: the device failed.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Gives up what :meth:`adopt` took. Nobody may be in :meth:`place`. Idempotent."""
-
-
-class HostPlacer(Placer):
-    """Into a cache in host memory: one strided copy on the calling thread."""
-
-    def __init__(self, addresses: Sequence[int] | Int64s) -> None:
-        """Args: address of each region of the cache."""
-        self._addresses = addresses
-
-    def adopt(self, staging: ByteArray) -> None:
-        """See :meth:`Placer.adopt`; there is nothing to do."""
-
-    def place(self, landed: ByteArray, tiles: Tiles, runs: Runs) -> None:
-        """See :meth:`Placer.place`."""
-        copy_tiles([landed.ctypes.data], self._addresses, tiles, runs)
-
-    def close(self) -> None:
-        """See :meth:`Placer.close`."""
-
-
-class DevicePlacer(Placer):
-    """Into a cache on a device: up into a dense bounce buffer, from there strided into place.
-
-    A dense upload runs at the rate of the bus without the help of the device's cores; the strided
-    pass then costs next to nothing beside it. The stream keeps order, so that one bounce buffer
-    serves all chunks: it is overwritten after it was unpacked.
-    """
-
-    def __init__(self, stream: CopyStream, addresses: Sequence[int] | Int64s) -> None:
-        """Args:
-        stream: copies on the cache's device; stays the caller's.
-        addresses: address of each region of the cache.
-        """
-        self._stream = stream
-        self._addresses = np.array(addresses, dtype=np.int64)
-        self._bounce = MemorySpan(0, 0, stream.device)  # grows to the largest chunk
-        self._pinned: list[ByteArray] = []
-        self._lock = threading.Lock()
-
-    def adopt(self, staging: ByteArray) -> None:
-        """See :meth:`Placer.adopt`. What is not pinned is uploaded too, at half the rate."""
-        self._stream.pin(staging)
-        self._pinned.append(staging)
-
-    def place(self, landed: ByteArray, tiles: Tiles, runs: Runs) -> None:
-        """See :meth:`Placer.place`."""
+        if self._stream is None:
+            copy_tiles([landed.ctypes.data], self._addresses, tiles, runs)
+            return
         with self._lock:  # the three belong together on the stream
-            bounce = self._room(landed.nbytes)
-            self._stream.upload(landed, bounce.address)
-            self._stream.copy([bounce.address], self._addresses, tiles, runs)
+            if self._bounce.nbytes < landed.nbytes:
+                # Doubled, as what the stream has allocated lives as long as the stream.
+                room = max(landed.nbytes, 2 * self._bounce.nbytes)
+                self._bounce = self._stream.allocate(room)
+            self._stream.upload(landed, self._bounce.address)
+            self._stream.copy([self._bounce.address], self._addresses, tiles, runs)
             event = self._stream.record()
         event.wait()
 
     def close(self) -> None:
-        """See :meth:`Placer.close`."""
+        """Gives up what :meth:`adopt` took. Nobody may be in :meth:`place`. Idempotent."""
         pinned, self._pinned = self._pinned, []
-        for staging in pinned:
-            self._stream.unpin(staging)
-
-    def _room(self, nbytes: int) -> MemorySpan:
-        if self._bounce.nbytes < nbytes:
-            # Doubled, as what the stream has allocated lives as long as the stream.
-            self._bounce = self._stream.allocate(max(nbytes, 2 * self._bounce.nbytes))
-        return self._bounce
+        if self._stream is not None:
+            for staging in pinned:
+                self._stream.unpin(staging)
 
 
 class HostMirror(Closing):

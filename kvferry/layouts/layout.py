@@ -61,7 +61,8 @@ class Box(NamedTuple):
 class CellStrides(NamedTuple):
     """Address of a cell of one part relative to its tensor, in the unit of the tensor's strides.
 
-    ``offset + layer * l + block * b + token * n + head * h + element * d``
+    ``offset + layer * l + block * b + token * n + head * h + element * d``, with indices local to
+    the rank. In bytes, it is also what the handshake carries.
     """
 
     offset: int

@@ -28,7 +28,7 @@ from kvferry.errors import (
 from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert as convert_elements
-from kvferry.layouts.device import CopyStream, DevicePlacer, HostPlacer, Placer
+from kvferry.layouts.device import CopyStream, Placer
 from kvferry.layouts.staging import WIRE_CHUNK_BYTES, StagedChunk, stage
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.lifetimes import Closing
@@ -89,9 +89,7 @@ class Staging(Closing):
         self.pool = StagingPool(nbytes, stall_timeout_s)
         self.serial = Serial("staging")
         """Owns the pool and all reads."""
-        self._placer: Placer = (
-            HostPlacer(addresses) if stream is None else DevicePlacer(stream, addresses)
-        )
+        self._placer = Placer(addresses, stream)
         self.movers = MoverPool("unpack", threads)
         """The threads that unpack."""
 

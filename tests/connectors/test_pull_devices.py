@@ -21,7 +21,7 @@ from kvferry.connectors.pull import worker as pull_worker
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.errors import ConfigError
 from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
-from kvferry.layouts.device import CopyStream, DevicePlacer
+from kvferry.layouts.device import CopyStream, Placer
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair
@@ -31,7 +31,7 @@ from kvferry.testing.host_ipc import HostIpcMemory, HostIpcStream
 from kvferry.testing.host_stream import HostCopyEvent, HostCopyStream
 from kvferry.testing.hybrid_conformance import HYBRID_GEOMETRIES, HybridConnectorConformance
 from kvferry.testing.known_cache import KnownCache
-from kvferry.topology import EngineGeometry, ParallelShape, mamba2_states, recurrent_group
+from kvferry.topology import EngineGeometry, ParallelShape, StateGeometry, mamba2_states
 from kvferry.topology import memory as rank_memory
 from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
 from kvferry.transports.cuda_ipc_memory import IpcMemory
@@ -214,7 +214,7 @@ def test_cuda_ipc_moves_them_in_one_pass(
     assert all(not stream.pinned for stream in streams)  # there is neither mirror nor staging
 
 
-RECURRENT = recurrent_group(
+RECURRENT = StateGeometry(
     num_layers=2,
     layer_indices=(0, 2),
     states=mamba2_states(
@@ -404,11 +404,11 @@ def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
     pair = open_one()
     request = pair.decode(pair.prefill("r", 21))
     unpacking = threading.Event()
-    place, close = DevicePlacer.place, DeviceStream.close
+    place, close = Placer.place, DeviceStream.close
     closed: set[CopyStream] = set()
     placed_in_time: list[bool] = []
 
-    def slow(placer: DevicePlacer, *chunk: Any) -> None:
+    def slow(placer: Placer, *chunk: Any) -> None:
         unpacking.set()
         time.sleep(0.3)
         placed_in_time.append(placer._stream not in closed)
@@ -419,7 +419,7 @@ def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
         closed.add(stream)
         close(stream)
 
-    monkeypatch.setattr(DevicePlacer, "place", slow)
+    monkeypatch.setattr(Placer, "place", slow)
     monkeypatch.setattr(DeviceStream, "close", tell)
     pair.run(unpacking.is_set, "a chunk to be unpacked")
     pair.consumer.close()

@@ -12,7 +12,7 @@ from kvferry.errors import HostError, TransferError
 from kvferry.layouts import TILE_DTYPE, blank_runs
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.copier import copy_tiles
-from kvferry.layouts.device import DevicePlacer, HostMirror, HostPlacer
+from kvferry.layouts.device import HostMirror, Placer
 from kvferry.layouts.staging import stage
 from kvferry.testing.host_stream import HostCopyStream
 from kvferry.topology import EngineGeometry, ParallelShape
@@ -32,8 +32,8 @@ def stream():
 def placer_of(request, stream):
     """Makes a placer for a cache whose regions have the given addresses."""
     if request.param == "host":
-        return HostPlacer
-    return lambda addresses: DevicePlacer(stream, addresses)
+        return Placer
+    return lambda addresses: Placer(addresses, stream)
 
 
 def test_chunks_through_staging_are_the_direct_copy(copy_cases, addresses, placer_of):
@@ -74,7 +74,7 @@ def one_chunk(nbytes):
 
 def test_placing_returns_when_the_bytes_are_in_place_and_not_before(stream):
     tiles, runs, landed, cache = one_chunk(1000)
-    placer = DevicePlacer(stream, [cache.ctypes.data])
+    placer = Placer([cache.ctypes.data], stream)
     stream.pause()
     placing = threading.Thread(target=placer.place, args=(landed, tiles, runs))
     placing.start()
@@ -88,7 +88,7 @@ def test_placing_returns_when_the_bytes_are_in_place_and_not_before(stream):
 
 def test_threads_share_one_bounce_buffer_and_each_chunk_stays_whole(stream):
     cache = np.zeros((8, 5000), dtype=np.uint8)
-    placer = DevicePlacer(stream, [cache.ctypes.data])
+    placer = Placer([cache.ctypes.data], stream)
 
     def place(row):
         tiles, runs, landed, _ = one_chunk(5000)
@@ -109,7 +109,7 @@ def test_the_bounce_buffer_grows_with_the_chunks_and_seldom(stream, monkeypatch)
     allocate = stream.allocate
     monkeypatch.setattr(stream, "allocate", lambda n: taken.append(n) or allocate(n))
     cache = np.zeros(1000, dtype=np.uint8)
-    placer = DevicePlacer(stream, [cache.ctypes.data])
+    placer = Placer([cache.ctypes.data], stream)
     for nbytes in (100, 60, 150, 200, 1000):
         tiles, runs, landed, _ = one_chunk(nbytes)
         placer.place(landed, tiles, runs)
@@ -118,7 +118,7 @@ def test_the_bounce_buffer_grows_with_the_chunks_and_seldom(stream, monkeypatch)
 
 
 def test_staging_is_pinned_while_it_is_used(stream):
-    placer = DevicePlacer(stream, [0])
+    placer = Placer([0], stream)
     staging = np.zeros(100, dtype=np.uint8)
     placer.adopt(staging)
     assert stream.pinned == [staging.ctypes.data]
@@ -129,7 +129,7 @@ def test_staging_is_pinned_while_it_is_used(stream):
 
 def test_a_device_that_fails_fails_what_is_placed(stream):
     tiles, runs, landed, cache = one_chunk(10)
-    placer = DevicePlacer(stream, [cache.ctypes.data])
+    placer = Placer([cache.ctypes.data], stream)
     stream.fail()
     with pytest.raises(TransferError, match="the device failed"):
         placer.place(landed, tiles, runs)
