@@ -18,7 +18,6 @@ from kvferry.explain.sentences import (
     kept_text,
     layers_text,
     saving_texts,
-    staging_text,
 )
 from kvferry.topology import ranges_text
 from kvferry.transports.base import Transport
@@ -39,7 +38,6 @@ def show_explained(pair: EnginePair, console: Console) -> None:
     show_pair(pair, console)
     _say_list(console, "What differs", difference_texts(pair))
     _say_list(console, "Balance", balance_texts(pair))
-    _say_list(console, "Staging", [staging_text(pair)])
     _say_list(console, "Cheaper", saving_texts(pair) or ["nothing that was tried"])
     if pair.ways:
         console.print(_ways_table(pair))

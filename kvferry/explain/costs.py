@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from kvferry.layouts.tiles import Tiles
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import pair_groups
@@ -45,9 +43,6 @@ class PairCost:
     """Contiguous copies after merging, if both block tables are in order."""
     segments_shuffled: int
     """The same if both block tables are shuffled."""
-    staging_bytes: int = 0
-    """Bytes of it that a wire of contiguous segments would want staged: those of which the tokens
-    that share a block on both sides are no contiguous run on both sides."""
 
     def __add__(self, other: "PairCost") -> "PairCost":
         """Both groups' costs of the same two ranks."""
@@ -60,7 +55,6 @@ class PairCost:
             self.rows + other.rows,
             self.segments_ordered + other.segments_ordered,
             self.segments_shuffled + other.segments_shuffled,
-            self.staging_bytes + other.staging_bytes,
         )
 
 
@@ -87,22 +81,8 @@ class Balance:
         return tuple(index for index, nbytes in enumerate(self.nbytes) if not nbytes)
 
 
-def balance_over_sources(costs: Iterable[PairCost], world_size: int) -> Balance:
-    """What each of the source's ranks gives."""
-    return _balance(((cost.source_rank, cost.nbytes) for cost in costs), world_size)
-
-
-def balance_over_targets(costs: Iterable[PairCost], world_size: int) -> Balance:
-    """What each of the target's ranks takes."""
-    return _balance(((cost.target_rank, cost.nbytes) for cost in costs), world_size)
-
-
-def balance_over_links(costs: Iterable[PairCost]) -> Balance:
-    """What each pair of ranks moves that moves anything, in the order of the costs."""
-    return Balance(tuple(cost.nbytes for cost in costs))
-
-
-def _balance(shares: Iterable[tuple[int, int]], world_size: int) -> Balance:
+def balance_over(shares: Iterable[tuple[int, int]], world_size: int) -> Balance:
+    """What each of an engine's ranks moves, given ranks and bytes of each share."""
     nbytes = [0] * world_size
     for rank, share in shares:
         nbytes[rank] += share
@@ -145,7 +125,7 @@ def explain_transfer(
         ProtocolError, BoundsError: a memory does not fit its geometry.
     """
     costs: dict[tuple[int, int], PairCost] = {}
-    for part in _parts(source, target, num_tokens, target_engine_id):
+    for part in read_parts(source, target, num_tokens, target_engine_id):
         for cost in part.costs(source_memory, target_memory, seed):
             ranks = cost.target_rank, cost.source_rank
             costs[ranks] = costs[ranks] + cost if ranks in costs else cost
@@ -168,31 +148,22 @@ class SegmentLength:
 
 
 def segment_lengths(
-    *,
-    source: Groups,
-    target: Groups,
-    num_tokens: int,
-    target_engine_id: str = "",
+    parts: Iterable["ReadPart"],
     source_memory: Memories | None = None,
     target_memory: Memories | None = None,
-    target_ranks: Sequence[int] | None = None,
 ) -> tuple[SegmentLength, ...]:
     """The lengths by which the ways of cells are chosen, one entry per pair of groups.
 
     Args:
-        source: see :func:`explain_transfer`, like what follows.
-        target: see there.
-        num_tokens: see there.
-        target_engine_id: see there.
-        source_memory: see there.
+        parts: what is read, see :func:`read_parts`.
+        source_memory: see :func:`explain_transfer`.
         target_memory: see there.
-        target_ranks: only what these read; all of them if left out.
 
     Raises:
         ValueError, ProtocolError, BoundsError: see :func:`explain_transfer`.
     """
     found: dict[tuple[int, int], SegmentLength] = {}
-    for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
+    for part in parts:
         if not part.plan.pieces:
             continue
         groups = part.source_group, part.target_group
@@ -206,24 +177,12 @@ def segment_lengths(
     return tuple(found.values())
 
 
-def count_segments(
-    *,
-    source: Groups,
-    target: Groups,
-    num_tokens: int,
-    target_engine_id: str = "",
-    seed: int = 0,
-    target_ranks: Sequence[int] | None = None,
-) -> tuple[int, int]:
-    """The sums of :func:`explain_transfer`, for less work.
+def count_segments(parts: Iterable["ReadPart"], seed: int = 0) -> tuple[int, int]:
+    """The sums of :func:`explain_transfer` over dense tensors, for less work.
 
     Args:
-        source: as there, like what follows.
-        target: see above.
-        num_tokens: see above.
-        target_engine_id: see above.
-        seed: see above.
-        target_ranks: only what these read; all of them if left out.
+        parts: what is read, see :func:`read_parts`.
+        seed: of the shuffled block tables.
 
     Returns:
         Bytes, and contiguous copies after merging if both block tables are shuffled.
@@ -232,7 +191,7 @@ def count_segments(
         ValueError: see :func:`explain_transfer`.
     """
     nbytes = segments = 0
-    for part in _parts(source, target, num_tokens, target_engine_id, target_ranks):
+    for part in parts:
         copies = part.copies(seed)
         nbytes += copies.nbytes
         for rank, tiles in part.tiles(None, None).items():
@@ -241,7 +200,7 @@ def count_segments(
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class ReadPart:
     """What one target rank reads for one pair of groups: the tokens from ``first_token`` on."""
 
     plan: TransferPlan
@@ -251,6 +210,7 @@ class _Part:
     num_tokens: int
 
     def tiles(self, source: Memories | None, target: Memories | None) -> dict[int, Tiles]:
+        """The tiles per source rank, in these memories or in dense tensors."""
         plan = self.plan
         givers = {
             rank: dense_memory_of(plan.source, rank, self.num_tokens)
@@ -272,40 +232,44 @@ class _Part:
     def costs(
         self, source: Memories | None, target: Memories | None, seed: int
     ) -> Iterator[PairCost]:
+        """What the target rank reads from each source rank."""
         copies, others = self.copies(None), self.copies(seed)
         for rank, tiles in self.tiles(source, target).items():
             ordered, shuffled = copies.runs_of(rank), others.runs_of(rank)
             if not len(ordered):
                 continue  # the two hold other tokens of so short a span
-            longest = ordered[np.argmax(ordered["tokens"])][np.newaxis]
             num_tokens = int(ordered["tokens"].sum())
             given = self.plan.for_source(rank)
-            nbytes = given.bytes_per_token * num_tokens
             parts = self.plan.target.parts
             rows = sum(len(piece.heads) for piece in given.pieces for p in parts if piece.has(p))
             heads = {h for piece in given.pieces if piece.part is None for h in piece.heads}
-            is_whole = count_copies(tiles, longest) <= len(tiles)
             yield PairCost(
                 target_rank=self.plan.target_rank,
                 source_rank=rank,
                 layers=tuple(sorted({piece.layer for piece in given.pieces})),
                 heads=tuple(sorted(heads)),
-                nbytes=nbytes,
+                nbytes=given.bytes_per_token * num_tokens,
                 rows=rows * num_tokens,
                 segments_ordered=count_copies(tiles, ordered),
                 segments_shuffled=count_copies(tiles, shuffled),
-                staging_bytes=0 if is_whole else nbytes,
             )
 
 
-def _parts(
+def read_parts(
     source: Groups,
     target: Groups,
     num_tokens: int,
-    target_engine_id: str,
+    target_engine_id: str = "",
     target_ranks: Sequence[int] | None = None,
-) -> Iterator[_Part]:
+) -> Iterator[ReadPart]:
     """Every pair of groups and target rank; none where a window or a chunk keeps no tokens.
+
+    Args:
+        source: see :func:`explain_transfer`, like what follows.
+        target: see there.
+        num_tokens: see there.
+        target_engine_id: see there.
+        target_ranks: only what these read; all of them if left out.
 
     Raises:
         ValueError: see :func:`explain_transfer`.
@@ -328,4 +292,4 @@ def _parts(
                 target_engine_id=target_engine_id,
                 layers=pair.layers,
             )
-            yield _Part(plan, pair.source_group, pair.target_group, first_token, num_tokens)
+            yield ReadPart(plan, pair.source_group, pair.target_group, first_token, num_tokens)

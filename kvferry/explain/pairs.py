@@ -8,10 +8,9 @@ from kvferry.explain.costs import (
     Balance,
     Memories,
     PairCost,
-    balance_over_links,
-    balance_over_sources,
-    balance_over_targets,
+    balance_over,
     explain_transfer,
+    read_parts,
     segment_lengths,
 )
 from kvferry.explain.savings import TRIAL_RANKS, Saving, SideChange, find_savings
@@ -71,25 +70,19 @@ class EnginePair:
     @property
     def prefill_balance(self) -> Balance:
         """Bytes that each prefill rank gives."""
-        return balance_over_sources(self.costs, self.prefill.world_size)
+        shares = ((cost.source_rank, cost.nbytes) for cost in self.costs)
+        return balance_over(shares, self.prefill.world_size)
 
     @property
     def decode_balance(self) -> Balance:
         """Bytes that each decode rank takes."""
-        return balance_over_targets(self.costs, self.decode.world_size)
+        shares = ((cost.target_rank, cost.nbytes) for cost in self.costs)
+        return balance_over(shares, self.decode.world_size)
 
     @property
     def link_balance(self) -> Balance:
-        """Bytes between each pair of ranks that has any."""
-        return balance_over_links(self.costs)
-
-    @property
-    def staging(self) -> tuple[int, ...]:
-        """Bytes that each decode rank would stage at most, see ``PairCost.staging_bytes``."""
-        nbytes = [0] * self.decode.world_size
-        for cost in self.costs:
-            nbytes[cost.target_rank] += cost.staging_bytes
-        return tuple(nbytes)
+        """Bytes between each pair of ranks that has any, in the order of the costs."""
+        return Balance(tuple(cost.nbytes for cost in self.costs))
 
 
 def explain_pair(
@@ -130,15 +123,9 @@ def _ways(
     device: str,
 ) -> dict[str, tuple[GroupWay, ...]]:
     """See ``EnginePair.ways``. Of larger engines a sample of the ranks is looked at."""
-    lengths = segment_lengths(
-        source=prefill.groups,
-        target=decode.groups,
-        num_tokens=num_tokens,
-        target_engine_id=decode.engine_id,
-        source_memory=prefill.memory,
-        target_memory=decode.memory,
-        target_ranks=range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS)),
-    )
+    ranks = range(0, decode.world_size, -(-decode.world_size // TRIAL_RANKS))
+    parts = read_parts(prefill.groups, decode.groups, num_tokens, decode.engine_id, ranks)
+    lengths = segment_lengths(parts, prefill.memory, decode.memory)
     return {
         kind.name: tuple(
             GroupWay(
@@ -246,7 +233,6 @@ def pair_as_json(pair: EnginePair) -> dict[str, Any]:
             "decode_ranks": _balance_as_json(pair.decode_balance),
             "links": _balance_as_json(pair.link_balance),
         },
-        "staging_bytes": pair.staging,
         "savings": [
             {
                 "prefill": change_values(saving.source),

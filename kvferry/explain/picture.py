@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvferry.errors import ConfigError
+from kvferry.explain.costs import read_parts
 from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import EnginePair, PlannedEngine, layout_text
 from kvferry.explain.sentences import bytes_text, engine_text, kept_text, layers_text
 from kvferry.explain.svg import HATCHED, Canvas
-from kvferry.topology import GroupGeometry, Piece, pair_groups, plan_transfer, ranges_text
+from kvferry.topology import GroupGeometry, Piece, ranges_text
+from kvferry.topology.sharding import joined_ranges
 
 MAX_RANKS = 64
 """Ranks of the largest engine that is drawn; more would be too small to see."""
@@ -154,20 +156,13 @@ def _color(group: GroupGeometry, rank: int) -> str:
 
 def _pieces(pair: EnginePair) -> list[tuple[int, Piece, bool]]:
     """(decode rank, piece, whether only a window of it moves), by decode rank, then by layer."""
-    found = []
-    for part in pair_groups(pair.prefill.groups, pair.decode.groups):
-        first = part.first_kept_token(pair.num_tokens)
-        if first == pair.num_tokens or pair.prefill.groups[part.source_group].is_recurrent:
-            continue
-        for rank in range(pair.decode.world_size):
-            plan = plan_transfer(
-                source=pair.prefill.groups[part.source_group],
-                target=pair.decode.groups[part.target_group],
-                target_rank=rank,
-                target_engine_id=pair.decode.engine_id,
-                layers=part.layers,
-            )
-            found += [(rank, piece, first > 0) for piece in plan.pieces]
+    prefill, decode = pair.prefill, pair.decode
+    found = [
+        (part.plan.target_rank, piece, part.first_token > 0)
+        for part in read_parts(prefill.groups, decode.groups, pair.num_tokens, decode.engine_id)
+        if not part.plan.source.is_recurrent
+        for piece in part.plan.pieces
+    ]
     return sorted(found, key=lambda entry: (entry[0], entry[1].layer, entry[1].heads.start))
 
 
@@ -181,18 +176,10 @@ def _blocks_of_cells(
         return rank, piece.heads.start, piece.heads.stop, piece.source_rank, windowed
 
     for _, members in groupby(sorted(pieces, key=lambda e: (*lane(e), e[1].layer)), key=lane):
-        run: list[tuple[int, Piece, bool]] = []
-        for entry in members:
-            if run and entry[1].layer != run[-1][1].layer + 1:
-                yield _joined(run)
-                run = []
-            run.append(entry)
-        yield _joined(run)
-
-
-def _joined(run: Sequence[tuple[int, Piece, bool]]) -> tuple[int, Piece, range, bool]:
-    rank, piece, windowed = run[0]
-    return rank, piece, range(piece.layer, run[-1][1].layer + 1), windowed
+        alike = list(members)
+        rank, piece, windowed = alike[0]
+        for layers in joined_ranges(entry[1].layer for entry in alike):
+            yield rank, piece, layers, windowed
 
 
 # ---- painting ----------------------------------------------------------------------------------
@@ -249,9 +236,8 @@ def _draw_maps(
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "#eeeeee")
     for engine, frames in ((pair.prefill, givers), (pair.decode, takers)):
         for rank, frame in enumerate(frames):
-            for group in engine.groups:  # held, given or not
-                for layers in _neighbours(_mapped_layers(group, rank)):
-                    grid.paint(canvas, frame, layers, group.heads(rank), "#bbbbbb")
+            for layers, heads in _held(engine, rank):  # given or not
+                grid.paint(canvas, frame, layers, heads, "#bbbbbb")
     for rank, piece, layers, windowed in _blocks_of_cells(_pieces(pair)):
         color = _color(pair.prefill.groups[0], piece.source_rank)
         what = f"layers {ranges_text(layers)}, KV heads {ranges_text(piece.heads)}"
@@ -267,22 +253,12 @@ def _draw_maps(
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "none", stroke="#555555")
 
 
-def _mapped_layers(group: GroupGeometry, rank: int) -> Sequence[int]:
-    """A rank's layers that have heads: recurrent ones have no place on a map of heads."""
-    return () if group.is_recurrent else group.layers(rank)
-
-
-def _neighbours(layers: Sequence[int]) -> Iterator[range]:
-    first = last = None
-    for layer in layers:
-        if last is not None and layer == last + 1:
-            last = layer
-            continue
-        if first is not None and last is not None:
-            yield range(first, last + 1)
-        first = last = layer
-    if first is not None and last is not None:
-        yield range(first, last + 1)
+def _held(engine: PlannedEngine, rank: int) -> Iterator[tuple[range, range]]:
+    """Neighbouring layers and their heads; states have no place on a map of heads."""
+    for group in engine.groups:
+        if not group.is_recurrent:
+            for layers in joined_ranges(group.layers(rank)):
+                yield layers, group.heads(rank)
 
 
 def _draw_rank_texts(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.explain.costs import count_segments
+from kvferry.explain.costs import count_segments, read_parts
 from kvferry.layouts.layout import LAYOUT_NAMES, Layout
 from kvferry.topology.group import GroupGeometry
 
@@ -121,7 +121,7 @@ def find_savings(
     def count(one: Sequence[GroupGeometry], two: Sequence[GroupGeometry]) -> tuple[int, int]:
         ranks = None if len(sample) == num_ranks else sample
         tokens = min(num_tokens, TRIAL_TOKENS)
-        return count_segments(source=one, target=two, num_tokens=tokens, target_ranks=ranks)
+        return count_segments(read_parts(one, two, tokens, target_ranks=ranks))
 
     nbytes, now = count(source, target)
 

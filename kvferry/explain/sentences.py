@@ -4,14 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from msgspec import structs
-
 from kvferry.explain.costs import Balance
 from kvferry.explain.pairs import EnginePair, PlannedEngine, change_values, layout_text
 from kvferry.explain.savings import SideChange
-from kvferry.layouts import Layout
+from kvferry.layouts import CellStrides, Layout
 from kvferry.topology import EngineGeometry, GroupGeometry, pair_groups, ranges_text
-from kvferry.topology.tensors import PartStrides
 
 
 def engine_text(engine: PlannedEngine) -> str:
@@ -78,9 +75,9 @@ def _alike(group: GroupGeometry, layout: Layout) -> bool:
     )
 
 
-def _without_head(group: GroupGeometry, rank: int) -> dict[str, PartStrides]:
+def _without_head(group: GroupGeometry, rank: int) -> dict[str, CellStrides]:
     parts = group.part_strides(rank, num_blocks=2)
-    return {part: structs.replace(strides, head=0) for part, strides in parts.items()}
+    return {part: strides._replace(head=0) for part, strides in parts.items()}
 
 
 def _blocks(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
@@ -212,17 +209,6 @@ def _balance_text(balance: Balance) -> str:
     return (
         f"{bytes_text(least)} to {bytes_text(most)}, the busiest {balance.peak:.2f} times the mean"
         f"{idle}"
-    )
-
-
-def staging_text(pair: EnginePair) -> str:
-    """How much staging memory a request would take at most."""
-    most = max(pair.staging)
-    if not most:
-        return "none; tokens that share a block on both sides are one run on both sides"
-    return (
-        f"up to {bytes_text(most)} per request and decode rank on a wire that moves contiguous "
-        "runs; none where the mover addresses both memories"
     )
 
 

@@ -8,16 +8,14 @@ from hypothesis import strategies as st
 
 from kvferry.explain import Balance, SideChange, explain_transfer, find_savings
 from kvferry.explain.costs import (
-    balance_over_links,
-    balance_over_sources,
-    balance_over_targets,
+    balance_over,
     count_segments,
+    read_parts,
     segment_lengths,
 )
 from kvferry.explain.savings import WORTH
 from kvferry.layouts import Layout
-from kvferry.layouts.copier import expand
-from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
+from kvferry.topology import EngineGeometry, ParallelShape
 
 LAW = settings(max_examples=60, deadline=None)
 
@@ -64,37 +62,10 @@ def test_a_pair_costs_what_its_groups_cost_together():
 def test_the_short_count_is_the_sum_of_the_long_one(pair):
     source, target, num_tokens = pair
     costs = explain_transfer(source=source, target=target, num_tokens=num_tokens)
-    assert count_segments(source=source, target=target, num_tokens=num_tokens) == (
+    assert count_segments(read_parts(source, target, num_tokens)) == (
         sum(cost.nbytes for cost in costs),
         sum(cost.segments_shuffled for cost in costs),
     )
-
-
-def staged_slowly(source, target, target_rank, source_rank, num_tokens):
-    """Expands single runs of tokens that share a block on both sides; counts their pieces."""
-    plan = plan_transfer(source=source, target=target, target_rank=target_rank)
-    plan = plan.for_source(source_rank)
-    tables = [range(1, -(-num_tokens // side.block_size) + 1) for side in (source, target)]
-    memory = [
-        side.memory(rank, len(table) + 1)
-        for side, rank, table in (
-            (source, source_rank, tables[0]),
-            (target, target_rank, tables[1]),
-        )
-    ]
-    tiles = plan.lower({source_rank: memory[0]}, memory[1])[source_rank]
-    runs = plan.bind(*tables, num_tokens).runs_of(source_rank)
-    longest = runs[runs["tokens"] == runs["tokens"].max()][:1]
-    return any(len(expand(tiles[index : index + 1], longest)) > 1 for index in range(len(tiles)))
-
-
-@LAW
-@given(pair=pairs())
-def test_what_is_no_run_on_both_sides_would_be_staged(pair):
-    source, target, num_tokens = pair
-    for cost in explain_transfer(source=source, target=target, num_tokens=num_tokens):
-        shatters = staged_slowly(source, target, cost.target_rank, cost.source_rank, num_tokens)
-        assert cost.staging_bytes == (cost.nbytes if shatters else 0)
 
 
 def test_the_memory_that_engines_describe_decides_how_much_merges():
@@ -115,18 +86,26 @@ def test_the_memory_that_engines_describe_decides_how_much_merges():
 # ---- balance -----------------------------------------------------------------------------------
 
 
+def given_by(costs):
+    return [(cost.source_rank, cost.nbytes) for cost in costs]
+
+
+def taken_by(costs):
+    return [(cost.target_rank, cost.nbytes) for cost in costs]
+
+
 def test_balance_counts_idle_ranks_and_every_link_once():
     source = geometry(num_kv_heads=2, parallel=ParallelShape(tp=4))
     target = geometry(num_kv_heads=2, num_layers=4, parallel=ParallelShape(tp=2, pp=4))
     costs = explain_transfer(source=source, target=target, num_tokens=8)
     each = 2 * 4 * 4 * 8  # bytes of k and v of a layer and a head
-    assert balance_over_targets(costs, 8) == Balance((each,) * 8)
-    assert balance_over_links(costs) == Balance((each,) * len(costs))
-    sources = balance_over_sources(costs, 4)
+    assert [cost.nbytes for cost in costs] == [each] * len(costs)
+    assert balance_over(taken_by(costs), 8) == Balance((each,) * 8)
+    sources = balance_over(given_by(costs), 4)
     assert sum(sources.nbytes) == 8 * each
     assert all(nbytes == 2 * each for nbytes in sources.nbytes)  # replicas share the work
     assert sources.idle == ()
-    lonely = balance_over_sources([cost for cost in costs if cost.source_rank != 2], 4)
+    lonely = balance_over(given_by([cost for cost in costs if cost.source_rank != 2]), 4)
     assert lonely.idle == (2,)
     assert lonely.peak == pytest.approx(4 / 3)
 
@@ -197,12 +176,11 @@ def test_a_change_of_blocks_keeps_the_proportions_of_groups():
 @given(pairs())
 def test_the_length_of_segments_is_that_of_the_rank_with_the_shortest(pair):
     source, target, num_tokens = pair
-    (found,) = segment_lengths(source=source, target=target, num_tokens=num_tokens)
+    (found,) = segment_lengths(read_parts(source, target, num_tokens))
     means = []
     for rank in range(target.world_size):
-        nbytes, segments = count_segments(
-            source=source, target=target, num_tokens=num_tokens, target_ranks=[rank]
-        )
+        parts = read_parts(source, target, num_tokens, target_ranks=[rank])
+        nbytes, segments = count_segments(parts)
         means += [nbytes / segments] if segments else []
     assert found.mean_bytes == pytest.approx(min(means))
     assert (found.layers, found.conversion) == (tuple(range(4)), None)
