@@ -14,7 +14,7 @@ from kvferry.cache.specs_local import MambaSpec, SlidingWindowSpec
 from kvferry.layouts.layout import Layout
 from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape
 from kvferry.topology.sharding import default_split, split_of_group
-from kvferry.topology.states import StatePart, recurrent_group
+from kvferry.topology.states import StateGeometry, StatePart
 
 STATE_BLOCK_SIZE = 1 << 20
 """Tokens of the one block that holds a state: more than any request has."""
@@ -111,13 +111,13 @@ class CacheShape:
             layer_split = split_of_group(layers, default_split(self.num_layers, parallel.pp))
             layer_indices = layers
         if isinstance(spec, MambaSpec):
-            return recurrent_group(
+            return StateGeometry(
                 num_layers=len(layers),
                 states=self.layer_states[layers[0]],
                 block_size=spec.block_size,
                 parallel=parallel,
                 layer_split=layer_split,
-                layer_indices=layer_indices,
+                layer_indices=None if layer_indices is None else tuple(layer_indices),
             )
         assert isinstance(spec, AttentionSpec)  # _layers_of
         return EngineGeometry(

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from kvferry.errors import ProtocolError
 from kvferry.layouts.convert import is_convertible, is_lossless
-from kvferry.layouts.layout import Box
+from kvferry.layouts.layout import Box, CellStrides
 from kvferry.topology.description import EngineDescription, RankDescription
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import group_mismatches, repeated_layers
 from kvferry.topology.sharding import ranges_text
-from kvferry.topology.tensors import PartStrides, RankMemory, TensorKind, TensorMemory
+from kvferry.topology.tensors import RankMemory, TensorKind, TensorMemory
 
 MAX_RANKS = 1024
 """Ranks of the largest engine that is accepted; bounds the work a description can cause."""
@@ -206,7 +206,7 @@ def _check_tensor(
         _check_strides(strides, tensor.offset, f"{where}: part {name}")
 
 
-def _extent(strides: PartStrides, box: Box, elements: int, itemsize: int) -> tuple[int, int]:
+def _extent(strides: CellStrides, box: Box, elements: int, itemsize: int) -> tuple[int, int]:
     """First byte and byte after the last one that a part's cells cover, from the tensor's start."""
     extents = (box.layers, box.blocks, box.tokens, box.heads, elements)
     first = last = strides.offset
@@ -218,7 +218,7 @@ def _extent(strides: PartStrides, box: Box, elements: int, itemsize: int) -> tup
     return first, last + itemsize
 
 
-def _check_strides(strides: PartStrides, offset: int, where: str) -> None:
+def _check_strides(strides: CellStrides, offset: int, where: str) -> None:
     """Bounds also the strides of dims with extent 1, which no cell feels but 64-bit sums do."""
     for field, value in [
         ("tensor offset", offset),

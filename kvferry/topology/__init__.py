@@ -34,7 +34,7 @@ from kvferry.topology.sharding import (
     ranges_text,
     split_of_group,
 )
-from kvferry.topology.states import StateGeometry, mamba2_states, recurrent_group, state_part
+from kvferry.topology.states import StateGeometry, mamba2_states, state_part
 from kvferry.topology.tensors import Part
 
 __all__ = [
@@ -59,7 +59,6 @@ __all__ = [
     "pair_groups",
     "plan_transfer",
     "ranges_text",
-    "recurrent_group",
     "run_copies",
     "split_of_group",
     "state_part",

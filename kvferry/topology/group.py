@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from kvferry.layouts.layout import Box, Layout
+from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.sharding import (
     ParallelShape,
     RankCoordinates,
@@ -33,7 +33,7 @@ from kvferry.topology.sharding import (
     default_split,
     ranges_text,
 )
-from kvferry.topology.tensors import Part, PartStrides, RankMemory, TensorKind, dense_memory
+from kvferry.topology.tensors import Part, RankMemory, TensorKind, dense_memory
 from kvferry.topology.windows import first_kept_token
 
 CROSS_LAYER_NAME = "layers"
@@ -352,7 +352,7 @@ class GroupGeometry(ABC):
 
     def part_strides(
         self, rank: int, num_blocks: int, strides: Sequence[int] | None = None
-    ) -> dict[str, PartStrides]:
+    ) -> dict[str, CellStrides]:
         """Where the cells of each part lie in one of a layer's own tensors, in bytes.
 
         Args:

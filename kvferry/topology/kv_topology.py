@@ -10,8 +10,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from kvferry.layouts.layout import Layout
-from kvferry.topology.geometry import EngineGeometry
-from kvferry.topology.sharding import ParallelShape, check_count, default_split
+from kvferry.topology.sharding import check_count, default_split, heads_of, replicas_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +84,13 @@ class KVTopology:
         One for each stage that holds some of our layers and each head that we hold. Among replicas
         of a head our own replicas spread evenly.
         """
-        remote = self._geometry(check_count("remote_tp_size", remote_tp_size))
-        ours = self._geometry(self.tp_size)
+        check_count("remote_tp_size", remote_tp_size)
+        num_heads = 1 if self.is_mla else self.num_kv_heads
         tp_ranks = set()
-        for head in ours.heads(self.tp_rank):
-            local, there = ours.head_replicas(head), remote.head_replicas(head)
-            tp_ranks.add(there[local.index(self.tp_rank) * len(there) // len(local)])
+        for head in heads_of(self.tp_rank, self.tp_size, num_heads):
+            here = replicas_of(head, self.tp_size, num_heads)
+            there = replicas_of(head, remote_tp_size, num_heads)
+            tp_ranks.add(there[here.index(self.tp_rank) * len(there) // len(here)])
         return [
             (stage * remote_tp_size + tp_rank, stage, tp_rank)
             for stage in self._remote_stages(check_count("remote_pp_size", remote_pp_size))
@@ -114,18 +114,6 @@ class KVTopology:
     def _order(self) -> str:
         layout = self.layout or "NHD"
         return (layout if isinstance(layout, Layout) else Layout.parse(layout)).order
-
-    def _geometry(self, tp_size: int) -> EngineGeometry:
-        return EngineGeometry(
-            num_layers=1,
-            num_kv_heads=1 if self.is_mla else self.num_kv_heads,
-            head_size=1,
-            dtype="uint8",
-            block_size=self.block_size,
-            layout="NHD",
-            parallel=ParallelShape(tp=tp_size),
-            use_mla=self.is_mla,
-        )
 
     def _remote_stages(self, remote_pp_size: int) -> list[int]:
         first, last = self._stages(self.pp_size)[self.pp_rank]

@@ -161,13 +161,11 @@ def _regions(storages: list[tuple[int, int]]) -> list[tuple[int, int]]:
             united[-1] = (first, max(united[-1][1], address + nbytes - first))
         else:
             united.append((address, nbytes))
-    order = {storage: index for index, storage in reversed(list(enumerate(storages)))}
-    return sorted(
-        united,
-        key=lambda region: min(
-            index for (address, _), index in order.items() if region[0] <= address < sum(region)
-        ),
-    )
+    firsts = [
+        next(at for at, (inside, _) in enumerate(storages) if address <= inside < address + nbytes)
+        for address, nbytes in united
+    ]
+    return [region for _, region in sorted(zip(firsts, united, strict=True))]
 
 
 def _region_of(view: ArrayView, regions: list[tuple[int, int]]) -> int:

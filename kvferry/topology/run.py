@@ -1,17 +1,18 @@
 """Running bound copies between tensors of this process."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvferry.layouts.arrays import view_of
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert
-from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.topology.memory import Regions, memory_of
-from kvferry.topology.plan import BoundCopies, TransferPlan, check_block_ids
-from kvferry.topology.tensors import RankMemory
+from kvferry.topology.plan import BoundCopies, check_block_ids
+
+if TYPE_CHECKING:
+    from kvferry.layouts.staging import StagedChunk
 
 
 def run_copies(
@@ -60,67 +61,47 @@ def run_copies(
     if not plan.pieces:
         return 0
     given = {
-        rank: _Memory(*memory_of(plan.source, rank, sources[rank], partial=True))
+        rank: memory_of(plan.source, rank, sources[rank], partial=True)
         for rank in plan.source_ranks
     }
-    taken = _Memory(*memory_of(plan.target, plan.target_rank, target, partial=True))
-    memories = {rank: memory.described for rank, memory in given.items()}
+    memories = {rank: memory for rank, (memory, _) in given.items()}
+    taken, taken_regions = memory_of(plan.target, plan.target_rank, target, partial=True)
     check_block_ids(
-        copies,
-        {rank: memory.num_blocks for rank, memory in memories.items()},
-        taken.described.num_blocks,
+        copies, {rank: memory.num_blocks for rank, memory in memories.items()}, taken.num_blocks
     )
+    from kvferry.layouts.copier import copy_tiles  # compiles; planning alone need not
+    from kvferry.layouts.staging import stage
+
+    to = addresses_of(taken_regions)
     segments = 0
-    for rank, tiles in plan.lower(memories, taken.described).items():
-        runs = copies.runs_of(rank)
+    for rank, tiles in plan.lower(memories, taken).items():
+        from_, runs = addresses_of(given[rank][1]), copies.runs_of(rank)
         if plan.conversion is None:
-            segments += _copy(given[rank], taken, tiles, runs)
-        else:
-            segments += _convert(given[rank], taken, tiles, runs, plan)
+            check_bounds(tiles, runs, memories[rank].region_bytes, taken.region_bytes)
+            segments += copy_tiles(from_, to, tiles, runs)
+            continue
+        for chunk in stage(tiles, runs, target_itemsize=plan.target.itemsize):
+            check_bounds(
+                chunk.pack_tiles, chunk.pack_runs, memories[rank].region_bytes, (chunk.nbytes,)
+            )
+            check_bounds(
+                chunk.unpack_tiles, chunk.unpack_runs, (chunk.unpack_nbytes,), taken.region_bytes
+            )
+            segments += _convert(from_, to, chunk, *plan.conversion)
     return segments
 
 
-class _Memory(NamedTuple):
-    """Where the cells of a rank lie."""
-
-    described: RankMemory
-    regions: Regions
-
-
-def _copy(source: _Memory, target: _Memory, tiles: Tiles, runs: Runs) -> int:
-    """Copies in one pass; returns the number of contiguous copies.
-
-    Raises:
-        BoundsError: tiles × runs leave a memory.
-    """
+def _convert(
+    source: list[int], target: list[int], chunk: "StagedChunk", source_dtype: str, target_dtype: str
+) -> int:
+    """Copies one chunk and converts its elements; returns the number of contiguous copies."""
     from kvferry.layouts.copier import copy_tiles
 
-    check_bounds(tiles, runs, source.described.region_bytes, target.described.region_bytes)
-    return copy_tiles(addresses_of(source.regions), addresses_of(target.regions), tiles, runs)
-
-
-def _convert(source: _Memory, target: _Memory, tiles: Tiles, runs: Runs, plan: TransferPlan) -> int:
-    """The same by way of dense chunks, whose dtype is converted.
-
-    Raises:
-        BoundsError: tiles × runs leave a memory.
-    """
-    from kvferry.layouts.copier import copy_tiles
-    from kvferry.layouts.staging import stage
-
-    assert plan.conversion is not None
-    source_dtype, target_dtype = plan.conversion
-    from_, to = addresses_of(source.regions), addresses_of(target.regions)
-    segments = 0
-    for chunk in stage(tiles, runs, target_itemsize=plan.target.itemsize):
-        pack, unpack = (chunk.pack_tiles, chunk.pack_runs), (chunk.unpack_tiles, chunk.unpack_runs)
-        packed = np.empty(chunk.nbytes, dtype=np.uint8)
-        converted = np.empty(chunk.unpack_nbytes, dtype=np.uint8)
-        check_bounds(*pack, source.described.region_bytes, (chunk.nbytes,))
-        check_bounds(*unpack, (chunk.unpack_nbytes,), target.described.region_bytes)
-        segments += copy_tiles(from_, addresses_of((packed,)), *pack)
-        convert(packed, source_dtype, converted, target_dtype)
-        copy_tiles(addresses_of((converted,)), to, *unpack)
+    packed = np.empty(chunk.nbytes, dtype=np.uint8)
+    converted = np.empty(chunk.unpack_nbytes, dtype=np.uint8)
+    segments = copy_tiles(source, [packed.ctypes.data], chunk.pack_tiles, chunk.pack_runs)
+    convert(packed, source_dtype, converted, target_dtype)
+    copy_tiles([converted.ctypes.data], target, chunk.unpack_tiles, chunk.unpack_runs)
     return segments
 
 

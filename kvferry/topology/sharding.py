@@ -368,6 +368,21 @@ def _check_stages(num_layers: int, pp: int) -> None:
         raise ValueError(f"parallel: pp={pp} stages for {num_layers} layers; lower pp")
 
 
+def joined_ranges(numbers: Iterable[int]) -> list[range]:
+    """Ascending numbers, neighbours as one range.
+
+    >>> joined_ranges([0, 1, 2, 5])
+    [range(0, 3), range(5, 6)]
+    """
+    runs: list[range] = []
+    for number in numbers:
+        if runs and number == runs[-1].stop:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
 def ranges_text(numbers: Iterable[int], most: int = 16) -> str:
     """Ascending numbers, neighbours joined.
 
@@ -380,11 +395,6 @@ def ranges_text(numbers: Iterable[int], most: int = 16) -> str:
         numbers: the numbers.
         most: ranges that are named; how many there are may be a peer's choice.
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    text = ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in runs[:most])
+    runs = joined_ranges(numbers)
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most])
     return f"{text} and {len(runs) - most} more ranges" if len(runs) > most else text

@@ -23,15 +23,16 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from kvferry.layouts.layout import Box, Layout
+from kvferry.layouts.layout import Box, CellStrides, Layout
 from kvferry.topology.group import GroupGeometry, Share
-from kvferry.topology.sharding import ParallelShape, check_count, heads_of, split_heads
-from kvferry.topology.tensors import ITEMSIZES, Part, PartStrides, TensorKind, dtype_name
+from kvferry.topology.sharding import check_count, heads_of, split_heads
+from kvferry.topology.tensors import ITEMSIZES, Part, TensorKind, dtype_name
 
 STATE_WINDOW = 2
 """The window that keeps what a state is: the last token, and the one that comes next."""
 
-_ORDERS = (Layout("BHD"), Layout("BDH"))
+_PLAIN = Layout("BHD")
+_ORDERS = (_PLAIN, Layout("BDH"))
 _MAX_SECTIONS = 64
 """Sections of all states of a layer: a peer's description must not cost time."""
 
@@ -177,14 +178,32 @@ def _check_states(states: tuple[StatePart, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateGeometry(GroupGeometry):
-    """One KV cache group of recurrent layers; made by :func:`recurrent_group`.
+    """One KV cache group of recurrent layers.
+
+    >>> from kvferry.topology import ParallelShape
+    >>> group = StateGeometry(
+    ...     num_layers=2, block_size=2048, parallel=ParallelShape(tp=2), layout="B(conv=DH,ssm=HD)",
+    ...     states=mamba2_states(num_heads=6, head_size=64, state_size=128, num_groups=1,
+    ...                          conv_kernel=4, dtype="bfloat16"))
+    >>> group.tensor_names(0)
+    ('layer.0.conv', 'layer.0.ssm', 'layer.1.conv', 'layer.1.ssm')
+    >>> group.cache_shape(1, 10, "conv"), group.cache_shape(1, 10, "ssm")
+    ((10, 3, 448), (10, 3, 8192))
+
+    A block holds one state, that after the last token of the request in it: with vLLM's
+    ``mamba_cache_mode`` ``"none"`` a request has one block, as long as the longest request; with
+    ``"all"`` one per ``block_size`` tokens. A page, padded or not, holds all states of a layer.
 
     Raises:
-        ValueError: a value is out of its range, or the layout cannot hold a state.
+        ValueError: a value is out of its range, the layout cannot hold a state, or the parallel
+            shape has context ranks.
     """
 
     states: tuple[StatePart, ...]
-    """What each layer keeps, in the order in which it lies in the layer's page."""
+    """What each layer keeps, one tensor per state, in the order in which it lies in its page."""
+    layout: Layout = _PLAIN
+    """Where channels (H) and their elements (D) lie in a state of one block: ``"BHD"``, ``"BDH"``,
+    or by the names of states, ``"B(conv=DH,ssm=HD)"``."""
 
     is_recurrent: ClassVar[bool] = True
 
@@ -260,60 +279,6 @@ class StateGeometry(GroupGeometry):
             yield section.channels_of(some), replicas
 
 
-def recurrent_group(
-    *,
-    num_layers: int,
-    states: Sequence[StatePart],
-    block_size: int,
-    parallel: ParallelShape,
-    layout: Layout | str = "BHD",
-    layer_split: Sequence[int] | None = None,
-    layer_names: Sequence[str] | None = None,
-    layer_indices: Sequence[int] | None = None,
-    page_size_padded: int | None = None,
-) -> StateGeometry:
-    """A KV cache group of recurrent layers.
-
-    >>> from kvferry.topology import ParallelShape
-    >>> group = recurrent_group(
-    ...     num_layers=2, block_size=2048, parallel=ParallelShape(tp=2), layout="B(conv=DH,ssm=HD)",
-    ...     states=mamba2_states(num_heads=6, head_size=64, state_size=128, num_groups=1,
-    ...                          conv_kernel=4, dtype="bfloat16"))
-    >>> group.tensor_names(0)
-    ('layer.0.conv', 'layer.0.ssm', 'layer.1.conv', 'layer.1.ssm')
-    >>> group.cache_shape(1, 10, "conv"), group.cache_shape(1, 10, "ssm")
-    ((10, 3, 448), (10, 3, 8192))
-
-    Args:
-        num_layers: layers of the group.
-        states: what each keeps, one tensor per state.
-        block_size: tokens per block. A block holds one state, that after the last token of the
-            request in it: with vLLM's ``mamba_cache_mode`` ``"none"`` the one block of a request,
-            as long as the longest; with ``"all"`` one per so many tokens.
-        parallel: of the engine, without context parallelism.
-        layout: where channels (H) and their elements (D) lie in a state of one block: ``"BHD"``,
-            ``"BDH"``, or by the names of states, ``"B(conv=DH,ssm=HD)"``.
-        layer_split: see :class:`GroupGeometry`, like what follows.
-        layer_names: see above; a tensor's name is the layer's and the state's, ``.conv``.
-        layer_indices: see above.
-        page_size_padded: bytes to which the page of a layer, all its states, is padded.
-
-    Raises:
-        ValueError: a value is out of its range, or the layout cannot hold a state.
-    """
-    return StateGeometry(
-        num_layers=num_layers,
-        states=tuple(states),
-        block_size=block_size,
-        parallel=parallel,
-        layout=layout if isinstance(layout, Layout) else Layout.parse(layout),
-        layer_split=None if layer_split is None else tuple(layer_split),
-        layer_names=None if layer_names is None else tuple(layer_names),
-        layer_indices=None if layer_indices is None else tuple(layer_indices),
-        page_size_padded=page_size_padded,
-    )
-
-
 # ---- their tensors -----------------------------------------------------------------------------
 
 
@@ -341,12 +306,12 @@ class StateKind(TensorKind):
 
     def part_strides(
         self, box: Box, strides: Sequence[int] | None = None
-    ) -> dict[str, PartStrides]:
+    ) -> dict[str, CellStrides]:
         """Where the channels of each section lie, in bytes."""
         whole = TensorKind.part_strides(self, box, strides)[self.name]
         firsts = accumulate(self.channels, initial=0)
         return {
-            part.name: msgspec.structs.replace(whole, offset=whole.offset + whole.head * first)
+            part.name: whole._replace(offset=whole.offset + whole.head * first)
             for part, first in zip(self.parts, firsts, strict=False)
         }
 

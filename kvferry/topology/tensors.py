@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.layouts.layout import Box, Layout
+from kvferry.layouts.layout import Box, CellStrides, Layout
 
 #: Bytes per element of every dtype a KV cache may have.
 ITEMSIZES = {
@@ -46,21 +46,6 @@ def dtype_name(dtype: Any) -> str:
 # ---- where cells lie ---------------------------------------------------------------------------
 
 
-class PartStrides(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where the cells of one part (``k``, ``v``) lie inside a tensor; all numbers are bytes.
-
-    The address of a cell is ``tensor offset + offset + layer * layer + block * block
-    + token * token + head * head + element * element``, with indices local to the rank.
-    """
-
-    offset: int
-    layer: int
-    block: int
-    token: int
-    head: int
-    element: int
-
-
 class TensorMemory(msgspec.Struct, frozen=True, kw_only=True):
     """One KV cache tensor of a rank: its place in a region, and the strides of its parts."""
 
@@ -69,7 +54,8 @@ class TensorMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Index into the rank's regions."""
     offset: int
     """Bytes from the start of the region to the tensor's first element."""
-    parts: dict[str, PartStrides]
+    parts: dict[str, CellStrides]
+    """Name of a part (``k``, ``v``) → where its cells lie in the tensor, in bytes."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,12 +145,11 @@ class TensorKind:
 
     def part_strides(
         self, box: Box, strides: Sequence[int] | None = None
-    ) -> dict[str, PartStrides]:
+    ) -> dict[str, CellStrides]:
         """Where the cells of each part lie in a tensor that holds ``box``, in bytes."""
         if strides is None:
             strides = self.strides(self.layout.shape(box))
-        cells = self.layout.strides(box, strides)
-        return {part: PartStrides(**found._asdict()) for part, found in cells.items()}
+        return self.layout.strides(box, strides)
 
 
 def dense_memory(
@@ -180,7 +165,7 @@ def dense_memory(
     placed: list[TensorMemory] = []
     sizes: list[int] = []
     start = end = 0
-    parts: dict[str, dict[str, PartStrides]] = {}  # by suffix: tensors of one kind are alike
+    parts: dict[str, dict[str, CellStrides]] = {}  # by suffix: tensors of one kind are alike
     for name, kind, box in tensors:
         if kind.suffix not in parts:
             parts[kind.suffix] = kind.part_strides(box)

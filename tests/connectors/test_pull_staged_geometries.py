@@ -19,8 +19,8 @@ from kvferry.testing.hybrid_conformance import WINDOW, WINDOWED, hybrid_group
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
+    StateGeometry,
     mamba2_states,
-    recurrent_group,
 )
 from kvferry.transports.shm import ShmTransport
 
@@ -68,7 +68,7 @@ def states(block_size: int, tp: int) -> Groups:
         dtype="bfloat16", ssm_dtype="float32",
     )  # fmt: skip
     attention = replace(dense(block_size, tp=tp), num_layers=1, layer_indices=(1,))
-    recurrent = recurrent_group(
+    recurrent = StateGeometry(
         num_layers=2,
         layer_indices=(0, 2),
         states=kinds,

@@ -20,8 +20,8 @@ from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
+    StateGeometry,
     mamba2_states,
-    recurrent_group,
     split_of_group,
 )
 
@@ -64,7 +64,7 @@ def recurrent(
     **more: int,
 ) -> EngineGeometry:
     """A group of layers with state."""
-    return recurrent_group(
+    return StateGeometry(
         num_layers=len(layers),
         layer_indices=layers,
         layer_split=split_of_group(layers, stages),

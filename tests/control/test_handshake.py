@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from kvferry.control.handshake import MAX_RANKS, compare, validate
 from kvferry.errors import ProtocolError
+from kvferry.layouts import CellStrides
 from kvferry.topology.description import EngineDescription, tagged_groups
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.pairing import pair_groups
 from kvferry.topology.sharding import ParallelShape
-from kvferry.topology.states import recurrent_group, state_part
-from kvferry.topology.tensors import PartStrides
+from kvferry.topology.states import StateGeometry, state_part
 from kvferry.transports.decoding import decode
 
 replace = msgspec.structs.replace
@@ -69,7 +69,7 @@ def sent(description, *changes):
         if path[0] == "groups" and len(path) > 2:
             path.insert(2, "geometry")
         if "parts" in path[:-1]:
-            path[-1] = PartStrides.__struct_fields__.index(path[-1])
+            path[-1] = CellStrides._fields.index(path[-1])
         plain = change(plain, path, new)
     return msgspec.msgpack.encode(plain)
 
@@ -105,7 +105,7 @@ def test_cross_layer_memory_may_be_described_as_one_view_per_layer(describe):
             whole,
             name=f"layer.{layer}",
             offset=layer * stride,
-            parts={name: replace(part, layer=0) for name, part in whole.parts.items()},
+            parts={name: part._replace(layer=0) for name, part in whole.parts.items()},
         )
         for layer in range(6)
     )
@@ -329,7 +329,7 @@ def recurrent(describe):
     """The description of an engine with one group of recurrent layers, by its shape."""
 
     def made(engine_id, **shape):
-        group = recurrent_group(
+        group = StateGeometry(
             num_layers=2,
             states=(
                 state_part("conv", "bfloat16", {"x": (4, 3), "B": (1, 2)}, 3),

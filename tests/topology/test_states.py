@@ -21,7 +21,6 @@ from kvferry.topology import (
     pair_groups,
     plan,
     plan_transfer,
-    recurrent_group,
     run_copies,
     split_of_group,
     state_part,
@@ -73,7 +72,7 @@ def draw_group(draw, parts, num_layers, most_tp):
     pp = draw(st.integers(1, min(3, num_layers)), label="pp")
     inner = {part.name: draw(st.sampled_from(["HD", "DH"])) for part in parts}
     order = ",".join(f"{name}={dims}" for name, dims in inner.items())
-    group = recurrent_group(
+    group = StateGeometry(
         num_layers=num_layers,
         states=parts,
         block_size=draw(st.integers(1, 9), label="block_size"),
@@ -372,7 +371,7 @@ def granite(tp=1, pp=1, **more):
     parts = mamba2_states(
         num_heads=48, head_size=64, state_size=128, num_groups=1, conv_kernel=4, dtype="bfloat16"
     )
-    return recurrent_group(
+    return StateGeometry(
         **{
             "num_layers": 4,
             "states": parts,
@@ -457,7 +456,7 @@ def test_the_digest_does_not_depend_on_sharding_layout_or_blocks():
     logical = draw_logical(rng, parts, range(3))
     sums = set()
     for tp, pp, block_size, layout in ((1, 1, 64, "BHD"), (3, 2, 8, "BDH"), (7, 1, 16, "BHD")):
-        group = recurrent_group(
+        group = StateGeometry(
             num_layers=3,
             states=parts,
             block_size=block_size,
