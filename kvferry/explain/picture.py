@@ -13,7 +13,7 @@ import colorsys
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 from kvferry.errors import ConfigError
 from kvferry.explain.costs import read_parts
@@ -21,7 +21,7 @@ from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import EnginePair, PlannedEngine, layout_text
 from kvferry.explain.sentences import bytes_text, engine_text, kept_text, layers_text
 from kvferry.explain.svg import HATCHED, Canvas
-from kvferry.topology import GroupGeometry, Piece, ranges_text
+from kvferry.topology import GroupGeometry, ranges_text
 from kvferry.topology.sharding import joined_ranges
 
 MAX_RANKS = 64
@@ -154,32 +154,29 @@ def _color(group: GroupGeometry, rank: int) -> str:
 # ---- what moves --------------------------------------------------------------------------------
 
 
-def _pieces(pair: EnginePair) -> list[tuple[int, Piece, bool]]:
-    """(decode rank, piece, whether only a window of it moves), by decode rank, then by layer."""
+class _Cells(NamedTuple):
+    """What one decode rank reads from one prefill rank, alike in neighbouring layers."""
+
+    decode_rank: int
+    prefill_rank: int
+    heads: range
+    layers: range
+    is_windowed: bool
+    """Whether only the last tokens move."""
+
+
+def _cells(pair: EnginePair) -> Iterator[_Cells]:
     prefill, decode = pair.prefill, pair.decode
-    found = [
-        (part.plan.target_rank, piece, part.first_token > 0)
-        for part in read_parts(prefill.groups, decode.groups, pair.num_tokens, decode.engine_id)
-        if not part.plan.source.is_recurrent
-        for piece in part.plan.pieces
-    ]
-    return sorted(found, key=lambda entry: (entry[0], entry[1].layer, entry[1].heads.start))
-
-
-def _blocks_of_cells(
-    pieces: Sequence[tuple[int, Piece, bool]],
-) -> Iterator[tuple[int, Piece, range, bool]]:
-    """Pieces alike in neighbouring layers as one: decode rank, first piece, layers, windowed."""
-
-    def lane(entry: tuple[int, Piece, bool]) -> tuple[int, int, int, int, bool]:
-        rank, piece, windowed = entry
-        return rank, piece.heads.start, piece.heads.stop, piece.source_rank, windowed
-
-    for _, members in groupby(sorted(pieces, key=lambda e: (*lane(e), e[1].layer)), key=lane):
-        alike = list(members)
-        rank, piece, windowed = alike[0]
-        for layers in joined_ranges(entry[1].layer for entry in alike):
-            yield rank, piece, layers, windowed
+    found: dict[tuple[int, int, range, bool], list[int]] = {}
+    for part in read_parts(prefill.groups, decode.groups, pair.num_tokens, decode.engine_id):
+        if part.plan.source.is_recurrent:
+            continue
+        for piece in part.plan.pieces:
+            key = part.plan.target_rank, piece.source_rank, piece.heads, part.first_token > 0
+            found.setdefault(key, []).append(piece.layer)
+    for (decode_rank, prefill_rank, heads, is_windowed), layers in found.items():
+        for neighbours in joined_ranges(sorted(layers)):
+            yield _Cells(decode_rank, prefill_rank, heads, neighbours, is_windowed)
 
 
 # ---- painting ----------------------------------------------------------------------------------
@@ -238,17 +235,18 @@ def _draw_maps(
         for rank, frame in enumerate(frames):
             for layers, heads in _held(engine, rank):  # given or not
                 grid.paint(canvas, frame, layers, heads, "#bbbbbb")
-    for rank, piece, layers, windowed in _blocks_of_cells(_pieces(pair)):
-        color = _color(pair.prefill.groups[0], piece.source_rank)
-        what = f"layers {ranges_text(layers)}, KV heads {ranges_text(piece.heads)}"
+    for cells in _cells(pair):
+        color = _color(pair.prefill.groups[0], cells.prefill_rank)
+        what = f"layers {ranges_text(cells.layers)}, KV heads {ranges_text(cells.heads)}"
         tips = (
-            f"prefill rank {piece.source_rank} holds {what}",
-            f"decode rank {rank} reads {what} from prefill rank {piece.source_rank}",
+            f"prefill rank {cells.prefill_rank} holds {what}",
+            f"decode rank {cells.decode_rank} reads {what} from prefill rank {cells.prefill_rank}",
         )
-        for frame, tip in zip((givers[piece.source_rank], takers[rank]), tips, strict=True):
-            grid.paint(canvas, frame, layers, piece.heads, color, tip=tip)
-            if windowed:
-                grid.paint(canvas, frame, layers, piece.heads, HATCHED, 0.55, tip)
+        places = givers[cells.prefill_rank], takers[cells.decode_rank]
+        for frame, tip in zip(places, tips, strict=True):
+            grid.paint(canvas, frame, cells.layers, cells.heads, color, tip=tip)
+            if cells.is_windowed:
+                grid.paint(canvas, frame, cells.layers, cells.heads, HATCHED, 0.55, tip)
     for frame in (*givers, *takers):
         canvas.rect(frame.x, frame.y, MAP_WIDTH, frame.height, "none", stroke="#555555")
 

@@ -139,7 +139,10 @@ def find_savings(
     shapes = _tp_changes(source[0], target[0]) if len(sample) == num_ranks else ()
     others = tried([*blocks, *shapes])
     both = tried(
-        (_merged(saving.source, one), _merged(saving.target, two))
+        (
+            replace(saving.source, block_size=one.block_size),
+            replace(saving.target, block_size=two.block_size),
+        )
         for saving in layouts
         for one, two in blocks
     )
@@ -171,10 +174,6 @@ def _tp_changes(
     if source.parallel.tp != target.parallel.tp:
         yield SideChange(tp=target.parallel.tp), SideChange()
         yield SideChange(), SideChange(tp=source.parallel.tp)
-
-
-def _merged(one: SideChange, two: SideChange) -> SideChange:
-    return SideChange(one.layout, two.block_size, one.tp)
 
 
 def _worthwhile(savings: Iterable[Saving]) -> list[Saving]:
