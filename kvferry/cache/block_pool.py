@@ -16,7 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, overload
 
-from kvferry.cache.events import EventLog, KVCacheEvent
+from kvferry.cache.events import (
+    MEDIUM,
+    AllBlocksCleared,
+    BlockRemoved,
+    KVCacheEvent,
+    stored_events,
+)
 from kvferry.cache.request import CacheRequest
 
 
@@ -137,7 +143,7 @@ class BlockPool:
         self._duplicates: tuple[dict[bytes, list[KVCacheBlock]], ...] = tuple(
             {} for _ in range(num_groups)
         )
-        self._log = EventLog() if enable_events else None
+        self._events: list[KVCacheEvent] | None = [] if enable_events else None
 
     @property
     def usage(self) -> float:
@@ -263,7 +269,6 @@ class BlockPool:
         *,
         hash_stride: int = 1,
         request: CacheRequest | None = None,
-        first_block: int = 0,
     ) -> None:
         """Makes blocks of a table hits for later requests; null blocks are passed over.
 
@@ -279,7 +284,6 @@ class BlockPool:
             group_id: KV cache group of the table.
             hash_stride: hashes per block, for a group with larger blocks than the hashes have.
             request: whose table it is, hashed already; needed with events only.
-            first_block: blocks before this one stay unhashed, for they are filled in part only.
 
         Raises:
             ValueError: a block to be cached is hashed already, the table or the hashes are
@@ -292,14 +296,17 @@ class BlockPool:
                 f"num_full_blocks: {num_full_blocks}, but the table has {len(blocks)} blocks and "
                 f"{len(block_hashes)} hashes, {hash_stride} per block"
             )
-        first = num_cached_blocks if num_cached_blocks > first_block else first_block
-        span = range(first, num_full_blocks)
-        if self._log is not None:
-            self._log_stored(self._log, blocks, block_hashes, span, group_id, hash_stride, request)
+        span = range(num_cached_blocks, num_full_blocks)
+        if self._events is not None:
+            new = self._new_hits(blocks, block_hashes, span, group_id, hash_stride)
+            if request is None:
+                raise ValueError("request: None, but the pool has events on; give the table's")
+            self._events += stored_events(request, block_hashes, new, hash_stride, group_id)
         if hash_stride != 1:
             # Slices, so that the loop has one index; without a stride they would cost more.
-            blocks = blocks[first:num_full_blocks]
-            block_hashes = block_hashes[(first + 1) * hash_stride - 1 : last_hash + 1 : hash_stride]
+            first_hash = (num_cached_blocks + 1) * hash_stride - 1
+            blocks = blocks[num_cached_blocks:num_full_blocks]
+            block_hashes = block_hashes[first_hash : last_hash + 1 : hash_stride]
             span = range(len(blocks))
         cached = self._cached[group_id]
         null_block = self.null_block
@@ -339,7 +346,10 @@ class BlockPool:
 
         Always empty unless the pool was made with ``enable_events``.
         """
-        return [] if self._log is None else self._log.take()
+        if self._events is None:
+            return []
+        events, self._events = self._events, []
+        return events
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all content, if no block but the null block is in use; says whether it did."""
@@ -356,15 +366,15 @@ class BlockPool:
             cached.clear()
         for duplicates in self._duplicates:
             duplicates.clear()
-        if self._log is not None:
-            self._log.cleared()
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
         return True
 
     def _evict(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes the hashed blocks that were unused for longest out of ring and cache."""
         evicted = []
         cached, duplicates = self._cached, self._duplicates
-        is_logged = self._log is not None
+        is_logged = self._events is not None
         block = self._ring.next
         for _ in range(num_blocks):
             group_id, block_hash = block.group_id, block.block_hash
@@ -390,8 +400,8 @@ class BlockPool:
         others = duplicates.get(block_hash)
         if others is None:
             del cached[block_hash]
-            if self._log is not None:
-                self._log.removed(block_hash, block.group_id)
+            if self._events is not None:
+                self._note_removed(self._events, block_hash, block.group_id)
         else:
             if cached[block_hash] is block:
                 cached[block_hash] = others.pop(0)
@@ -401,19 +411,25 @@ class BlockPool:
                 del duplicates[block_hash]
         block.block_hash = None
 
-    def _log_stored(
+    @staticmethod
+    def _note_removed(events: list[KVCacheEvent], block_hash: bytes, group_id: int) -> None:
+        last = events[-1] if events else None
+        if isinstance(last, BlockRemoved) and last.group_idx == group_id:
+            last.block_hashes.append(block_hash)
+        else:
+            events.append(
+                BlockRemoved(block_hashes=[block_hash], medium=MEDIUM, group_idx=group_id)
+            )
+
+    def _new_hits(
         self,
-        log: EventLog,
         blocks: Sequence[KVCacheBlock],
         block_hashes: Sequence[bytes],
         span: range,
         group_id: int,
         hash_stride: int,
-        request: CacheRequest | None,
-    ) -> None:
-        """Notes what :meth:`cache_full_blocks` is about to make hits; duplicates are none."""
-        if request is None:
-            raise ValueError("request: None, but the pool has events on; give the table's request")
+    ) -> list[int]:
+        """Which blocks :meth:`cache_full_blocks` is about to make hits; duplicates are none."""
         cached = self._cached[group_id]
         new = []
         for index in span:
@@ -422,4 +438,4 @@ class BlockPool:
             is_known = block_hashes[(index + 1) * hash_stride - 1] in cached
             if not is_known and blocks[index] is not self.null_block:
                 new.append(index)
-        log.stored(request, block_hashes, new, hash_stride, group_id)
+        return new

@@ -6,8 +6,10 @@ every group. The rules are those of vLLM (``vllm/v1/core/kv_cache_utils.py``, ve
 that pages which are no multiples of each other are an error here, not padded without a word.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import accumulate, zip_longest
 
 from kvferry.cache.kv_cache_config import (
     KVCacheConfig,
@@ -211,15 +213,6 @@ def _deal_out(kinds: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     return groups
 
 
-@dataclass(frozen=True, slots=True)
-class _PageSlot:
-    """The page at one place of every block."""
-
-    nbytes: int
-    layer_names: tuple[str, ...]
-    """At most one layer of each group."""
-
-
 def build_kv_cache_config(
     specs: Mapping[str, KVCacheSpec],
     available_bytes: int,
@@ -257,8 +250,8 @@ def build_kv_cache_config(
     groups = _require_groups(specs, hybrid)
     _check_bytes(available_bytes)
     _check_states(specs, limits)
-    slots = _page_slots(groups)
-    block_bytes = sum(slot.nbytes for slot in slots)
+    pages = _pages(groups)
+    block_bytes = sum(nbytes for nbytes, _ in pages)
     if num_blocks is not None and num_blocks < 2:
         raise ValueError(
             f"num_blocks: {num_blocks} leaves nothing beside the null block; take 2 or more"
@@ -268,12 +261,15 @@ def build_kv_cache_config(
         num_blocks = available_bytes // block_bytes
         if num_blocks < needed:
             longest = _largest_model_len(groups, num_blocks, limits)
+            advice = "give more memory: no request fits, however short"
+            if longest:
+                advice = f"give more memory, or set max_model_len to {longest} or less"
             raise ValueError(
                 f"available_bytes: {available_bytes}, but one request of max_model_len="
                 f"{limits.max_model_len} needs {needed * block_bytes} ({needed} blocks of "
-                f"{block_bytes}, those that no request owns included); {_advise(longest)}"
+                f"{block_bytes}, those that no request owns included); {advice}"
             )
-    return KVCacheConfig(num_blocks, _tensors(slots, num_blocks, one_allocation), groups)
+    return KVCacheConfig(num_blocks, _tensors(pages, num_blocks, one_allocation), groups)
 
 
 def largest_model_len(
@@ -299,7 +295,7 @@ def largest_model_len(
     """
     groups = _require_groups(specs, hybrid)
     _check_bytes(available_bytes)
-    block_bytes = sum(slot.nbytes for slot in _page_slots(groups))
+    block_bytes = sum(nbytes for nbytes, _ in _pages(groups))
     return _largest_model_len(groups, available_bytes // block_bytes, limits)
 
 
@@ -332,29 +328,30 @@ def _check_states(specs: Mapping[str, KVCacheSpec], limits: CacheLimits) -> None
             )
 
 
-def _page_slots(groups: Sequence[KVCacheGroupSpec]) -> list[_PageSlot]:
-    slots = []
-    for index in range(max(len(group.layer_names) for group in groups)):
-        members = [
-            (group.layer_names[index], group) for group in groups if index < len(group.layer_names)
+def _pages(groups: Sequence[KVCacheGroupSpec]) -> list[tuple[int, list[str]]]:
+    """The pages of every block: bytes, and the layers there, at most one of each group."""
+    pages = []
+    for names in zip_longest(*(group.layer_names for group in groups)):
+        sizes = [
+            group.layer_spec(name).page_size_bytes
+            for group, name in zip(groups, names, strict=True)
+            if name is not None
         ]
-        nbytes = max(group.layer_spec(name).page_size_bytes for name, group in members)
-        slots.append(_PageSlot(nbytes, tuple(name for name, _ in members)))
-    return slots
+        pages.append((max(sizes), [name for name in names if name is not None]))
+    return pages
 
 
 def _tensors(
-    slots: Sequence[_PageSlot], num_blocks: int, one_allocation: bool
+    pages: Sequence[tuple[int, list[str]]], num_blocks: int, one_allocation: bool
 ) -> list[KVCacheTensor]:
     if not one_allocation:
-        return [KVCacheTensor(num_blocks * slot.nbytes, slot.layer_names) for slot in slots]
-    stride = sum(slot.nbytes for slot in slots)
-    tensors = []
-    offset = 0
-    for slot in slots:
-        tensors.append(KVCacheTensor(num_blocks * stride, slot.layer_names, offset, stride))
-        offset += slot.nbytes
-    return tensors
+        return [KVCacheTensor(num_blocks * nbytes, names) for nbytes, names in pages]
+    offsets = [0, *accumulate(nbytes for nbytes, _ in pages)]
+    stride = offsets.pop()
+    return [
+        KVCacheTensor(num_blocks * stride, names, offset, stride)
+        for (_, names), offset in zip(pages, offsets, strict=True)
+    ]
 
 
 def _needed_blocks(groups: Sequence[KVCacheGroupSpec], limits: CacheLimits) -> int:
@@ -370,18 +367,8 @@ def _needed_blocks(groups: Sequence[KVCacheGroupSpec], limits: CacheLimits) -> i
 def _largest_model_len(
     groups: Sequence[KVCacheGroupSpec], num_blocks: int, limits: CacheLimits
 ) -> int:
-    # Bisection: a longer request never needs fewer blocks.
-    fits, too_long = 0, limits.max_model_len + 1
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if _needed_blocks(groups, replace(limits, max_model_len=middle)) <= num_blocks:
-            fits = middle
-        else:
-            too_long = middle
-    return fits
+    def needed(max_model_len: int) -> int:
+        return _needed_blocks(groups, replace(limits, max_model_len=max_model_len))
 
-
-def _advise(longest: int) -> str:
-    if longest:
-        return f"give more memory, or set max_model_len to {longest} or less"
-    return "give more memory: no request fits, however short"
+    # A longer request never needs fewer blocks.
+    return bisect_right(range(1, limits.max_model_len + 1), num_blocks, key=needed)

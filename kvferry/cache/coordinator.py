@@ -13,7 +13,6 @@ from kvferry.cache.single_type import NEVER, GroupTable, HitRules, Room, table_b
 from kvferry.cache.single_type_kinds import (
     FullAttentionManager,
     MambaManager,
-    SinkFullAttentionManager,
     layer_spec,
     manager_kind,
 )
@@ -303,13 +302,12 @@ class KVCacheCoordinator:
 
     def reset_prefix_cache(self) -> bool:
         """See :meth:`kvferry.cache.KVCacheManager.reset_prefix_cache`."""
-        sinks = [one for one in self.managers if isinstance(one, SinkFullAttentionManager)]
         # The pool is reset only while nothing is in use. Unhashed blocks are reused last freed
         # first, so every group gets its own again, and the attention finds their content.
-        for manager in reversed(sinks):
+        for manager in reversed(self.managers):
             self._pool.free_blocks(reversed(manager.sink_blocks))
         is_reset = self._pool.reset_prefix_cache()
-        for manager in sinks:
+        for manager in self.managers:
             manager.sink_blocks = self._pool.get_new_blocks(len(manager.sink_blocks))
         return is_reset
 

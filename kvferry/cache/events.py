@@ -9,7 +9,7 @@ block is cached and withdrawn with its last one.
 The counters of the prefix cache stand here too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -107,67 +107,39 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     """Which of an engine's schedulers made it."""
 
 
-class EventLog:
-    """The events of one pool, in order, until somebody takes them."""
+def stored_events(
+    request: CacheRequest,
+    block_hashes: Sequence[bytes],
+    indices: Iterable[int],
+    hash_stride: int,
+    group_id: int,
+) -> Iterator[BlockStored]:
+    """What is told when blocks of a request's table become hits: one event per unbroken run.
 
-    def __init__(self) -> None:
-        self._events: list[KVCacheEvent] = []
-
-    def take(self) -> list[KVCacheEvent]:
-        """The events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def stored(
-        self,
-        request: CacheRequest,
-        block_hashes: Sequence[bytes],
-        indices: Iterable[int],
-        hash_stride: int,
-        group_id: int,
-    ) -> None:
-        """Notes that blocks of a request's table become hits: one event per unbroken run.
-
-        Args:
-            request: hashed already.
-            block_hashes: the request's, as for ``BlockPool.cache_full_blocks``.
-            indices: places in the table, ascending.
-            hash_stride: hashes per block.
-            group_id: KV cache group of the table.
-        """
-        assert request.hash_block_size is not None
-        size = hash_stride * request.hash_block_size
-        for _, run in groupby(enumerate(indices), lambda place: place[1] - place[0]):
-            places = [index for _, index in run]
-            first, last = places[0], places[-1] + 1
-            extra_keys = [request.extra_keys(i * size, (i + 1) * size) for i in places]
-            self._events.append(
-                BlockStored(
-                    block_hashes=[block_hashes[(i + 1) * hash_stride - 1] for i in places],
-                    parent_block_hash=block_hashes[first * hash_stride - 1] if first else None,
-                    token_ids=list(request.all_token_ids[first * size : last * size]),
-                    block_size=size,
-                    lora_id=None,
-                    medium=MEDIUM,
-                    lora_name=request.lora_name,
-                    extra_keys=extra_keys if any(extra_keys) else None,
-                    group_idx=group_id,
-                )
-            )
-
-    def removed(self, block_hash: bytes, group_id: int) -> None:
-        """Notes that no block has this hash any more."""
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved) and last.group_idx == group_id:
-            last.block_hashes.append(block_hash)
-        else:
-            self._events.append(
-                BlockRemoved(block_hashes=[block_hash], medium=MEDIUM, group_idx=group_id)
-            )
-
-    def cleared(self) -> None:
-        """Notes that all content is forgotten."""
-        self._events.append(AllBlocksCleared())
+    Args:
+        request: hashed already.
+        block_hashes: the request's, as for ``BlockPool.cache_full_blocks``.
+        indices: places in the table, ascending.
+        hash_stride: hashes per block.
+        group_id: KV cache group of the table.
+    """
+    assert request.hash_block_size is not None
+    size = hash_stride * request.hash_block_size
+    for _, run in groupby(enumerate(indices), lambda place: place[1] - place[0]):
+        places = [index for _, index in run]
+        first, last = places[0], places[-1] + 1
+        extra_keys = [request.extra_keys(i * size, (i + 1) * size) for i in places]
+        yield BlockStored(
+            block_hashes=[block_hashes[(i + 1) * hash_stride - 1] for i in places],
+            parent_block_hash=block_hashes[first * hash_stride - 1] if first else None,
+            token_ids=list(request.all_token_ids[first * size : last * size]),
+            block_size=size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=request.lora_name,
+            extra_keys=extra_keys if any(extra_keys) else None,
+            group_idx=group_id,
+        )
 
 
 def with_short_hashes(event: KVCacheEvent) -> KVCacheEvent:

@@ -26,28 +26,15 @@ HASH_BYTES = 32
 _DOMAIN = "kvferry.block-hash.1"  # change it when the input of the hash changes
 
 
-class MultiModalSpan(Protocol):
-    """Where a multimodal input lies in the prompt, and what it is."""
-
-    @property
-    def identifier(self) -> str:
-        """Hash of the content: equal content, equal identifier, in every process."""
-
-    @property
-    def offset(self) -> int:
-        """First token that stands for it."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens that stand for it."""
-
-
 class MultiModalInput(msgspec.Struct, frozen=True):
-    """An image, a sound, a video in a prompt. See :class:`MultiModalSpan`."""
+    """An image, a sound, a video in a prompt: where it lies, and what it is."""
 
     identifier: str
+    """Hash of the content: equal content, equal identifier, in every process."""
     offset: int
+    """First token that stands for it."""
     length: int
+    """Number of tokens that stand for it."""
 
 
 def chain_root(cache_salt: str | None = None, lora_name: str | None = None) -> bytes:
@@ -60,7 +47,7 @@ def chain_root(cache_salt: str | None = None, lora_name: str | None = None) -> b
 
 
 def overlapping(
-    mm_inputs: Sequence[MultiModalSpan], first_token: int, last_token: int
+    mm_inputs: Sequence[MultiModalInput], first_token: int, last_token: int
 ) -> tuple[tuple[str, int], ...]:
     """The inputs that lie in part in the tokens ``[first_token, last_token)``.
 
@@ -82,7 +69,7 @@ def extend_chain(
     root: bytes,
     token_ids: Sequence[int],
     block_size: int,
-    mm_inputs: Sequence[MultiModalSpan] = (),
+    mm_inputs: Sequence[MultiModalInput] = (),
 ) -> None:
     """Appends the hashes of the full blocks of ``token_ids`` that ``chain`` does not cover yet.
 
@@ -127,7 +114,7 @@ def extend_chain(
 
 
 def _images_by_start(
-    mm_inputs: Sequence[MultiModalSpan], first: int, last: int, block_size: int
+    mm_inputs: Sequence[MultiModalInput], first: int, last: int, block_size: int
 ) -> dict[int, bytes]:
     """First token of a block → what its hash takes in of the inputs that overlap it.
 
@@ -226,7 +213,7 @@ class Request:
         *,
         cache_salt: str | None = None,
         lora_name: str | None = None,
-        mm_inputs: Sequence[MultiModalSpan] = (),
+        mm_inputs: Sequence[MultiModalInput] = (),
         prompt_logprobs: int | None = None,
         hash_block_size: int | None = None,
     ) -> None:
@@ -338,7 +325,7 @@ class Request:
 
 
 def _checked_inputs(
-    request_id: str, mm_inputs: Sequence[MultiModalSpan], num_prompt_tokens: int
+    request_id: str, mm_inputs: Sequence[MultiModalInput], num_prompt_tokens: int
 ) -> tuple[MultiModalInput, ...]:
     """The inputs by offset, as values of our own: the caller's objects may change.
 

@@ -113,6 +113,9 @@ class SingleTypeManager(ABC):
         self._hash_stride = self.block_size // rules.hash_block_size
         self._num_beyond = int(rules.use_eagle)
         """Blocks after a hit that must be known too."""
+        self.sink_blocks = pool.get_new_blocks(spec.num_reserved_blocks)
+        """Blocks of learnt tokens before every request's own: the first that the pool hands out,
+        as the attention looks for them at the ids 1, 2, ... In no table, and never given back."""
         self._adopt(spec)
 
     def _adopt(self, spec: KVCacheSpec) -> None:

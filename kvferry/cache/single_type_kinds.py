@@ -16,12 +16,7 @@ from kvferry.cache.block_pool import KVCacheBlock
 from kvferry.cache.kv_cache_config import UniformTypeKVCacheSpecs
 from kvferry.cache.request import CacheRequest
 from kvferry.cache.single_type import NEVER, GroupTable, Limits, Room, SingleTypeManager
-from kvferry.cache.specs import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    SinkFullAttentionSpec,
-)
+from kvferry.cache.specs import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec
 from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvferry.topology.windows import computed_to_forget, first_kept_token
 
@@ -44,19 +39,8 @@ class FullAttentionManager(SingleTypeManager):
         return hits
 
 
-class SinkFullAttentionManager(FullAttentionManager):
-    """Full attention over learnt tokens (sinks) before every request's own.
-
-    The sinks' blocks are the first that the pool hands out: the attention finds them at the ids
-    1, 2, ... They are nobody's, so they are in no table and never given back.
-    """
-
-    def _adopt(self, spec: KVCacheSpec) -> None:
-        self.sink_blocks = self.pool.get_new_blocks(spec.num_reserved_blocks)
-
-
 class WindowedManager(SingleTypeManager):
-    """A window or a chunk, of one of which the subclass sets the size.
+    """A token needs those before it in its window, or in its chunk.
 
     A hit needs only the blocks that hold a token of its last window; null blocks stand for those
     before. Where the window needs no token at all (at the start of a chunk, or a window of 1), a
@@ -67,6 +51,13 @@ class WindowedManager(SingleTypeManager):
 
     sliding_window: int | None = None
     attention_chunk_size: int | None = None
+
+    def _adopt(self, spec: KVCacheSpec) -> None:
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            self.attention_chunk_size = spec.attention_chunk_size
+        else:
+            assert isinstance(spec, SlidingWindowSpec)
+            self.sliding_window = spec.sliding_window
 
     def first_kept(self, num_computed: int) -> int:
         """See :func:`~kvferry.topology.windows.first_kept_token`."""
@@ -124,42 +115,22 @@ class WindowedManager(SingleTypeManager):
         is_after_hit = bool(index and self._num_beyond) and index * size % alignment == 0
         return is_after_hit or self.first_kept(shortest) // size <= index
 
-
-class SlidingWindowManager(WindowedManager):
-    """A token needs the ``sliding_window - 1`` tokens before it."""
-
-    def _adopt(self, spec: KVCacheSpec) -> None:
-        assert isinstance(spec, SlidingWindowSpec)
-        self.sliding_window = spec.sliding_window
-
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """See :meth:`SingleTypeManager.peak_blocks`.
 
         At worst the window before a step begins with the last token of a block: that block, and
-        the blocks of the ``sliding_window - 2 + max_step_tokens`` tokens after it.
+        the blocks of the ``sliding_window - 2 + max_step_tokens`` tokens after it. Of a chunk all
+        but the last token is computed before the step at worst, and it begins as late in a block
+        as chunks can.
         """
-        assert self.sliding_window is not None
-        after_first = self.sliding_window - 2 + max_step_tokens
-        return min(self.num_required(num_tokens), 1 + -(-after_first // self.block_size))
-
-
-class ChunkedLocalAttentionManager(WindowedManager):
-    """A token needs those before it in its chunk."""
-
-    def _adopt(self, spec: KVCacheSpec) -> None:
-        assert isinstance(spec, ChunkedLocalAttentionSpec)
-        self.attention_chunk_size = spec.attention_chunk_size
-
-    def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
-        """See :meth:`SingleTypeManager.peak_blocks`.
-
-        At worst all of a chunk but its last token is computed before a step, and the chunk begins
-        as late in a block as chunks can.
-        """
-        assert self.attention_chunk_size is not None
-        latest_start = self.block_size - gcd(self.attention_chunk_size, self.block_size)
-        span = latest_start + self.attention_chunk_size - 1 + max_step_tokens
-        return min(self.num_required(num_tokens), -(-span // self.block_size))
+        size = self.block_size
+        if self.attention_chunk_size is not None:
+            latest_start = size - gcd(self.attention_chunk_size, size)
+            span = latest_start + self.attention_chunk_size - 1 + max_step_tokens
+        else:
+            assert self.sliding_window is not None
+            span = size + self.sliding_window - 2 + max_step_tokens
+        return min(self.num_required(num_tokens), -(-span // size))
 
 
 class MambaManager(WindowedManager):
@@ -266,17 +237,11 @@ class CrossAttentionManager(SingleTypeManager):
         """The same: they come at once."""
         return self.count_missing(table, room, num_hits)
 
-    def add_hits(self, table: GroupTable, hits: Sequence[KVCacheBlock], room: Room) -> None:
-        """Nothing: there are none."""
-
     def grow(self, table: GroupTable, room: Room) -> list[KVCacheBlock]:
         """Gives a table room for the encoder's tokens."""
         new_blocks = self.pool.get_new_blocks(self.count_missing(table, room, 0))
         table.blocks.extend(new_blocks)
         return new_blocks
-
-    def cache_blocks(self, table: GroupTable, request: CacheRequest, num_tokens: int) -> None:
-        """Nothing is ever cached."""
 
     def peak_blocks(self, num_tokens: int, max_step_tokens: int) -> int:
         """None for the decoder's tokens; the encoder's are asked for by their own number."""
@@ -289,9 +254,8 @@ class CrossAttentionManager(SingleTypeManager):
 
 MANAGERS: dict[type[KVCacheSpec], type[SingleTypeManager]] = {
     FullAttentionSpec: FullAttentionManager,
-    SinkFullAttentionSpec: SinkFullAttentionManager,
-    SlidingWindowSpec: SlidingWindowManager,
-    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    SlidingWindowSpec: WindowedManager,
+    ChunkedLocalAttentionSpec: WindowedManager,
     MambaSpec: MambaManager,
     CrossAttentionSpec: CrossAttentionManager,
 }

@@ -53,14 +53,6 @@ def test_larger_block_takes_the_last_hash_within_it(num_cached):
     assert [block.block_hash for block in table] == [None if num_cached else b"\x02", b"\x05"]
 
 
-def test_blocks_before_the_first_block_stay_unhashed():
-    pool = BlockPool(5)
-    table = pool.get_new_blocks(3)
-    pool.cache_full_blocks(table, [b"a", b"b", b"c"], 0, 1, first_block=2)
-    pool.cache_full_blocks(table, [b"a", b"b", b"c"], 1, 3, first_block=2)
-    assert dict(pool.cached_blocks()) == {b"c": table[2]}
-
-
 def test_unhashed_blocks_are_reused_first_and_the_last_freed_first():
     pool = BlockPool(6)
     hashed = take_cached(pool, "ab")
