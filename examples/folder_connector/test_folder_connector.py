@@ -9,8 +9,7 @@ import pytest
 
 from kvferry.config import EngineConfig, KVTransferConfig
 from kvferry.engine.builder import build_engine
-from kvferry.engine.engine import Completion
-from kvferry.engine.messages import SamplingParams
+from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
@@ -95,13 +94,13 @@ def undivided(model: Path, max_tokens: int) -> list[list[int]]:
         return [answer.token_ids for answer in answers]
 
 
-def served(prefill, decode, max_tokens: int) -> list[Completion]:
+def served(prefill, decode, max_tokens: int) -> list[EngineOutput]:
     """Prefills, then decodes while the prefill engine may still be saving."""
     firsts = prefill.generate(PROMPTS, SamplingParams(max_tokens=1))
     answers = {}
     for prompt, first in zip(PROMPTS, firsts, strict=True):
         id = first.request_id
-        answers[id] = Completion(id, token_ids=list(first.token_ids))
+        answers[id] = EngineOutput(request_id=id, token_ids=list(first.token_ids))
         decode.add_request(
             id,
             prompt + first.token_ids,
@@ -113,7 +112,7 @@ def served(prefill, decode, max_tokens: int) -> list[Completion]:
         assert time.monotonic() < deadline
         prefill.step()
         for output in decode.step():
-            answers[output.request_id].add(output)
+            answers[output.request_id] += output
     return list(answers.values())
 
 

@@ -107,7 +107,7 @@ def cluster_engines(
         [
             PlannedEngine(
                 engine.name,
-                engine_cache(engine, model, cluster.model.dtype).geometries,
+                engine_cache(engine, model, cluster.model.dtype)[1],
                 engine.transfer_config().engine_id,
             )
             for engine in engines

@@ -216,7 +216,7 @@ def run_reference(
         while left:
             for output in engine.step():
                 answer = answers[output.request_id]
-                answer.token_ids += output.new_token_ids
+                answer.token_ids += output.token_ids
                 answer.gaps += output.gaps
                 if output.finish_reason == "error":
                     raise EngineError(f"the undivided engine failed: {output.error}")

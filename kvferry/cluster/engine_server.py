@@ -112,7 +112,7 @@ class _Run:
     async def next(self) -> EngineOutput:
         """The next output."""
         output = await self._outputs.get()
-        self.token_ids += output.new_token_ids
+        self.token_ids += output.token_ids
         self.gaps += output.gaps
         self.last = output
         return output
@@ -250,8 +250,8 @@ class EngineServer:
     async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:
         output = first
         while True:
-            if output.new_token_ids or run.is_over:
-                yield web.sse_event(self._reply(run, output.new_token_ids))
+            if output.token_ids or run.is_over:
+                yield web.sse_event(self._reply(run, output.token_ids))
             if run.is_over:
                 break
             output = await self._next(run)

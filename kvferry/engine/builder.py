@@ -7,7 +7,6 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,18 +23,14 @@ from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError
 from kvferry.topology import EngineGeometry, ParallelShape
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class EngineCache:
-    """The KV cache of an engine, for its scheduler and for its ranks."""
-
-    config: KVCacheConfig
-    """The scheduler's view: no tensors, as it owns no memory."""
-    geometries: tuple[EngineGeometry, ...]
-    """One per group, in the same order."""
+ExecutorKind = Literal["process", "inprocess"]
 
 
-def engine_cache(engine: EngineConfig, model: DecoderConfig, dtype: str) -> EngineCache:
+def engine_cache(
+    engine: EngineConfig, model: DecoderConfig, dtype: str
+) -> tuple[KVCacheConfig, tuple[EngineGeometry, ...]]:
     """The KV cache of an engine that runs a model.
 
     Args:
@@ -43,28 +38,26 @@ def engine_cache(engine: EngineConfig, model: DecoderConfig, dtype: str) -> Engi
         model: whose layers.
         dtype: of the KV cache.
 
+    Returns:
+        The scheduler's view, without tensors, as it owns no memory; and the geometry of each of
+        its groups.
+
     Raises:
         ConfigError: the shape does not fit the model, or its layers cannot be grouped.
     """
+    shape = model.cache_shape
     try:
         groups = group_layers(
-            model.kv_cache_specs(engine.block_size, dtype), hybrid=engine.hybrid_kv_cache
+            shape.kv_cache_specs(engine.block_size, dtype), hybrid=engine.hybrid_kv_cache
         )
-        return EngineCache(
-            config=KVCacheConfig(engine.num_blocks, (), groups),
-            geometries=model.geometries(
-                groups,
-                layout=engine.layout,
-                parallel=ParallelShape(tp=engine.tp, pp=engine.pp),
-            ),
+        geometries = shape.geometries(
+            groups, layout=engine.layout, parallel=ParallelShape(tp=engine.tp, pp=engine.pp)
         )
+        config = KVCacheConfig(engine.num_blocks, (), groups)
     except ValueError as error:
         raise ConfigError(f"engine {engine.name!r}: {error}") from error
-
-
-logger = logging.getLogger(__name__)
-
-ExecutorKind = Literal["process", "inprocess"]
+    # A decoder has no recurrent layers, hence no group of states.
+    return config, tuple(group for group in geometries if isinstance(group, EngineGeometry))
 
 
 def build_engine(
@@ -95,7 +88,7 @@ def build_engine(
         WorkerDiedError: a rank did not start.
     """
     model = load_model_config(model_folder)
-    cache = engine_cache(config, model, dtype)
+    cache_config, geometries = engine_cache(config, model, dtype)
     transfer = config.transfer_config() if connect else None
     incarnation = secrets.token_hex(8)
     options = SchedulerOptions(
@@ -110,9 +103,9 @@ def build_engine(
     spec = WorkerSpec(
         engine=config.name,
         model_folder=str(model_folder),
-        geometries=cache.geometries,
+        geometries=geometries,
         num_blocks=config.num_blocks,
-        layer_windows=model.layer_windows,
+        layer_windows=dict(model.cache_shape.layer_windows),
         incarnation=incarnation,
         kv_transfer_config=transfer,
         threads=config.threads,
@@ -129,7 +122,7 @@ def build_engine(
             opened.callback(connector.close)
         ranks = Executor(spec, in_process=executor == "inprocess")
         opened.pop_all()  # from here on they are the engine's
-    return Engine.open(options, cache.config, ranks, connector, events)
+    return Engine.open(options, cache_config, ranks, connector, events)
 
 
 def _open_events(config: EngineConfig) -> CacheEventPublisher | None:

@@ -4,8 +4,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -13,16 +12,15 @@ from kvferry.cache import KVCacheConfig
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector, TransferRecord
 from kvferry.control.cache_events import CacheEventPublisher
+from kvferry.engine.executor import Executor
 from kvferry.engine.messages import (
     EngineOutput,
-    RankOutput,
-    RequestTimings,
     SamplingParams,
     SchedulerOutput,
 )
 from kvferry.engine.request import EngineRequest, SchedulerOptions
 from kvferry.engine.scheduler import Scheduler, SchedulerStats
-from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
+from kvferry.errors import EngineError, KVFerryError
 from kvferry.lifetimes import Closing
 
 IDLE_SLEEP_S = 0.001
@@ -30,36 +28,6 @@ IDLE_SLEEP_S = 0.001
 
 _MAX_RECORDS = 65_536
 """Transfer records kept for whoever asks; beyond it the oldest are dropped."""
-
-
-class StepExecutor(Protocol):
-    """What runs the steps on all ranks."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def handshakes(self) -> Sequence[bytes]:
-        """What each rank's connector returned as ``handshake_metadata``, by rank."""
-
-    def execute(self, output: SchedulerOutput) -> Sequence[RankOutput | None]:
-        """Runs one step on all ranks; the place of a dead rank holds ``None``.
-
-        Raises:
-            WorkerDiedError: ranks are gone and nothing came back from any.
-        """
-
-    def alive(self) -> bool:
-        """Whether every rank is there, as far as is known without asking them."""
-
-    def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not answered the step under way. May be called from any thread."""
-
-    def first_failure(self) -> WorkerDiedError:
-        """Why a rank is dead; called only when one is."""
-
-    def close(self) -> None:
-        """Ends the ranks. Idempotent."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,35 +48,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Request id → (bytes in place, bytes in all) of the loads under way."""
 
 
-@dataclass(slots=True)
-class Completion:
-    """A request's answer, whole."""
-
-    request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    """For each token, the difference of the two best logits."""
-    finish_reason: str | None = None
-    error: str = ""
-    error_type: str = ""
-    kv_transfer_params: dict[str, object] | None = None
-    num_cached_tokens: int = 0
-    num_external_tokens: int = 0
-    timings: RequestTimings | None = None
-
-    def add(self, output: EngineOutput) -> None:
-        """Takes in the news of one step."""
-        self.token_ids += output.new_token_ids
-        self.gaps += output.gaps
-        self.num_cached_tokens = output.num_cached_tokens
-        self.num_external_tokens = output.num_external_tokens
-        if output.finish_reason is not None:
-            self.finish_reason = output.finish_reason
-            self.error, self.error_type = output.error, output.error_type
-            self.kv_transfer_params = output.kv_transfer_params
-            self.timings = output.timings
-
-
 class Engine(Closing):
     """One engine: requests in, tokens out, a step at a time. One thread owns it.
 
@@ -120,7 +59,7 @@ class Engine(Closing):
         self,
         options: SchedulerOptions,
         kv_cache_config: KVCacheConfig,
-        executor: StepExecutor,
+        executor: Executor,
         connector: SchedulerConnector | None,
         events: CacheEventPublisher | None,
     ) -> None:
@@ -146,7 +85,7 @@ class Engine(Closing):
         cls,
         options: SchedulerOptions,
         kv_cache_config: KVCacheConfig,
-        executor: StepExecutor,
+        executor: Executor,
         connector: SchedulerConnector | None = None,
         events: CacheEventPublisher | None = None,
     ) -> "Engine":
@@ -286,7 +225,7 @@ class Engine(Closing):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
-    ) -> list[Completion]:
+    ) -> list[EngineOutput]:
         """Runs a batch of prompts to its end, leases of its blocks apart.
 
         Args:
@@ -295,20 +234,21 @@ class Engine(Closing):
             kv_transfer_params: one per prompt.
 
         Returns:
-            One completion per prompt, in order; one that failed has the finish reason ``error``.
+            For each prompt, in order, its whole answer; one that failed has the finish reason
+            ``error``.
 
         Raises:
             ValueError, KVFerryError: a prompt is refused, or the engine cannot go on.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         params = kv_transfer_params or [None] * len(prompts)
-        done = {name: Completion(name) for name in (uuid.uuid4().hex for _ in prompts)}
+        done = {name: EngineOutput(request_id=name) for name in (uuid.uuid4().hex for _ in prompts)}
         for name, prompt, choice, param in zip(done, prompts, each, params, strict=True):
             self.add_request(name, prompt, choice, kv_transfer_params=param)
-        while any(completion.finish_reason is None for completion in done.values()):
+        while any(answer.finish_reason is None for answer in done.values()):
             for output in self.step():
                 if output.request_id in done:
-                    done[output.request_id].add(output)
+                    done[output.request_id] += output
             if not self.is_computing:
                 time.sleep(IDLE_SLEEP_S)
         return list(done.values())
@@ -359,7 +299,7 @@ class Engine(Closing):
 
 
 def _close(
-    connector: SchedulerConnector | None, executor: StepExecutor, events: CacheEventPublisher | None
+    connector: SchedulerConnector | None, executor: Executor, events: CacheEventPublisher | None
 ) -> None:
     # Peers are told first; the ranks' memory goes last.
     try:

@@ -99,12 +99,13 @@ class RequestTimings(msgspec.Struct, kw_only=True):
 
 
 class EngineOutput(msgspec.Struct, kw_only=True):
-    """News of one request after a step."""
+    """News of one request after a step, or after several that were added up."""
 
     request_id: str
-    new_token_ids: list[int] = msgspec.field(default_factory=list)
+    token_ids: list[int] = msgspec.field(default_factory=list)
+    """New tokens."""
     gaps: list[float] = msgspec.field(default_factory=list)
-    """For each new token, the difference of the two best logits."""
+    """For each of them, the difference of the two best logits."""
     finish_reason: str | None = None
     """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
     error: str = ""
@@ -119,6 +120,12 @@ class EngineOutput(msgspec.Struct, kw_only=True):
     """Prompt tokens loaded through the connector."""
     timings: RequestTimings | None = None
     """Given with ``finish_reason``."""
+
+    def __add__(self, later: "EngineOutput") -> "EngineOutput":
+        """This news and that of a later step of the same request."""
+        return msgspec.structs.replace(
+            later, token_ids=self.token_ids + later.token_ids, gaps=self.gaps + later.gaps
+        )
 
 
 # -- between an executor and its ranks --------------------------------------------------------

@@ -5,16 +5,14 @@ transformers' names, so that such a folder is an ordinary model folder to other 
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kvferry.cache import KVCacheGroupSpec, KVCacheSpec
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.errors import ModelError
-from kvferry.layouts.layout import Layout
-from kvferry.topology import EngineGeometry, ParallelShape
 
 #: Fields that change which tokens are asked for or when an answer ends, but not the KV.
 _OUTSIDE_DIGEST = frozenset({"bos_token_id", "eos_token_id", "max_position_embeddings"})
@@ -54,6 +52,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope_parameters: RopeParameters
     max_position_embeddings: Count
+    architectures: tuple[str]
+    """Transformers' name of the mathematics; each kind has its own."""
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] | None = None
@@ -68,18 +68,8 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
     # ---- what each kind says of itself -----------------------------------------------------
 
     @property
-    def architecture(self) -> str:
-        """Transformers' name of the mathematics."""
-        raise NotImplementedError
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads that the cache keeps per token; 1 with MLA."""
-        raise NotImplementedError
-
-    @property
-    def kv_head_size(self) -> int:
-        """Elements of a head of k in the cache, or of the latent."""
+    def cache_shape(self) -> CacheShape:
+        """What its KV cache depends on."""
         raise NotImplementedError
 
     @property
@@ -87,52 +77,16 @@ class DecoderConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Elements of a head that are rotated."""
         raise NotImplementedError
 
-    @property
-    def use_mla(self) -> bool:
-        """Whether the cache keeps one latent per token in place of keys and values."""
-        return False
-
-    @property
-    def layer_windows(self) -> dict[int, int]:
-        """Layer → tokens that one of its tokens attends to, itself included; no layer that
-        attends to all.
-        """
-        return {}
-
     def attention_tensors(self) -> Shapes:
         """The tensors of a layer's attention, without ``self_attn.``; linear ones ``[out, in]``."""
         raise NotImplementedError
 
-    # ---- its KV cache ----------------------------------------------------------------------
+    # ---- comparison ------------------------------------------------------------------------
 
     @property
-    def cache_shape(self) -> CacheShape:
-        """What the KV cache depends on."""
-        return CacheShape(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.kv_head_size,
-            use_mla=self.use_mla,
-            layer_windows=self.layer_windows,
-        )
-
-    def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
-        """See :meth:`~kvferry.cache.cache_shape.CacheShape.kv_cache_specs`."""
-        return self.cache_shape.kv_cache_specs(block_size, dtype)
-
-    def geometries(
-        self,
-        groups: Sequence[KVCacheGroupSpec],
-        *,
-        layout: Layout | str,
-        parallel: ParallelShape,
-    ) -> tuple[EngineGeometry, ...]:
-        """See :meth:`~kvferry.cache.cache_shape.CacheShape.geometries`."""
-        made = self.cache_shape.geometries(groups, layout=layout, parallel=parallel)
-        # A decoder has no recurrent layers, hence no group of states.
-        return tuple(group for group in made if isinstance(group, EngineGeometry))
-
-    # ---- comparison ------------------------------------------------------------------------
+    def architecture(self) -> str:
+        """Transformers' name of the mathematics."""
+        return self.architectures[0]
 
     def digest(self) -> str:
         """SHA-256 (hex) of everything here that shapes the KV, in canonical JSON."""
@@ -165,19 +119,13 @@ class LlamaConfig(DecoderConfig, frozen=True, kw_only=True):
             raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embeddings need pairs")
 
     @property
-    def architecture(self) -> str:
-        """Transformers' name of the mathematics."""
-        return self.architectures[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads that the cache keeps per token."""
-        return self.num_key_value_heads
-
-    @property
-    def kv_head_size(self) -> int:
-        """Elements of a head, of k and of v."""
-        return self.head_dim
+    def cache_shape(self) -> CacheShape:
+        """Keys and values."""
+        return CacheShape(
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=self.num_key_value_heads,
+            head_size=self.head_dim,
+        )
 
     @property
     def rope_size(self) -> int:
@@ -215,13 +163,14 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
             )
 
     @property
-    def layer_windows(self) -> dict[int, int]:
-        """Layer → its window, for the layers that have one."""
-        return {
-            layer: self.sliding_window
-            for layer, kind in enumerate(self.layer_types)
-            if kind == "sliding_attention"
-        }
+    def cache_shape(self) -> CacheShape:
+        """Keys and values, and which layers have a window."""
+        windowed = [
+            layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention"
+        ]
+        return replace(
+            super().cache_shape, layer_windows=dict.fromkeys(windowed, self.sliding_window)
+        )
 
 
 class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
@@ -261,29 +210,19 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
             )
 
     @property
-    def architecture(self) -> str:
-        """Transformers' name of the mathematics."""
-        return self.architectures[0]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """The one latent."""
-        return 1
-
-    @property
-    def kv_head_size(self) -> int:
-        """Elements of the latent, then of the rotated key."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+    def cache_shape(self) -> CacheShape:
+        """The latent, then the rotated key."""
+        return CacheShape(
+            num_layers=self.num_hidden_layers,
+            num_kv_heads=1,
+            head_size=self.kv_lora_rank + self.qk_rope_head_dim,
+            use_mla=True,
+        )
 
     @property
     def rope_size(self) -> int:
         """Elements of a query head that are rotated."""
         return self.qk_rope_head_dim
-
-    @property
-    def use_mla(self) -> bool:
-        """One latent per token."""
-        return True
 
     @property
     def qk_head_dim(self) -> int:
@@ -302,7 +241,7 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
                 "q_b_proj.weight": (queries, self.q_lora_rank),
             }
         return shapes | {
-            "kv_a_proj_with_mqa.weight": (self.kv_head_size, hidden),
+            "kv_a_proj_with_mqa.weight": (self.cache_shape.head_size, hidden),
             "kv_a_layernorm.weight": (self.kv_lora_rank,),
             "kv_b_proj.weight": (
                 heads * (self.qk_nope_head_dim + self.v_head_dim),

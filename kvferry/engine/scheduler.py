@@ -410,7 +410,7 @@ class Scheduler:
             request.timings.first_token = now
         request.append_output_token_ids(token)
         news = request.news()
-        news.new_token_ids.append(token)
+        news.token_ids.append(token)
         if gap is not None:
             news.gaps.append(gap)
         sampling = request.sampling

@@ -103,6 +103,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec, communicator: Communicator) -> None:
         self.rank = communicator.rank
         self._groups = spec.geometries
+        self._layer_windows = spec.layer_windows
         self._connector: WorkerConnector | None = None
         with ExitStack() as opened:
             opened.callback(communicator.close)
@@ -165,7 +166,7 @@ class Worker:
             return output
         model = self.model
         with torch.inference_mode():
-            batch = build_batch(requests, self._groups, model.dtype, model.config.layer_windows)
+            batch = build_batch(requests, self._groups, model.dtype, self._layer_windows)
             logits_SV = model.forward(batch, self.cache, self._connector)
             if logits_SV is None:
                 return output

@@ -65,8 +65,8 @@ def worker_spec():
         return WorkerSpec(
             engine="tested",
             model_folder=str(folder),
-            geometries=engine_cache(engine, model, dtype).geometries,
-            layer_windows=model.layer_windows,
+            geometries=engine_cache(engine, model, dtype)[1],
+            layer_windows=dict(model.cache_shape.layer_windows),
             num_blocks=num_blocks,
             incarnation="first",
             kv_transfer_config=connector,

@@ -279,6 +279,6 @@ def drain(
         if not engine.has_work():
             return tokens, last
         for output in engine.step():
-            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
             last[output.request_id] = output
     raise AssertionError("the engine never runs out of work")

@@ -90,7 +90,7 @@ class Member:
         ended = []
         for output in self.engine.step():
             name = output.request_id
-            self.tokens[name] += output.new_token_ids
+            self.tokens[name] += output.token_ids
             if output.finish_reason is None:
                 continue
             (prompt, first, length), got = self.live.pop(name), self.tokens.pop(name)

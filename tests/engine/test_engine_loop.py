@@ -6,9 +6,8 @@ import time
 import pytest
 
 from kvferry.engine import loop as loops
-from kvferry.engine.engine import Completion
 from kvferry.engine.loop import EngineLoop, StepState
-from kvferry.engine.messages import SamplingParams
+from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.request import SchedulerOptions
 from kvferry.errors import EngineError, WorkerDiedError
 from tests.engine.simulated import VOCAB, open_simulated
@@ -21,14 +20,14 @@ class Listener:
     """Collects the news of one request."""
 
     def __init__(self, name):
-        self.completion = Completion(name)
+        self.completion = EngineOutput(request_id=name)
         self.calls = 0
         self.ended = threading.Event()
 
     def __call__(self, output):
         self.calls += 1
         assert not self.ended.is_set()
-        self.completion.add(output)
+        self.completion += output
         if output.finish_reason is not None:
             self.ended.set()
 

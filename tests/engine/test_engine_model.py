@@ -46,7 +46,9 @@ def open_engine(tiny_folder, worker_spec):
     def make(options, **spec_values):
         folder = tiny_folder(num_layers=3)
         spec = worker_spec(folder, **spec_values)
-        specs = load_model_config(folder).kv_cache_specs(spec.geometries[0].block_size, spec.dtype)
+        specs = load_model_config(folder).cache_shape.kv_cache_specs(
+            spec.geometries[0].block_size, spec.dtype
+        )
         config = KVCacheConfig(spec.num_blocks, (), group_layers(specs))
         opened.append(Engine.open(options, config, Executor(spec, in_process=True)))
         return opened[-1]

@@ -59,7 +59,7 @@ class Pair:
         for output in self.prefill.step():
             self.hand_over(output)
         for output in self.decode.step():
-            self.tokens[output.request_id] += output.new_token_ids
+            self.tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
                 self.check_end(output)
         if not (self.prefill.is_computing or self.decode.is_computing):
@@ -72,10 +72,10 @@ class Pair:
             return
         assert output.finish_reason == "length", output
         prompt, max_tokens = self.live[name]
-        self.tokens[name] = output.new_token_ids
+        self.tokens[name] = output.token_ids
         self.decode.add_request(
             name,
-            prompt + output.new_token_ids,
+            prompt + output.token_ids,
             SamplingParams(max_tokens=max_tokens - 1, seed_offset=1),
             kv_transfer_params=output.kv_transfer_params,
         )

@@ -69,7 +69,7 @@ DEEPSEEK = COMMON | {
 def test_each_kind_is_told_by_what_it_computes(values, kind, windows):
     config = parse_config(values, "here")
     assert type(config) is kind
-    assert config.layer_windows == windows
+    assert config.cache_shape.layer_windows == windows
     written = json.loads(msgspec.json.encode(config))
     assert parse_config(written, "there") == config
 
@@ -144,7 +144,7 @@ def test_specs_say_what_each_layer_keeps():
         (MINISTRAL, [window, full, window, full]),
         (DEEPSEEK, [latent] * 4),
     ):
-        found = parse_config(values, "here").kv_cache_specs(16, "float32")
+        found = parse_config(values, "here").cache_shape.kv_cache_specs(16, "float32")
         assert found == {f"layer.{layer}": spec for layer, spec in enumerate(specs)}
 
 
@@ -167,7 +167,9 @@ def test_geometries_follow_the_groups_and_the_models_stages():
             (["layer.4", "layer.3"], FullAttentionSpec(8, 2, 4, "float32")),
         )
     ]
-    sliding, full = config.geometries(groups, layout="HND", parallel=ParallelShape(tp=2, pp=2))
+    sliding, full = config.cache_shape.geometries(
+        groups, layout="HND", parallel=ParallelShape(tp=2, pp=2)
+    )
     # The model's stages are 0-2 and 3-4: neither group is on both.
     assert [list(sliding.layers(rank)) for rank in (0, 2)] == [[0, 1, 2], []]
     assert [list(full.layers(rank)) for rank in (0, 2)] == [[], [3, 4]]
@@ -179,7 +181,7 @@ def test_geometries_follow_the_groups_and_the_models_stages():
         KVCacheGroupSpec(["layer.1"], MambaSpec(8, ((4, 4),), ("float32",))),
     ):
         with pytest.raises(ValueError, match=r"layer\.0 to layer\.4, recurrent of them: none"):
-            config.geometries([group], layout="HND", parallel=ParallelShape())
+            config.cache_shape.geometries([group], layout="HND", parallel=ParallelShape())
 
 
 @pytest.mark.parametrize(
@@ -189,8 +191,8 @@ def test_geometries_follow_the_groups_and_the_models_stages():
 def test_one_group_of_all_layers_is_the_plain_geometry(values, heads, size, pp):
     config = parse_config(values, "here")
     shape = {"layout": "NHD", "parallel": ParallelShape(tp=2, pp=pp)}
-    specs = config.kv_cache_specs(16, "float32")
-    (whole,) = config.geometries(group_layers(specs, hybrid=False), **shape)
+    specs = config.cache_shape.kv_cache_specs(16, "float32")
+    (whole,) = config.cache_shape.geometries(group_layers(specs, hybrid=False), **shape)
     assert whole == EngineGeometry(
         num_layers=4,
         num_kv_heads=heads,

@@ -29,7 +29,9 @@ def open_engine(tiny_folder, worker_spec):
         folder = tiny_folder(**MODELS[model])
         spec = worker_spec(folder, **shape)
         groups = group_layers(
-            load_model_config(folder).kv_cache_specs(spec.geometries[0].block_size, spec.dtype),
+            load_model_config(folder).cache_shape.kv_cache_specs(
+                spec.geometries[0].block_size, spec.dtype
+            ),
             hybrid=len(spec.geometries) > 1,
         )
         executor = Executor(spec, in_process=True)

@@ -95,7 +95,9 @@ class Ranks:
 
         def run(model, cache):
             with torch.inference_mode():
-                batch = build_batch(requests, self.groups, model.dtype, model.config.layer_windows)
+                batch = build_batch(
+                    requests, self.groups, model.dtype, model.config.cache_shape.layer_windows
+                )
                 return model.forward(batch, cache)
 
         with ThreadPoolExecutor(len(self.models)) as pool:
@@ -124,8 +126,8 @@ def open_ranks(tiny_folder):
     ):
         folder = tiny_folder(**model)
         config = load_model_config(folder)
-        groups = config.geometries(
-            group_layers(config.kv_cache_specs(block_size, dtype), hybrid=hybrid),
+        groups = config.cache_shape.geometries(
+            group_layers(config.cache_shape.kv_cache_specs(block_size, dtype), hybrid=hybrid),
             layout=layout,
             parallel=ParallelShape(tp=tp, pp=pp),
         )

@@ -85,7 +85,7 @@ def our_logits(worker_spec):
                     block_ids=tables,
                     sample=SamplingParams(),
                 )
-                windows = model.config.layer_windows
+                windows = model.config.cache_shape.layer_windows
                 batch = build_batch([request], groups, torch.float64, windows)
                 rows.append(model.forward(batch, worker.cache)[0])
         return torch.stack(rows)

@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for output in self.engine.step():
             sent = self.sent[output.request_id]
             assert sent.reason is None
-            sent.tokens += output.new_token_ids
+            sent.tokens += output.token_ids
             sent.reason = output.finish_reason
             if sent.reason is not None:
                 self.check_end(sent, output)

@@ -14,8 +14,8 @@ from kvferry.config import EngineConfig
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
 from kvferry.engine.builder import ExecutorKind, build_engine
-from kvferry.engine.engine import Completion, Engine
-from kvferry.engine.messages import SamplingParams
+from kvferry.engine.engine import Engine
+from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 
@@ -52,16 +52,17 @@ class EnginePair:
     decode: Engine
     records: list[TransferRecord]
 
-    def step(self) -> dict[str, Completion]:
+    def step(self) -> dict[str, EngineOutput]:
         """One step of each engine; collects what they say."""
         for engine in (self.prefill, self.decode):
             for output in engine.step():
-                self.done.setdefault(output.request_id, Completion(output.request_id)).add(output)
+                name = output.request_id
+                self.done[name] = self.done[name] + output if name in self.done else output
             self.records += engine.records()
         return self.done
 
     def __post_init__(self) -> None:
-        self.done: dict[str, Completion] = {}
+        self.done: dict[str, EngineOutput] = {}
 
     def run(self, until: Callable[[], bool]) -> None:
         """Steps both engines until a condition holds."""
@@ -72,14 +73,14 @@ class EnginePair:
             if not (self.prefill.is_computing or self.decode.is_computing):
                 time.sleep(0.001)
 
-    def finish(self, names: Sequence[str]) -> list[Completion]:
+    def finish(self, names: Sequence[str]) -> list[EngineOutput]:
         """Steps until these requests have ended."""
         self.run(
             lambda: all(n in self.done and self.done[n].finish_reason is not None for n in names)
         )
         return [self.done[name] for name in names]
 
-    def prefilled(self, prompts: Sequence[Sequence[int]]) -> list[Completion]:
+    def prefilled(self, prompts: Sequence[Sequence[int]]) -> list[EngineOutput]:
         """Computes prompts on the prefill engine: one token each, and the params for the other."""
         names = [uuid.uuid4().hex for _ in prompts]
         for name, prompt in zip(names, prompts, strict=True):
@@ -91,7 +92,7 @@ class EnginePair:
             )
         return self.finish(names)
 
-    def submit(self, first: Completion, prompt: Sequence[int], max_tokens: int) -> str:
+    def submit(self, first: EngineOutput, prompt: Sequence[int], max_tokens: int) -> str:
         """Gives the decode engine a computed prompt and its first token."""
         name = uuid.uuid4().hex
         self.decode.add_request(
@@ -102,7 +103,7 @@ class EnginePair:
         )
         return name
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[EngineOutput]:
         """Answers, the first token of each from the prefill engine."""
         firsts = self.prefilled(prompts)
         names = [self.submit(f, p, max_tokens) for f, p in zip(firsts, prompts, strict=True)]
