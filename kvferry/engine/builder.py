@@ -122,7 +122,7 @@ def build_engine(
             opened.callback(connector.close)
         ranks = Executor(spec, in_process=executor == "inprocess")
         opened.pop_all()  # from here on they are the engine's
-    return Engine.open(options, cache_config, ranks, connector, events)
+    return Engine(options, cache_config, ranks, connector, events)
 
 
 def _open_events(config: EngineConfig) -> CacheEventPublisher | None:

@@ -4,6 +4,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -53,6 +54,16 @@ class Engine(Closing):
 
     When the engine cannot go on, because a rank is dead for example, ``step`` raises why, as does
     every later call of it; only ``close`` is left then.
+
+    Args:
+        options: of the scheduler.
+        kv_cache_config: blocks and groups.
+        executor: the ranks. From here on the engine owns this and what follows, and closes them.
+        connector: the half between engines, if it exchanges KV.
+        events: who is told what the prefix cache holds.
+
+    Raises:
+        KVFerryError: the connector cannot use what the ranks told it. All parts are closed.
     """
 
     def __init__(
@@ -60,18 +71,13 @@ class Engine(Closing):
         options: SchedulerOptions,
         kv_cache_config: KVCacheConfig,
         executor: Executor,
-        connector: SchedulerConnector | None,
-        events: CacheEventPublisher | None,
+        connector: SchedulerConnector | None = None,
+        events: CacheEventPublisher | None = None,
     ) -> None:
-        """Use :meth:`open`."""
         self.options = options
         self._executor = executor
         self._connector = connector
         self._events = events
-        self._scheduler = Scheduler(
-            options, kv_cache_config, connector, enable_kv_cache_events=events is not None
-        )
-        self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
         self._records: deque[TransferRecord] = deque(maxlen=_MAX_RECORDS)
         self._progress: dict[str, tuple[int, int]] = {}
         self._gauges: dict[str, float] = {}
@@ -79,29 +85,19 @@ class Engine(Closing):
         self._totals = {"steps": 0, "computed": 0, "output": 0}
         self._last_step_tokens = 0
         self._failure: KVFerryError | None = None
-
-    @classmethod
-    def open(
-        cls,
-        options: SchedulerOptions,
-        kv_cache_config: KVCacheConfig,
-        executor: Executor,
-        connector: SchedulerConnector | None = None,
-        events: CacheEventPublisher | None = None,
-    ) -> "Engine":
-        """Joins the parts; from here on the engine owns all but the options, and closes them.
-
-        Raises:
-            KVFerryError: the connector cannot use what the ranks told it. All parts are closed.
-        """
-        try:
-            engine = cls(options, kv_cache_config, executor, connector, events)
+        with ExitStack() as parts:
+            # They are closed in reverse: peers are told first; the ranks' memory goes last.
+            parts.callback(executor.close)
+            if events is not None:
+                parts.callback(events.close)
             if connector is not None:
+                parts.callback(connector.close)
                 connector.set_worker_handshakes(executor.handshakes())
-        except BaseException:
-            _close(connector, executor, events)
-            raise
-        return engine
+            self._scheduler = Scheduler(
+                options, kv_cache_config, connector, enable_kv_cache_events=events is not None
+            )
+            self._aggregator = KVOutputAggregator.from_connector(connector, executor.world_size)
+            self._parts = parts.pop_all()
 
     def add_request(
         self,
@@ -295,19 +291,4 @@ class Engine(Closing):
         """Ends connector and ranks; live requests are dropped. Idempotent."""
         if self._failure is None:
             self._failure = EngineError("the engine is closed")
-        _close(self._connector, self._executor, self._events)
-
-
-def _close(
-    connector: SchedulerConnector | None, executor: Executor, events: CacheEventPublisher | None
-) -> None:
-    # Peers are told first; the ranks' memory goes last.
-    try:
-        if connector is not None:
-            connector.close()
-    finally:
-        try:
-            if events is not None:
-                events.close()
-        finally:
-            executor.close()
+        self._parts.close()

@@ -17,9 +17,7 @@ Legend of the dims::
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -87,46 +85,7 @@ Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of the step's positions."""
 
 
-class Attention(ABC):
-    """One layer's attention on one rank."""
-
-    @abstractmethod
-    def __call__(
-        self,
-        normed_TM: torch.Tensor,
-        rope: Rotation,
-        cache: tuple[torch.Tensor, ...],
-        batch: LayerBatch,
-    ) -> torch.Tensor:
-        """Writes the step's cells and attends.
-
-        Args:
-            normed_TM: what all heads see.
-            rope: of the step's positions.
-            cache: the layer's parts, see :meth:`PagedKVCache.layer`.
-            batch: the layer's part of the step.
-
-        Returns:
-            This rank's summand of the output, ``[T, M]``.
-        """
-
-
-def read_attention(
-    config: DecoderConfig, reader: WeightReader, layer: int, shard: ModelShard
-) -> Attention:
-    """A layer's attention, with the weights of a shard.
-
-    Raises:
-        ModelError: a tensor is missing.
-    """
-    prefix = f"model.layers.{layer}.self_attn."
-    if isinstance(config, DeepseekConfig):
-        return LatentAttention(config, reader, prefix, shard)
-    assert isinstance(config, LlamaConfig)
-    return GroupedQueryAttention(config, reader, prefix, shard)
-
-
-class GroupedQueryAttention(Attention):
+class GroupedQueryAttention:
     """Llama's: several query heads per KV head."""
 
     def __init__(
@@ -147,7 +106,17 @@ class GroupedQueryAttention(Attention):
         cache: tuple[torch.Tensor, ...],
         batch: LayerBatch,
     ) -> torch.Tensor:
-        """See :class:`Attention`."""
+        """Writes the step's cells and attends.
+
+        Args:
+            normed_TM: what all heads see.
+            rope: of the step's positions.
+            cache: the layer's parts, see :meth:`PagedKVCache.layer`.
+            batch: the layer's part of the step.
+
+        Returns:
+            This rank's summand of the output, ``[T, M]``.
+        """
         count = len(normed_TM)
         k_THD, v_THD = F.linear(normed_TM, self._kv).view(count, 2, -1, self._size).unbind(1)
         write_kv(cache, batch, rotate_halves(k_THD, *rope), v_THD)
@@ -162,7 +131,7 @@ class GroupedQueryAttention(Attention):
 _LATENT_EPS = 1e-6
 
 
-class LatentAttention(Attention):
+class LatentAttention:
     """DeepSeek-V2's: keys and values of all heads follow from one latent per token.
 
     Neither is ever spelt out. The score of a head is ``q . (K c) = (K^T q) . c`` with its matrix
@@ -202,7 +171,7 @@ class LatentAttention(Attention):
         cache: tuple[torch.Tensor, ...],
         batch: LayerBatch,
     ) -> torch.Tensor:
-        """See :class:`Attention`."""
+        """See :meth:`GroupedQueryAttention.__call__`."""
         config, count = self._config, len(normed_TM)
         made = F.linear(normed_TM, self._kv_a)[:, None]
         latent_THC = rms_norm(made[..., : config.kv_lora_rank], self._kv_norm, _LATENT_EPS)
@@ -230,32 +199,31 @@ class LatentAttention(Attention):
         )
 
 
-@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's share on one rank; linear weights are ``[out, in]``."""
+    """One layer's share on one rank; linear weights are ``[out, in]``.
 
-    input_norm: torch.Tensor
-    attention: Attention
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    Raises:
+        ModelError: a tensor is missing.
+    """
 
-    @classmethod
-    def read(
-        cls, config: DecoderConfig, reader: WeightReader, layer: int, shard: ModelShard
-    ) -> "DecoderLayer":
-        """Takes the slices of a shard."""
+    attention: GroupedQueryAttention | LatentAttention
+
+    def __init__(
+        self, config: DecoderConfig, reader: WeightReader, layer: int, shard: ModelShard
+    ) -> None:
         prefix = f"model.layers.{layer}."
-        mlp = prefix + "mlp."
-        return cls(
-            input_norm=reader.whole(prefix + "input_layernorm.weight"),
-            attention=read_attention(config, reader, layer, shard),
-            post_norm=reader.whole(prefix + "post_attention_layernorm.weight"),
-            gate_up=reader.rows(
-                (mlp + "gate_proj.weight", shard.inner), (mlp + "up_proj.weight", shard.inner)
-            ),
-            down=reader.columns(mlp + "down_proj.weight", shard.inner),
+        mlp, attention = prefix + "mlp.", prefix + "self_attn."
+        self.input_norm = reader.whole(prefix + "input_layernorm.weight")
+        if isinstance(config, DeepseekConfig):
+            self.attention = LatentAttention(config, reader, attention, shard)
+        else:
+            assert isinstance(config, LlamaConfig)
+            self.attention = GroupedQueryAttention(config, reader, attention, shard)
+        self.post_norm = reader.whole(prefix + "post_attention_layernorm.weight")
+        self.gate_up = reader.rows(
+            (mlp + "gate_proj.weight", shard.inner), (mlp + "up_proj.weight", shard.inner)
         )
+        self.down = reader.columns(mlp + "down_proj.weight", shard.inner)
 
 
 class DecoderModel:
@@ -290,9 +258,7 @@ class DecoderModel:
             layer: group.layer_name(layer) for group in groups for layer in group.model_layers
         }
         reader = WeightReader(folder, dtype)
-        self._layers = {
-            layer: DecoderLayer.read(config, reader, layer, shard) for layer in shard.layers
-        }
+        self._layers = {layer: DecoderLayer(config, reader, layer, shard) for layer in shard.layers}
         embedding = "model.embed_tokens.weight"
         self._embedding = reader.mapped(embedding) if shard.is_first else None
         self._norm = self._head = None

@@ -226,7 +226,7 @@ def open_simulated(
     )
     connector = ScriptedScheduler() if scripted else None
     config = toy_cache_config(num_blocks, block_size, windows)
-    return Engine.open(options, config, executor, connector), executor, connector
+    return Engine(options, config, executor, connector), executor, connector
 
 
 def open_connected(
@@ -261,7 +261,7 @@ def open_connected(
         vocab_size=VOCAB,
     )
     cache = toy_cache_config(num_blocks, block_size, windows)
-    return Engine.open(options, cache, executor, half), executor
+    return Engine(options, cache, executor, half), executor
 
 
 def prompt(length: int, salt: int = 0) -> list[int]:

@@ -50,7 +50,7 @@ def open_engine(tiny_folder, worker_spec):
             spec.geometries[0].block_size, spec.dtype
         )
         config = KVCacheConfig(spec.num_blocks, (), group_layers(specs))
-        opened.append(Engine.open(options, config, Executor(spec, in_process=True)))
+        opened.append(Engine(options, config, Executor(spec, in_process=True)))
         return opened[-1]
 
     yield make

@@ -39,7 +39,7 @@ def open_engine(tiny_folder, worker_spec):
             for tensor in executor.ranks[rank].worker.cache.tensors.values():
                 tensor.fill_(torch.nan)
         config = KVCacheConfig(spec.num_blocks, (), groups)
-        opened.append(Engine.open(SchedulerOptions(**options), config, executor))
+        opened.append(Engine(SchedulerOptions(**options), config, executor))
         return opened[-1]
 
     yield make

@@ -586,5 +586,5 @@ def test_parts_that_cannot_be_joined_are_closed():
     connector = Refusing()
     executor = SimulatedExecutor(8, 4, workers=[ScriptedWorker()], metadata=ScriptedMetadata)
     with pytest.raises(ConfigError, match="not mine"):
-        Engine.open(SchedulerOptions(), toy_cache_config(8, 4), executor, connector)
+        Engine(SchedulerOptions(), toy_cache_config(8, 4), executor, connector)
     assert connector.closed
