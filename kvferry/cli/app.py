@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvferry import __version__
 from kvferry.errors import KVFerryError
@@ -43,22 +44,12 @@ def run() -> None:
     except KVFerryError as error:
         if "--debug" in sys.argv:
             raise
-        Console(stderr=True, soft_wrap=True, highlight=False).print(
-            f"[bold red]kvferry:[/] {_escaped(_with_notes(error))}"
-        )
+        notes = getattr(error, "__notes__", ())
+        text = Text.assemble(("kvferry: ", "bold red"), "\n  ".join([str(error), *notes]))
+        Console(stderr=True, soft_wrap=True, highlight=False).print(text)
         sys.exit(ERROR_EXIT_CODE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-
-
-def _with_notes(error: KVFerryError) -> str:
-    return "\n  ".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _print_version(wanted: bool) -> None:
@@ -193,11 +184,11 @@ def plan(
     device: Device = "cpu",
 ) -> None:
     """Show who reads what from whom, what it costs, and what would be cheaper. Starts nothing."""
-    from kvferry.cli.plan import PlanSource
     from kvferry.cli.plan import plan as command
 
-    source = PlanSource(file, prefill, decode, model)
-    command(source, tokens, as_json, picture, transport, device)
+    given = {"--prefill": prefill, "--decode": decode, "--model": model}
+    specs = {option: value for option, value in given.items() if value is not None}
+    command(file, specs, tokens, as_json, picture, transport, device)
 
 
 @app.command()

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvferry.cli.console import make_console
+from kvferry.cli.console import make_console, print_json
 from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.status import load_keys, parse_address
 from kvferry.control.client import fetch_descriptions
@@ -20,6 +18,7 @@ from kvferry.control.messages import DescriptionReply
 from kvferry.errors import ConfigError, KVFerryError, NotReadyError, PeerLostError
 from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.topology.description import EngineDescription
+from kvferry.zeromq import tcp_address
 
 FAILED_EXIT_CODE = 1
 """The exit code when a pair can never exchange KV."""
@@ -61,8 +60,7 @@ def check(
         for prefill, decode in _pairs(_ask(addresses, keys, timeout_s))
     ]
     if as_json:
-        document = msgspec.json.encode([_as_json(verdict) for verdict in verdicts])
-        typer.echo(msgspec.json.format(document, indent=2).decode())
+        print_json([_as_json(verdict) for verdict in verdicts])
     else:
         _show(verdicts, make_console())
     if any(verdict.mismatches for verdict in verdicts):
@@ -71,7 +69,7 @@ def check(
 
 def _ask(addresses: Sequence[str], keys: Path | None, timeout_s: float) -> list[DescriptionReply]:
     hosts = [parse_address(address) for address in addresses]
-    plain = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
+    plain = [tcp_address(*each).removeprefix("tcp://") for each in hosts]
     if len(set(plain)) < len(plain):
         twice = next(address for address in plain if plain.count(address) > 1)
         raise ConfigError(f"{twice} stands twice; name each engine once")

@@ -4,6 +4,8 @@ import re
 from types import TracebackType
 from typing import Self
 
+import msgspec
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
@@ -17,6 +19,11 @@ def make_console() -> Console:
     if not console.is_terminal and console.width < PIPE_WIDTH:
         return Console(highlight=False, width=PIPE_WIDTH)
     return console
+
+
+def print_json(document: object) -> None:
+    """Prints for other programs, on standard output."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def seconds_text(seconds: float) -> str:

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,19 +144,15 @@ def _send(
     console: Console, cluster: Cluster, questions: Sequence[Prompt], max_tokens: int
 ) -> list[Answer]:
     live: dict[str, Answer] = {}
-    if not console.is_terminal:
 
-        def changed(answer: Answer) -> None:
-            if answer.finished is not None:
-                console.print(_line(answer), soft_wrap=True)
+    def changed(answer: Answer) -> None:
+        live[answer.name] = answer
+        if not console.is_terminal and answer.finished is not None:
+            console.print(_line(answer), soft_wrap=True)
 
+    board = Live(console=console, refresh_per_second=8, get_renderable=lambda: _board(live))
+    with board if console.is_terminal else nullcontext():
         return asyncio.run(steps.send_all(cluster.url, questions, max_tokens, changed))
-    with Live(console=console, refresh_per_second=8, get_renderable=lambda: _board(live)):
-
-        def note(answer: Answer) -> None:
-            live[answer.name] = answer
-
-        return asyncio.run(steps.send_all(cluster.url, questions, max_tokens, note))
 
 
 def _line(answer: Answer) -> str:
@@ -253,14 +249,14 @@ def _write_json(
                 "name": result.name,
                 "identical": result.difference is None,
                 "kv_verified": not result.damage,
-                "difference": asdict(result.difference) if result.difference else None,
+                "difference": result.difference,
                 "prompt_tokens": result.prefill.prompt_tokens,
                 "tokens_moved": result.tokens_moved,
                 "bytes_moved": result.nbytes,
                 "copies": result.copies,
                 "transfer_s": result.transfer_s,
                 "smallest_gap": min(reference.gaps, default=None),
-                "answer": asdict(answer),
+                "answer": answer,
                 "prefill_timings": result.prefill.timings,
                 "decode_timings": result.decode.timings if result.decode else None,
             }

@@ -1,16 +1,14 @@
 """``kvferry plan``."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import msgspec
-import typer
 from rich.console import Console
 
-from kvferry.cli.console import PartProgress, make_console
-from kvferry.cli.rank_map import load_transports, show_all
+from kvferry.cli.console import PartProgress, make_console, print_json
+from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cluster.preflight import model_shape
 from kvferry.config import ClusterConfig, load_cluster
@@ -24,26 +22,13 @@ from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
 from kvferry.transports.registry import transport_class
 
-
-@dataclass(frozen=True, slots=True)
-class PlanSource:
-    """What is to be planned, as the command line says it: a file, or all of the others."""
-
-    file: Path | None
-    prefill: str | None
-    decode: str | None
-    model: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    model: ModelInfo
-    prefill: list[PlannedEngine]
-    decode: list[PlannedEngine]
+Engines: TypeAlias = tuple[ModelInfo, list[PlannedEngine], list[PlannedEngine]]
+"""A model, the prefill engines that serve it, and the decode engines."""
 
 
 def plan(
-    wanted: PlanSource,
+    file: Path | None,
+    specs: Mapping[str, str],
     tokens: int,
     as_json: bool,
     picture: Path | None,
@@ -52,6 +37,15 @@ def plan(
 ) -> None:
     """Prints, and draws, who reads what from whom.
 
+    Args:
+        file: a cluster file, or
+        specs: the options ``--prefill``, ``--decode`` and ``--model``, as far as given.
+        tokens: of the request to plan for.
+        as_json: whether for other programs.
+        picture: file of the drawing, if one is wanted.
+        transport: the one to show the way over; all that are installed if left out.
+        device: where the decode engine's KV cache lies.
+
     Raises:
         ConfigError: the options, the cluster file or a spec cannot be used.
         PluginError: a transport that is neither known nor installed.
@@ -59,36 +53,33 @@ def plan(
         HostError: the picture cannot be written.
     """
     transports = _transports(transport)
-    engines = _from_cluster(wanted) if wanted.file is not None else _from_specs(wanted)
+    model, sources, targets = _from_specs(specs) if file is None else _from_cluster(file, specs)
     if picture is not None:
-        check_drawable([*engines.prefill, *engines.decode])
+        check_drawable([*sources, *targets])
     try:
         pairs = [
             explain_pair(prefill, decode, tokens, transports, device)
-            for prefill in engines.prefill
-            for decode in engines.decode
+            for prefill in sources
+            for decode in targets
         ]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if picture is not None:
-        drawing = draw_pairs(pairs, engines.model)
+        drawing = draw_pairs(pairs, model)
         try:
             picture.write_text(drawing, encoding="utf-8")
         except OSError as error:
             raise HostError(f"{picture}: cannot be written: {error.strerror}") from error
     if as_json:
-        document = msgspec.json.encode(
-            {
-                "tokens": tokens,
-                "model": _model_as_json(engines.model),
-                "pairs": [pair_as_json(pair) for pair in pairs],
-            }
-        )
-        typer.echo(msgspec.json.format(document, indent=2).decode())
+        described = [pair_as_json(pair) for pair in pairs]
+        print_json({"tokens": tokens, "model": _model_as_json(model), "pairs": described})
         return
     console = make_console()
-    console.print(model_text(engines.model), highlight=False, markup=False, soft_wrap=True)
-    show_all(pairs, console)
+    console.print(model_text(model), highlight=False, markup=False, soft_wrap=True)
+    for number, pair in enumerate(pairs):
+        if number:
+            console.print()
+        show_explained(pair, console)
     if picture is not None:
         console.print(f"picture: {picture}", markup=False, soft_wrap=True)
 
@@ -141,38 +132,36 @@ def _transports(name: str | None) -> list[type[Transport]]:
     return load_transports(installed_plugins(TRANSPORTS))
 
 
-def _from_cluster(wanted: PlanSource) -> _Plan:
-    assert wanted.file is not None
-    if wanted.prefill or wanted.decode or wanted.model:
+def _from_cluster(file: Path, specs: Mapping[str, str]) -> Engines:
+    if specs:
         raise ConfigError(
-            f"{wanted.file}: a cluster file names its engines and its model; leave out --prefill, "
+            f"{file}: a cluster file names its engines and its model; leave out --prefill, "
             "--decode and --model, or leave out the file"
         )
-    cluster = load_cluster(wanted.file)
+    cluster = load_cluster(file)
     with PartProgress(Console(stderr=True)) as progress:
         model = model_shape(cluster.model, partial(progress, "model"))
     prefill, decode = cluster_engines(cluster, model)
     source = cluster.model.source
     info = ModelInfo(Path(source).name, source, model.cache_shape, cluster.model.dtype)
-    return _Plan(info, prefill, decode)
+    return info, prefill, decode
 
 
-def _from_specs(wanted: PlanSource) -> _Plan:
-    given = {"--prefill": wanted.prefill, "--decode": wanted.decode, "--model": wanted.model}
-    missing = [option for option, value in given.items() if value is None]
-    if len(missing) == len(given):
+def _from_specs(specs: Mapping[str, str]) -> Engines:
+    if not specs:
         raise ConfigError(
             "nothing to plan: give a CLUSTER.toml, or --prefill, --decode and --model, as in "
             "--prefill tp=8,layout=HND --decode tp=2 --model llama-3-70b"
         )
+    missing = [name for name in ("--prefill", "--decode", "--model") if name not in specs]
     if missing:
         raise ConfigError(f"{', '.join(missing)} missing; without a file all three are needed")
-    model = find_model(wanted.model or "")
-    engines = [
-        PlannedEngine(role, _geometries(given[f"--{role}"] or "", f"--{role}", model), role)
+    model = find_model(specs["--model"])
+    prefill, decode = (
+        PlannedEngine(role, _geometries(specs[f"--{role}"], f"--{role}", model), role)
         for role in ("prefill", "decode")
-    ]
-    return _Plan(model, engines[:1], engines[1:])
+    )
+    return model, [prefill], [decode]
 
 
 def _geometries(spec: str, where: str, model: ModelInfo) -> tuple[GroupGeometry, ...]:

@@ -136,11 +136,3 @@ def _say_list(console: Console, heading: str, texts: Sequence[str]) -> None:
 def _say(console: Console, heading: str, text: str) -> None:
     # As plain text: names may look like markup.
     console.print(Text.assemble((f"{heading:<14}", "bold"), text), soft_wrap=True)
-
-
-def show_all(pairs: Iterable[EnginePair], console: Console) -> None:
-    """Prints pairs one after the other."""
-    for number, pair in enumerate(pairs):
-        if number:
-            console.print()
-        show_explained(pair, console)

@@ -4,19 +4,19 @@ import datetime as dt
 from pathlib import Path
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.cli.console import make_console, seconds_text
+from kvferry.cli.console import make_console, print_json, seconds_text
 from kvferry.config import parse_struct
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
 from kvferry.control.options import CurveKeys
 from kvferry.errors import ConfigError, PeerLostError, ProtocolError
 from kvferry.explain.sentences import bytes_text
+from kvferry.zeromq import split_address
 
 
 def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> None:
@@ -32,7 +32,7 @@ def status(address: str, keys: Path | None, timeout_s: float, as_json: bool) -> 
     except (PeerLostError, ProtocolError) as error:
         raise type(error)(f"{error}; is {port} the engine's kv_port?") from error
     if as_json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
     else:
         show(report, make_console())
 
@@ -43,11 +43,12 @@ def parse_address(address: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is none of these.
     """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{address!r} is not an address; write HOST:PORT, 127.0.0.1:14579 say")
-    return host, int(port)
+    try:
+        return split_address(address if ":" in address else f"127.0.0.1:{address}")
+    except ValueError as error:
+        raise ConfigError(
+            f"{address!r} is not an address; write HOST:PORT, 127.0.0.1:14579 say"
+        ) from error
 
 
 def load_keys(file: Path | None) -> CurveKeys | None:
