@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -98,108 +97,75 @@ def build_batch(
         BlockTableError: a request has not one block table per group, or one of them lacks a block
             that a layer needs.
     """
-    step = _Step.of(requests, len(groups))
+    for request in requests:
+        if len(request.block_ids) != len(groups):
+            raise BlockTableError(
+                f"request {request.request_id!r}: {len(request.block_ids)} block tables for "
+                f"{len(groups)} KV cache groups"
+            )
+    firsts = np.array([request.first_position for request in requests], dtype=np.int64)
+    counts = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
+    rows, positions = BlockTable.expand_spans(firsts, counts)
     layers: dict[int, LayerBatch] = {}
     for index, geometry in enumerate(groups):
         table = BlockTable.from_lists(
             geometry.block_size, [request.block_ids[index] for request in requests]
         )
-        built: dict[int | None, LayerBatch] = {}
-        for layer in geometry.model_layers:
-            window = (layer_windows or {}).get(layer, geometry.sliding_window)
-            if window not in built:
-                built[window] = _layer_batch(step, table, window, dtype)
-            layers[layer] = built[window]
-    ends = np.cumsum(step.counts) - 1
+        windows = {
+            layer: (layer_windows or {}).get(layer, geometry.sliding_window)
+            for layer in geometry.model_layers
+        }
+        sights = {window: _Sight(table, window, firsts, counts) for window in windows.values()}
+        for sight in sights.values():
+            _check_tables(requests, sight)
+        blocks, offsets = table.locate(rows, positions)
+        slots = (torch.from_numpy(blocks), torch.from_numpy(offsets))
+        calls = {window: _calls(sight, dtype) for window, sight in sights.items()}
+        layers |= {layer: LayerBatch(slots, calls[window]) for layer, window in windows.items()}
     asked = [request.sample is not None for request in requests]
     return StepBatch(
         tokens=torch.tensor(
             list(chain.from_iterable(request.token_ids for request in requests)), dtype=torch.int64
         ),
-        positions=torch.from_numpy(step.positions),
-        sampled=torch.from_numpy(ends[asked]),
+        positions=torch.from_numpy(positions),
+        sampled=torch.from_numpy((np.cumsum(counts) - 1)[asked]),
         layers=layers,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What all groups share: one number per request, and two per token."""
-
-    request_ids: tuple[str, ...]
-    firsts: IntArray
-    """Position of the first token to compute."""
-    counts: IntArray
-    """Tokens to compute."""
-    rows: IntArray
-    """Request of each token."""
-    positions: IntArray
-    """Position of each token."""
-
-    @classmethod
-    def of(cls, requests: Sequence[ScheduledRequest], num_groups: int) -> "_Step":
-        for request in requests:
-            if len(request.block_ids) != num_groups:
-                raise BlockTableError(
-                    f"request {request.request_id!r}: {len(request.block_ids)} block tables for "
-                    f"{num_groups} KV cache groups"
-                )
-        firsts = np.array([request.first_position for request in requests], dtype=np.int64)
-        counts = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
-        ids = tuple(request.request_id for request in requests)
-        return cls(ids, firsts, counts, *BlockTable.expand_spans(firsts, counts))
-
-    @property
-    def lengths(self) -> IntArray:
-        """Tokens of each request's sequence after the step."""
-        return self.firsts + self.counts
-
-
-@dataclass(frozen=True, slots=True)
 class _Sight:
-    """What one group's layers of one window see in a step."""
+    """What one group's layers of one window see in a step; arrays have a number per request."""
 
-    table: BlockTable
-    window: int | None
-    kept: IntArray
-    """First position that each request's first token to compute may see."""
-    lengths: IntArray
-
-    @classmethod
-    def of(cls, step: _Step, table: BlockTable, window: int | None) -> "_Sight":
-        kept = np.zeros_like(step.firsts)
+    def __init__(
+        self, table: BlockTable, window: int | None, firsts: IntArray, counts: IntArray
+    ) -> None:
+        self.table = table
+        self.window = window
+        self.counts = counts
+        """Tokens to compute."""
+        self.starts = np.cumsum(counts) - counts
+        """Row of the first of them among the step's tokens."""
+        self.lengths = firsts + counts
+        """Tokens of the sequence after the step."""
+        self.kept = np.zeros_like(firsts)
+        """First position that the first token to compute may see."""
         if window is not None:
             # topology.windows.first_kept_token, for all requests at once.
-            kept = np.maximum(step.firsts - window + 1, 0)
-        return cls(table, window, kept, step.lengths)
-
-    @property
-    def first_blocks(self) -> IntArray:
+            self.kept = np.maximum(firsts - window + 1, 0)
+        self.first_blocks = self.kept // table.block_size
         """Index of the first block to gather."""
-        return self.kept // self.table.block_size
-
-    @property
-    def end_blocks(self) -> IntArray:
+        self.end_blocks = -(-self.lengths // table.block_size)
         """Index behind the last block to gather."""
-        return -(-self.lengths // self.table.block_size)
 
 
-def _layer_batch(
-    step: _Step, table: BlockTable, window: int | None, dtype: torch.dtype
-) -> LayerBatch:
-    sight = _Sight.of(step, table, window)
-    _check_tables(step, sight)
-    blocks, offsets = table.locate(step.rows, step.positions)
-    starts = np.cumsum(step.counts) - step.counts
-    calls = [
-        _chunk_call(sight, request, int(starts[request]), int(step.counts[request]), dtype)
-        for request in np.flatnonzero(step.counts > 1).tolist()
+def _calls(sight: _Sight, dtype: torch.dtype) -> tuple[AttentionCall, ...]:
+    chunks = [
+        _chunk_call(sight, request, dtype) for request in np.flatnonzero(sight.counts > 1).tolist()
     ]
-    calls.extend(_decode_calls(sight, np.flatnonzero(step.counts == 1), starts, dtype))
-    return LayerBatch((torch.from_numpy(blocks), torch.from_numpy(offsets)), tuple(calls))
+    return (*chunks, *_decode_calls(sight, np.flatnonzero(sight.counts == 1), dtype))
 
 
-def _check_tables(step: _Step, sight: _Sight) -> None:
+def _check_tables(requests: Sequence[ScheduledRequest], sight: _Sight) -> None:
     """Every block that will be written or gathered must be there.
 
     A null block is gathered as padding of shorter tables too, so reading one where a token should
@@ -208,7 +174,7 @@ def _check_tables(step: _Step, sight: _Sight) -> None:
     table = sight.table
     for request in np.flatnonzero(sight.end_blocks > table.num_blocks).tolist():
         raise BlockTableError(
-            f"request {step.request_ids[request]!r}: {sight.lengths[request]} tokens need "
+            f"request {requests[request].request_id!r}: {sight.lengths[request]} tokens need "
             f"{sight.end_blocks[request]} blocks of {table.block_size}, its table has "
             f"{table.num_blocks[request]}"
         )
@@ -216,15 +182,14 @@ def _check_tables(step: _Step, sight: _Sight) -> None:
     needed = (index >= sight.first_blocks[:, None]) & (index < sight.end_blocks[:, None])
     for request, block in np.argwhere(needed & (table.block_ids == 0)).tolist():
         raise BlockTableError(
-            f"request {step.request_ids[request]!r}: entry {block} of its table is the null "
+            f"request {requests[request].request_id!r}: entry {block} of its table is the null "
             f"block, but tokens from {sight.kept[request]} on are needed, in blocks of "
             f"{table.block_size}"
         )
 
 
-def _chunk_call(
-    sight: _Sight, request: int, row: int, count: int, dtype: torch.dtype
-) -> AttentionCall:
+def _chunk_call(sight: _Sight, request: int, dtype: torch.dtype) -> AttentionCall:
+    row, count = int(sight.starts[request]), int(sight.counts[request])
     kept, length, window = int(sight.kept[request]), int(sight.lengths[request]), sight.window
     first_block, end_block = int(sight.first_blocks[request]), int(sight.end_blocks[request])
     above = first_block * sight.table.block_size  # position of the first gathered token
@@ -248,9 +213,7 @@ def _chunk_call(
     )
 
 
-def _decode_calls(
-    sight: _Sight, requests: IntArray, starts: IntArray, dtype: torch.dtype
-) -> list[AttentionCall]:
+def _decode_calls(sight: _Sight, requests: IntArray, dtype: torch.dtype) -> list[AttentionCall]:
     """Joins decodes of similar length, so that padding at most doubles the work."""
     widths = (sight.end_blocks - sight.first_blocks)[requests]
     joined: list[list[int]] = []
@@ -261,12 +224,10 @@ def _decode_calls(
         else:
             widest = int(widths[index])
             joined.append([int(requests[index])])
-    return [_decode_call(sight, np.array(members), starts, dtype) for members in joined]
+    return [_decode_call(sight, np.array(members), dtype) for members in joined]
 
 
-def _decode_call(
-    sight: _Sight, members: npt.NDArray[np.int64], starts: IntArray, dtype: torch.dtype
-) -> AttentionCall:
+def _decode_call(sight: _Sight, members: IntArray, dtype: torch.dtype) -> AttentionCall:
     block_size = sight.table.block_size
     firsts = sight.first_blocks[members]
     tables = sight.table.between(members, firsts, sight.end_blocks[members] - firsts)
@@ -285,7 +246,7 @@ def _decode_call(
         mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))
         mask = mask[:, None, None, :]
     return AttentionCall(
-        rows=torch.from_numpy(starts[members]),
+        rows=torch.from_numpy(sight.starts[members]),
         blocks=torch.from_numpy(tables.reshape(-1)),
         num_requests=len(members),
         tokens=tokens,
