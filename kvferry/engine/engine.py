@@ -200,7 +200,7 @@ class Engine(Closing):
 
     def _publish(self) -> None:
         if self._events is not None:
-            self._events.publish(self._scheduler.take_events())
+            self._events.publish(self._scheduler.manager.take_events())
 
     def _count_step(self, output: SchedulerOutput) -> None:
         tokens = sum(len(part.token_ids) for part in output.requests)
@@ -283,7 +283,7 @@ class Engine(Closing):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; ``False`` while any block is in use."""
-        is_reset = self._scheduler.reset_prefix_cache()
+        is_reset = self._scheduler.manager.reset_prefix_cache()
         self._publish()
         return is_reset
 

@@ -29,16 +29,6 @@ class RequestStatus(enum.Enum):
     FINISHED_ABORTED = "abort"
     FINISHED_ERROR = "error"
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing of the request will be computed any more."""
-        return self in _FINISHED
-
-    @property
-    def finish_reason(self) -> str | None:
-        """``stop``, ``length``, ``abort`` or ``error`` for the finished states."""
-        return self.value if self.is_finished else None
-
 
 _FINISHED = frozenset(
     {
@@ -130,7 +120,7 @@ class EngineRequest(Request):
     @property
     def finish_reason(self) -> str | None:
         """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
-        return self._status.finish_reason
+        return self._status.value if self._status in _FINISHED else None
 
     @property
     def finished_cleanly(self) -> bool:

@@ -21,11 +21,11 @@ from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 
 import msgspec
 
 from kvferry.cache import KVCacheConfig, KVCacheManager
-from kvferry.cache.events import KVCacheEvent
 from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import (
@@ -84,8 +84,7 @@ class _Step:
     preempted: set[str] = field(default_factory=set)
 
 
-def _by_arrival(request: EngineRequest) -> int:
-    return request.sequence
+_by_arrival = attrgetter("sequence")
 
 
 class Scheduler:
@@ -100,14 +99,15 @@ class Scheduler:
         enable_kv_cache_events: bool = False,
     ) -> None:
         self._options = options
-        self._manager = KVCacheManager(
+        self.manager = KVCacheManager(
             kv_cache_config,
             options.max_model_len,
             enable_caching=options.enable_prefix_caching,
             enable_kv_cache_events=enable_kv_cache_events,
         )
+        """The blocks, and the prefix cache that requests share."""
         self._usable_blocks = kv_cache_config.num_blocks - 1
-        self._transfers = KVTransfers(connector, self._manager)
+        self._transfers = KVTransfers(connector, self.manager)
         self._requests: dict[str, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
         self._ready: list[EngineRequest] = []
@@ -134,7 +134,7 @@ class Scheduler:
         untold = any(news.request_id == name for news in self._news)
         if name in self._requests or self._transfers.holds(name) or untold:
             raise ValueError(f"request_id: {name!r} is in use; ids are unique among live requests")
-        check_request(request, self._options, self._manager)
+        check_request(request, self._options, self.manager)
         self._transfers.arrived(request)
         self._num_arrived += 1
         request.sequence = self._num_arrived
@@ -176,29 +176,18 @@ class Scheduler:
             loading=len(self._transfers.loading),
             lent=self._transfers.num_held,
             lent_blocks=self._transfers.num_held_blocks,
-            free_blocks=self._manager.block_pool.get_num_free_blocks(),
+            free_blocks=self.manager.block_pool.get_num_free_blocks(),
             usable_blocks=self._usable_blocks,
-            usage=self._manager.usage,
+            usage=self.manager.usage,
             preemptions=self._num_preemptions,
             failed_loads=self._num_failed_loads,
         )
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; refused (``False``) while any block is in use."""
-        return self._manager.reset_prefix_cache()
-
-    def take_events(self) -> list[KVCacheEvent]:
-        """What the prefix cache holds and has given up since the last call, in order.
-
-        Always empty without ``enable_kv_cache_events``.
-        """
-        return self._manager.take_events()
 
     # -- a step is put together --------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         """Puts the next step together. Every call is followed by one of :meth:`update`."""
-        self._manager.new_step_starts()
+        self.manager.new_step_starts()
         step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
         self._schedule_running(step)
         if not step.preempted:  # whoever was pushed out would come straight back in
@@ -254,7 +243,7 @@ class Scheduler:
 
     def _admit(self, request: EngineRequest, step: _Step) -> _Admission:
         """Gives a waiting request its blocks and lets it run or load, if that is possible."""
-        local_blocks, num_local = self._manager.get_computed_blocks(request)
+        local_blocks, num_local = self.manager.get_computed_blocks(request)
         try:
             if not self._transfers.match(request, num_local):
                 return _Admission.LATER
@@ -269,16 +258,16 @@ class Scheduler:
                 return _Admission.BLOCKED
             count = min(request.num_tokens - computed, step.budget)
         reserved = self._reserved_blocks()
-        needed = self._manager.blocks_to_come(
+        needed = self.manager.blocks_to_come(
             request,
             self._options.max_num_batched_tokens,
             num_local,
             local_blocks,
             load.external_tokens,
         )
-        if needed + reserved > self._manager.block_pool.get_num_free_blocks():
+        if needed + reserved > self.manager.block_pool.get_num_free_blocks():
             return _Admission.BLOCKED
-        allocated = self._manager.allocate_slots(
+        allocated = self.manager.allocate_slots(
             request,
             count,
             num_new_computed_tokens=num_local,
@@ -322,7 +311,7 @@ class Scheduler:
         if request.timings.prefill_started is None:
             request.timings.prefill_started = step.now
         step.budget -= count
-        block_ids = self._manager.get_block_ids(request.request_id)
+        block_ids = self.manager.get_block_ids(request.request_id)
         step.parts.append(
             ScheduledRequest(
                 request_id=request.request_id,
@@ -339,7 +328,7 @@ class Scheduler:
 
     def _grow(self, request: EngineRequest, count: int) -> bool:
         """Allocates room for ``count`` more tokens of a request that has blocks."""
-        if self._manager.allocate_slots(request, count) is None:
+        if self.manager.allocate_slots(request, count) is None:
             return False
         request.allocated_tokens = request.num_computed_tokens + count
         return True
@@ -352,7 +341,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _requeue(self, request: EngineRequest, status: RequestStatus) -> None:
-        self._manager.free(request)
+        self.manager.free(request)
         request.forget_blocks()
         request.advance(status)
         insort(self._waiting, request, key=_by_arrival)
@@ -364,7 +353,7 @@ class Scheduler:
         """Blocks that admitted requests still need for the tokens they are known to have."""
         admitted = (*self._running, *self._ready, *self._transfers.loading)
         return sum(
-            self._manager.blocks_to_come(request, self._options.max_num_batched_tokens)
+            self.manager.blocks_to_come(request, self._options.max_num_batched_tokens)
             for request in admitted
             if request.allocated_tokens < request.num_tokens
         )
@@ -425,7 +414,7 @@ class Scheduler:
     def _load_ended(self, request: EngineRequest) -> None:
         load = request.load
         request.timings.load_finished = time.time()
-        self._manager.cache_blocks(
+        self.manager.cache_blocks(
             request, load.valid_tokens, load.partial_groups, load.first_filled
         )
         if not load.error:

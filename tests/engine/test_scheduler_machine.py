@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def every_block_is_accounted_for(self):
         if not hasattr(self, "engine"):
             return
-        transfers, manager = self.scheduler._transfers, self.scheduler._manager
+        transfers, manager = self.scheduler._transfers, self.scheduler.manager
         tables = {
             name: manager.get_block_ids(name)
             for name in [*self.scheduler._requests, *transfers._held]
