@@ -12,6 +12,7 @@ from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.specs import find_model, parse_spec
 from kvferry.cluster.preflight import model_shape
 from kvferry.config import ClusterConfig, load_cluster
+from kvferry.engine.builder import engine_cache
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.errors import ConfigError, HostError
 from kvferry.explain.models import ModelInfo
@@ -92,8 +93,6 @@ def cluster_engines(
     Raises:
         ConfigError: an engine's shape does not fit the model.
     """
-    from kvferry.engine.builder import engine_cache  # loads torch; plans of specs need none
-
     prefill, decode = (
         [
             PlannedEngine(
