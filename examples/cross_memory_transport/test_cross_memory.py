@@ -11,7 +11,7 @@ import pytest
 from kvferry.errors import DecodeError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing import TransportConformance
-from kvferry.testing.oracle import copy_slowly
+from kvferry.testing.transport_cases import copy_slowly
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
 from kvferry.transports import TransferState, TransportOptions, open_transport
 

@@ -1,13 +1,14 @@
 """Conformance suites for authors of connectors and transports, and what the suites stand on.
 
     ConnectorConformance   what every connector must do                 connector_conformance.py
-    HybridConnectorConformance   the same with KV cache groups          hybrid_conformance.py
+    HybridConnectorConformance   the same with KV cache groups          connector_conformance.py
     FakeEngine             drives a connector's halves, checks them     fake_engine.py
     KnownCache             a KV cache whose every cell is known         known_cache.py
     TransportConformance   what every transport must do                 transport_conformance.py
     UnfencedTransportConformance   the same for those that cannot fence   unfenced_conformance.py
     faulty_transport, …    transports that lose, delay and stall reads  faults.py
     unfenced_transport, …  one whose bytes land when the test lets them unfenced.py
+    HostCopyStream         a thread in the place of a device            host_device.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -16,7 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvferry.testing.connector_conformance import ConnectorConformance
+    from kvferry.testing.connector_conformance import (
+        ConnectorConformance,
+        HybridConnectorConformance,
+    )
     from kvferry.testing.fake_engine import FakeEngine
     from kvferry.testing.faults import (
         Faults,
@@ -25,7 +29,7 @@ if TYPE_CHECKING:
         slow_transport,
         stalling_transport,
     )
-    from kvferry.testing.hybrid_conformance import HybridConnectorConformance
+    from kvferry.testing.host_device import HostCopyStream
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
     from kvferry.testing.unfenced import ReadGate, unfenced_transport
@@ -35,6 +39,7 @@ __all__ = [
     "ConnectorConformance",
     "FakeEngine",
     "Faults",
+    "HostCopyStream",
     "HybridConnectorConformance",
     "KnownCache",
     "ReadGate",
@@ -51,7 +56,8 @@ _MODULES = {
     "ConnectorConformance": "connector_conformance",
     "FakeEngine": "fake_engine",
     "Faults": "faults",
-    "HybridConnectorConformance": "hybrid_conformance",
+    "HostCopyStream": "host_device",
+    "HybridConnectorConformance": "connector_conformance",
     "KnownCache": "known_cache",
     "ReadGate": "unfenced",
     "TransportConformance": "transport_conformance",

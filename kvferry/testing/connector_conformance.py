@@ -11,12 +11,13 @@
             )
 
 Both halves run in this process, driven by :class:`~kvferry.testing.fake_engine.FakeEngine`, which
-checks the contract in every step: cells, blocks that nobody holds, reports made once.
+checks the contract in every step: cells, blocks that nobody holds, reports made once. A connector
+that knows KV cache groups subclasses :class:`HybridConnectorConformance` as well.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -26,6 +27,7 @@ from kvferry.connectors.base import KVConnectorOutput
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.sharding import split_of_group
 
 #: What a router sends along with a request to a prefill engine.
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -80,6 +82,22 @@ class Pair:
     def finish(self, request: FakeRequest) -> None:
         """Steps both until the consumer's request has ended."""
         self.run(lambda: request.stage is Stage.FINISHED, f"{request.request_id!r} to end")
+
+    def abort_within_a_step(self, request: FakeRequest, *stages: Stage) -> None:
+        """Aborts the consumer's request between a step's schedule and its ranks.
+
+        Args:
+            request: which one.
+            stages: the first step that finds it in one of these.
+        """
+
+        def abort() -> None:
+            if request.stage in stages:
+                self.consumer.abort(request.request_id)
+
+        self.consumer.during_step = abort
+        self.finish(request)
+        self.consumer.during_step = lambda: None
 
     def settle(self) -> None:
         """Steps both until nothing is under way; then every block is free and untouched."""
@@ -225,64 +243,44 @@ class ConnectorConformance:
     def test_abort_before_the_source_computes(self, pair: Pair) -> None:
         pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
         pair.producer.abort("r")
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_abort_while_the_source_computes(self, pair: Pair) -> None:
         pair.producer.add("r", prompt(21, "r"), REMOTE_DECODE)
         pair.producer.during_step = lambda: pair.producer.abort("r")
         pair.producer.step()
         pair.producer.during_step = lambda: None
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_abort_before_it_is_admitted(self, pair: Pair) -> None:
         pair.decode(pair.prefill("r", 21))
         pair.consumer.abort("r")
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_abort_before_the_ranks_hear_of_the_load(self, pair: Pair) -> None:
         request = pair.decode(pair.prefill("r", 21))
-
-        def abort_once_admitted() -> None:
-            if request.stage in (Stage.LOADING, Stage.COMPUTING):
-                pair.consumer.abort("r")
-
-        pair.consumer.during_step = abort_once_admitted
-        pair.finish(request)
-        pair.consumer.during_step = lambda: None
+        pair.abort_within_a_step(request, Stage.LOADING, Stage.COMPUTING)
         assert request.finish_reason == "abort"
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_abort_while_it_loads(self, pair: Pair) -> None:
         request = pair.decode(pair.prefill("r", 21))
         pair.run(lambda: request.stage is not Stage.WAITING, "its admission")
         pair.consumer.abort("r")
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_abort_after_its_load(self, pair: Pair) -> None:
         request = pair.decode(pair.prefill("r", 21))
-
-        def abort_once_loaded() -> None:
-            if request.stage is Stage.COMPUTING:
-                pair.consumer.abort("r")
-
-        pair.consumer.during_step = abort_once_loaded
-        pair.finish(request)
-        pair.consumer.during_step = lambda: None
-        pair.settle()
-        self._still_serves(pair)
+        pair.abort_within_a_step(request, Stage.COMPUTING)
+        self._settles_and_still_serves(pair)
 
     def test_what_nobody_fetches_comes_back(self, pair: Pair) -> None:
         # However a connector bounds it: a lease that expires, a copy elsewhere.
         pair.prefill("r", 21)
-        pair.settle()
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
-    def _still_serves(self, pair: Pair) -> None:
+    def _settles_and_still_serves(self, pair: Pair) -> None:
+        pair.settle()
         request = pair.decode(pair.prefill("next", 18))
         pair.finish(request)
         assert request.external_tokens > 0
@@ -305,25 +303,18 @@ class ConnectorConformance:
             for worker in engine.workers:
                 report = worker.get_transfer_results({"nobody"})
                 assert not report.finished_sending | report.finished_recving
-        self._still_serves(pair)
+        self._settles_and_still_serves(pair)
 
     def test_a_lost_source_fails_the_load_and_nothing_else(self, pair: Pair) -> None:
         request = pair.decode(pair.prefill("r", 21))
         self.lose_source(pair)
-        consumer = [pair.consumer]
-        run(
-            consumer,
-            lambda: request.stage is Stage.FINISHED,
-            timeout_s=self.timeout_s,
-            what="the load to fail or the request to be computed",
-        )
+
+        def until(condition: Callable[[], bool], what: str) -> None:
+            run([pair.consumer], condition, timeout_s=self.timeout_s, what=what)
+
+        until(lambda: request.stage is Stage.FINISHED, "the load to fail or the prompt's tokens")
         other = pair.consumer.add("other", prompt(9, "other"))
-        run(
-            consumer,
-            lambda: other.stage is Stage.FINISHED and pair.consumer.is_idle,
-            timeout_s=self.timeout_s,
-            what="the consumer to be idle",
-        )
+        until(lambda: other.stage is Stage.FINISHED and pair.consumer.is_idle, "the consumer")
         assert pair.consumer.num_free_blocks == pair.consumer.num_blocks - 1
         pair.consumer.check_memory()
 
@@ -332,3 +323,128 @@ class ConnectorConformance:
         pair.run(lambda: request.stage is not Stage.WAITING, "its admission")
         pair.consumer.close()
         pair.producer.close()
+
+
+NUM_LAYERS = 5
+WINDOW = 7
+"""Tokens that a layer with a window sees: less than two blocks, and no multiple of one."""
+WINDOWED = (0, 1, 2, 4)
+"""Layers with a window; the other sees all."""
+
+
+def hybrid_group(
+    layers: Sequence[int],
+    layout: str,
+    block_size: int,
+    *,
+    window: int | None = None,
+    stage_layers: Sequence[int] = (NUM_LAYERS,),
+    tp: int = 1,
+) -> EngineGeometry:
+    """One KV cache group of a model of 5 layers and 3 heads.
+
+    Args:
+        layers: those of the model that the group has.
+        layout: of its tensors.
+        block_size: tokens per block.
+        window: tokens that the group keeps; all if left out.
+        stage_layers: layers of the whole model per pipeline stage.
+        tp: tensor-parallel ranks per stage.
+    """
+    return replace(
+        small_geometry(layout, block_size, tp=tp, pp=len(stage_layers)),
+        num_layers=len(layers),
+        layer_indices=tuple(layers),
+        layer_split=split_of_group(layers, stage_layers),
+        sliding_window=window,
+    )
+
+
+#: (groups of the producer, groups of the consumer) by name.
+HYBRID_GEOMETRIES = {
+    "equal": 2
+    * (
+        (
+            hybrid_group([3], "NHD", 4),
+            hybrid_group(WINDOWED, "NHD", 4, window=WINDOW),
+        ),
+    ),
+    # Another order of groups, and a stage without any layer of one of them.
+    "tp2-pp2": (
+        (
+            hybrid_group(WINDOWED, "HND", 4, window=WINDOW, tp=2),
+            hybrid_group([3], "HND", 4, tp=2),
+        ),
+        (
+            hybrid_group([3], "NHD", 6, stage_layers=(2, 3)),
+            hybrid_group(WINDOWED, "NHD", 6, window=WINDOW, stage_layers=(2, 3)),
+        ),
+    ),
+    # Layers with a window in two groups on one side; blocks of two sizes on the other.
+    "tp1-tp4": (
+        (
+            hybrid_group([0, 4], "BLKNHD", 8, window=WINDOW),
+            hybrid_group([3], "BLKNHD", 8),
+            hybrid_group([1, 2], "BLKNHD", 8, window=WINDOW),
+        ),
+        (
+            hybrid_group([3], "NHD", 8, tp=4),
+            hybrid_group(WINDOWED, "NHD", 4, window=WINDOW, tp=4),
+        ),
+    ),
+    # The consumer keeps all tokens of every layer, and can never have those behind the windows.
+    "windows-whole": (
+        (
+            hybrid_group([3], "NHD", 4),
+            hybrid_group(WINDOWED, "NHD", 4, window=WINDOW),
+        ),
+        (hybrid_group(range(NUM_LAYERS), "HND", 5, tp=2),),
+    ),
+    # The producer keeps more than the consumer has room for.
+    "whole-windows": (
+        (hybrid_group(range(NUM_LAYERS), "NHD", 4),),
+        (
+            hybrid_group(WINDOWED, "HND", 5, window=WINDOW, tp=2),
+            hybrid_group([3], "HND", 5, tp=2),
+        ),
+    ),
+    # No layer sees all.
+    "windows-only": (
+        (hybrid_group(range(NUM_LAYERS), "NHD", 4, window=WINDOW),),
+        (hybrid_group(range(NUM_LAYERS), "NHD", 6, window=WINDOW, stage_layers=(2, 3)),),
+    ),
+}
+
+
+class HybridConnectorConformance(ConnectorConformance):
+    """The same tests, and more, over engines that group the layers of one model differently.
+
+    Some groups keep windows. The groups of an engine share block ids and memory, as in a real one,
+    so that a block of the wrong group shows. Override ``configs``, as in the suite for one group.
+    """
+
+    num_blocks: ClassVar[int] = 128
+    layer_windows: ClassVar[Mapping[int, int]] = dict.fromkeys(WINDOWED, WINDOW)
+
+    @pytest.fixture(params=list(HYBRID_GEOMETRIES.values()), ids=list(HYBRID_GEOMETRIES))
+    def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
+        """The groups of producer and consumer."""
+        pair: tuple[Groups, Groups] = request.param
+        return pair
+
+    @pytest.mark.parametrize("num_tokens", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW, 40])
+    def test_a_prompt_of_any_length_arrives(self, pair: Pair, num_tokens: int) -> None:
+        request = pair.decode(pair.prefill("r", num_tokens))
+        pair.finish(request)
+        assert not request.failed
+        pair.settle()
+
+    @pytest.mark.parametrize("num_tokens", [27, 33, 49])
+    def test_a_local_hit_that_ends_in_or_behind_the_window_is_left_alone(
+        self, pair: Pair, num_tokens: int
+    ) -> None:
+        blocks = (num_tokens - 1) // pair.consumer.block_size
+        request = pair.decode(pair.prefill("r", num_tokens), local_blocks=blocks)
+        pair.finish(request)
+        assert not request.failed
+        pair.settle()

@@ -9,7 +9,6 @@
 What happens to the n-th read of a transport depends on the seed and n only.
 """
 
-import enum
 import functools
 import threading
 import time
@@ -38,16 +37,6 @@ from kvferry.transports.base import (
 )
 
 
-class Fault(enum.Enum):
-    """What happens to a read."""
-
-    NONE = "none"
-    LOSS = "loss"
-    """Half of it lands, then the peer is lost."""
-    STALL = "stall"
-    """Half of it lands, then nothing more; after ``stall_timeout_s`` it fails."""
-
-
 @dataclass(frozen=True, slots=True)
 class Faults:
     """How often reads go wrong, and how slow they are."""
@@ -60,15 +49,19 @@ class Faults:
     """Every read starts later by a time between these two, in seconds."""
     seed: int = 0
 
-    def draw(self, number: int) -> tuple[Fault, float]:
-        """What happens to read ``number``: its fault and its delay in seconds."""
+    def draw(self, number: int) -> tuple[type[KVFerryError] | None, float]:
+        """What happens to read ``number``: the error of its end, if any, and its delay in seconds.
+
+        With ``PeerLostError`` half of it lands; with ``StalledError`` half of it lands, and it
+        ends ``stall_timeout_s`` later.
+        """
         rng = np.random.default_rng((self.seed, number))
         chance, delay = float(rng.random()), float(rng.uniform(*self.delay_s))
         if chance < self.loss:
-            return Fault.LOSS, delay
+            return PeerLostError, delay
         if chance < self.loss + self.stall:
-            return Fault.STALL, delay
-        return Fault.NONE, delay
+            return StalledError, delay
+        return None, delay
 
 
 class _Later:
@@ -89,7 +82,7 @@ class _Faulted:
     """A read that goes wrong: its first half is real, its second half never starts."""
 
     outer: Transfer
-    fault: Fault
+    fault: type[KVFerryError]
     half: Transfer
     rest: Transfer
     gate: threading.Event
@@ -104,9 +97,7 @@ class _Faulted:
             return TransferState.CANCELLED, CancelledError("the read was cancelled")
         if self.half.error is not None:
             return TransferState.FAILED, self.half.error
-        if self.fault is Fault.LOSS:
-            return TransferState.FAILED, PeerLostError("injected: the peer is lost")
-        return TransferState.FAILED, StalledError("injected: no progress")
+        return TransferState.FAILED, self.fault("a fault on purpose")
 
 
 class FaultyTransport(WrappedTransport):
@@ -139,7 +130,7 @@ class FaultyTransport(WrappedTransport):
             self._reads += 1
             if delay_s:
                 after = _Later(after, delay_s)
-            if fault is Fault.NONE:
+            if fault is None:
                 return self._inner.read(peer, tiles, runs, after=after)
             middle = len(runs) // 2
             # The second half comes first: if it leaves the memory nothing has begun.
@@ -193,7 +184,7 @@ class FaultyTransport(WrappedTransport):
             outer.bytes_done, outer.segments = half.bytes_done, half.segments
             outer.progressed = half.progressed
         if faulted.running:
-            stalls = faulted.fault is Fault.STALL and half.error is None
+            stalls = faulted.fault is StalledError and half.error is None
             if half.is_terminal and not (stalls and self._has_time_left(faulted)):
                 self._inner.cancel(faulted.rest)
             return

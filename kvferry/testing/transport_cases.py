@@ -1,11 +1,13 @@
-"""Copies for the transport conformance tests: random strided boxes, and plain large ones."""
+"""Copies for the tests of transports: random strided boxes, plain large ones, and their oracle."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, blank_runs
+from kvferry.transports.base import ByteArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +131,29 @@ def violations(case: Case) -> list[tuple[str, Tiles, Runs]]:
     return result
 
 
+def copy_slowly(
+    tiles: Tiles, runs: Runs, sources: Sequence[ByteArray], targets: Sequence[ByteArray]
+) -> None:
+    """Copies ``tiles`` × ``runs`` byte by byte, as :mod:`kvferry.layouts.tiles` defines them.
+
+    The oracle of transports and copiers: NumPy index arrays, no line shared with the copier.
+
+    Args:
+        tiles: array of ``TILE_DTYPE``.
+        runs: array of ``RUN_DTYPE``.
+        sources: ``uint8`` regions of the source, 1-d.
+        targets: ``uint8`` regions of the reader, 1-d; changed in place.
+
+    Raises:
+        IndexError: an address lies outside its region.
+    """
+    for tile in tiles:
+        for run in runs:
+            source = _byte_addresses(tile, run, "source")
+            target = _byte_addresses(tile, run, "target")
+            targets[tile["target_region"]][target] = sources[tile["source_region"]][source]
+
+
 def _random_runs(rng: np.random.Generator, source_block: int, target_block: int) -> Runs:
     """A request's runs: shuffled block tables, cut wherever a block of either side ends."""
     tokens = int(rng.integers(1, 40))
@@ -177,3 +202,27 @@ def _random_side(rng: np.random.Generator, extents: tuple[int, ...], itemsize: i
         reach = strides[dim] * (extents[dim] - 1) + reach
     block, token, head, element = strides
     return _Side(block, token, head, element, area=reach + int(rng.integers(0, 20)))
+
+
+def _byte_addresses(tile: np.void, run: np.void, side: str) -> npt.NDArray[np.int64]:
+    """Address of every byte, in the order token, head, element, byte."""
+    first = (
+        int(tile[f"{side}_offset"])
+        + int(run[f"{side}_block"]) * int(tile[f"{side}_block_stride"])
+        + int(run[f"{side}_token"]) * int(tile[f"{side}_token_stride"])
+    )
+    step = int(run[f"{side}_step"]) * int(tile[f"{side}_token_stride"])
+    token = np.arange(int(run["tokens"])) * step
+    head = np.arange(int(tile["heads"])) * int(tile[f"{side}_head_stride"])
+    element = np.arange(int(tile["elements"])) * int(tile[f"{side}_element_stride"])
+    byte = np.arange(int(tile["itemsize"]))
+    addresses = (
+        first
+        + token[:, None, None, None]
+        + head[None, :, None, None]
+        + element[None, None, :, None]
+        + byte
+    ).ravel()
+    if addresses.size and addresses.min() < 0:
+        raise IndexError(f"{side}: address {addresses.min()} lies before its region")
+    return addresses

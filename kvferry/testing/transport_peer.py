@@ -69,34 +69,30 @@ def contents(memory: Memory) -> ByteArray:
     return held
 
 
-class _Open(msgspec.Struct, tag="open"):
+class _Start(msgspec.Struct):
+    """The first line that the child is sent."""
+
     file: str
     module: str
     qualname: str
-    host: str
-    threads: int
-    stall_timeout_s: float
-    extra: dict[str, Any]
+    """Where the transport's class is."""
+    options: TransportOptions
 
 
-class _Allocate(msgspec.Struct, tag="allocate"):
-    nbytes: int
-    seed: int
+class _Call(msgspec.Struct):
+    """A method of :class:`_Child` to be called."""
+
+    method: str
+    arguments: tuple[int, ...]
 
 
-class _Refill(msgspec.Struct, tag="refill"):
-    region: int
-    seed: int
-
-
-class _Endpoint(msgspec.Struct, tag="endpoint"):
-    pass
-
-
-_Command: TypeAlias = _Open | _Allocate | _Refill | _Endpoint
+_TOLD = (KVFerryError, ValueError, OSError, ImportError)
+"""What the child tells its parent of, and goes on."""
 
 
 class _Answer(msgspec.Struct):
+    """What it returned, or what it raised."""
+
     number: int = 0
     data: bytes = b""
     error: str = ""
@@ -111,18 +107,10 @@ class PeerProcess(Closing):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
+        file, path = inspect.getfile(transport), transport.__qualname__
+        start = _Start(file, transport.__module__, path, options)
         try:
-            self._ask(
-                _Open(
-                    file=inspect.getfile(transport),
-                    module=transport.__module__,
-                    qualname=transport.__qualname__,
-                    host=options.host,
-                    threads=options.threads,
-                    stall_timeout_s=options.stall_timeout_s,
-                    extra=dict(options.extra),
-                )
-            )
+            self._tell(start)
         except BaseException:
             self.kill()
             raise
@@ -134,15 +122,15 @@ class PeerProcess(Closing):
 
     def allocate(self, nbytes: int, seed: int) -> int:
         """Allocates a region there and fills it with ``pattern(nbytes, seed)``; returns its id."""
-        return self._ask(_Allocate(nbytes, seed)).number
+        return self._ask("allocate", nbytes, seed).number
 
     def refill(self, region: int, seed: int) -> None:
         """Overwrites a region there with another pattern."""
-        self._ask(_Refill(region, seed))
+        self._ask("refill", region, seed)
 
     def endpoint(self) -> bytes:
         """The endpoint that covers what was allocated so far."""
-        return self._ask(_Endpoint()).data
+        return self._ask("endpoint").data
 
     def suspend(self) -> None:
         """Stops the child (SIGSTOP) as if its host had frozen, and waits until it has stopped."""
@@ -171,14 +159,16 @@ class PeerProcess(Closing):
                 self._process.wait(timeout=10)
         self.kill()
 
-    def _ask(self, command: _Command) -> _Answer:
+    def _ask(self, method: str, *arguments: int) -> _Answer:
+        return self._tell(_Call(method, arguments))
+
+    def _tell(self, message: _Start | _Call) -> _Answer:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        line = b""
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(command) + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # there will be no answer either
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         if not line:
             raise TransferError(f"the peer process ended with status {self._process.wait()}")
         answer = msgspec.json.decode(line, type=_Answer)
@@ -187,72 +177,73 @@ class PeerProcess(Closing):
         return answer
 
 
-def _transport_class(command: _Open) -> type[Transport]:
+def _transport_class(start: _Start) -> type[Transport]:
     try:
-        module = importlib.import_module(command.module)
+        module = importlib.import_module(start.module)
     except ImportError:  # a test file, which no path leads to
-        spec = importlib.util.spec_from_file_location(command.module, Path(command.file))
+        spec = importlib.util.spec_from_file_location(start.module, Path(start.file))
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[command.module] = module
+        sys.modules[start.module] = module
         spec.loader.exec_module(module)
     found: Any = module
-    for name in command.qualname.split("."):
+    for name in start.qualname.split("."):
         found = getattr(found, name)
     transport: type[Transport] = found
     return transport
 
 
 class _Child:
-    """What runs in the child."""
+    """What runs in the child: each public method answers a call."""
 
-    def __init__(self) -> None:
-        self._transport: Transport | None = None
+    def __init__(self, start: _Start) -> None:
+        self.transport = _transport_class(start).open(start.options)
         self._regions: dict[int, Memory] = {}
 
-    def answer(self, command: _Command) -> _Answer:
-        if isinstance(command, _Open):
-            options = TransportOptions(
-                host=command.host,
-                threads=command.threads,
-                stall_timeout_s=command.stall_timeout_s,
-                extra=command.extra,
-            )
-            self._transport = _transport_class(command).open(options)
-            return _Answer()
-        assert self._transport is not None
-        if isinstance(command, _Allocate):
-            region, memory = allocate(self._transport, command.nbytes)
-            fill(memory, pattern(command.nbytes, command.seed))
-            self._regions[region] = memory
-            return _Answer(number=region)
-        if isinstance(command, _Refill):
-            memory = self._regions[command.region]
-            fill(memory, pattern(memory.nbytes, command.seed))
-            return _Answer()
-        return _Answer(data=self._transport.endpoint())
+    def allocate(self, nbytes: int, seed: int) -> _Answer:
+        region, memory = allocate(self.transport, nbytes)
+        fill(memory, pattern(nbytes, seed))
+        self._regions[region] = memory
+        return _Answer(number=region)
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+    def refill(self, region: int, seed: int) -> _Answer:
+        memory = self._regions[region]
+        fill(memory, pattern(memory.nbytes, seed))
+        return _Answer()
+
+    def endpoint(self) -> _Answer:
+        return _Answer(data=self.transport.endpoint())
+
+
+def _refusal(error: Exception) -> _Answer:
+    return _Answer(error=f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
-    """Serves commands until stdin closes."""
+    """Opens the transport that the first line names, then answers calls until stdin closes."""
     # Libraries under a transport may print; what they print must not end up among the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    child = _Child()
-    for line in sys.stdin.buffer:
-        command = msgspec.json.decode(line, type=_Command)
-        try:
-            answer = child.answer(command)
-        except (KVFerryError, ValueError, OSError, ImportError) as error:
-            answer = _Answer(error=f"{type(error).__name__}: {error}")
+
+    def say(answer: _Answer) -> None:
         answers.write(msgspec.json.encode(answer) + b"\n")
         answers.flush()
-    child.close()
+
+    try:
+        child = _Child(msgspec.json.decode(sys.stdin.buffer.readline(), type=_Start))
+    except _TOLD as error:
+        say(_refusal(error))
+        return
+    say(_Answer())
+    for line in sys.stdin.buffer:
+        call = msgspec.json.decode(line, type=_Call)
+        try:
+            answer = getattr(child, call.method)(*call.arguments)
+        except _TOLD as error:
+            answer = _refusal(error)
+        say(answer)
+    child.transport.close()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from kvferry.layouts.tiles import Runs, Tiles
-from kvferry.testing.oracle import copy_slowly
-from kvferry.testing.transport_cases import Case
+from kvferry.testing.transport_cases import Case, copy_slowly
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.transports.base import (
     ByteArray,
     Peer,
     Transfer,
+    TransferState,
     Transport,
     TransportOptions,
     Waitable,
@@ -160,6 +160,14 @@ class TransportScenes:
         missing = [transfer for transfer in transfers if transfer not in reported]
         assert not missing, f"the end was told, and poll() says nothing of {missing}"
         return reported
+
+    def read_exactly(self, scene: Scene) -> Transfer:
+        """Reads, and holds the target against the oracle."""
+        transfer = scene.read()
+        assert self.wait(scene.local, transfer).count(transfer) == 1, "reported twice"
+        assert transfer.state is TransferState.DONE, transfer.error
+        scene.assert_exact()
+        return transfer
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Spins until ``condition`` holds; it may hold for a very short time only."""

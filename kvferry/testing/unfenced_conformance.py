@@ -13,7 +13,6 @@ the same as everywhere: nothing lands after it, and never anything beside the ta
 """
 
 import contextlib
-import threading
 import time
 from typing import ClassVar
 
@@ -111,20 +110,3 @@ class UnfencedTransportConformance(TransportConformance):
             again = scene.read()
             self.wait(local, again)
             assert again.state is TransferState.DONE, again.error
-
-    def test_closing_the_transport_ends_its_reads_first(self, healthy_peer: PeerProcess) -> None:
-        """Those that can be known to be over. Closing twice is harmless."""
-        local = self.transport.open(self.options())
-        scene = self.scene(local, healthy_peer, large_case(LARGE))
-        transfers = [scene.read(), scene.read(), scene.read(after=threading.Event())]
-        local.close()
-        ended = [transfer for transfer in transfers if transfer.is_terminal]
-        assert transfers[-1] in ended, "nothing of it had begun"
-        assert all(
-            isinstance(transfer.error, KVFerryError)
-            for transfer in ended
-            if transfer.state is not TransferState.DONE
-        )
-        if len(ended) == len(transfers):
-            self.assert_nothing_lands(scene)
-        local.close()

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import cuda_ipc
 from benchmarks.cuda_ipc import CONTENDERS, IpcCase, IpcReader, IpcResults, IpcRow, IpcSource
 from benchmarks.machine import describe_machine
-from kvferry.testing.host_ipc import HostIpcTransport
+from kvferry.testing.host_device import HostIpcTransport
 
 CASE = IpcCase(model="small", layers=2, heads=2, head_size=8, block_size=4, tokens=30, requests=2)
 

@@ -2,11 +2,16 @@
 
 import socket
 import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.testing.fake_engine import FakeEngine, Groups
+from tests.connectors.engines import pull_config
 
 PLUGIN = """
 import msgspec
@@ -79,21 +84,49 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def producer_and_consumer() -> tuple[KVTransferConfig, KVTransferConfig]:
-    """Two engines' PullConnectors; a lease that nobody takes ends within the suite's patience."""
-    extra = {
-        "cluster_key": "k" * 32,
-        "lease_duration_s": 3.0,
-        "handshake_timeout_s": 2.0,
-        "record_digests": True,
-    }
-    producer, consumer = (
-        KVTransferConfig(
-            kv_connector="PullConnector",
-            kv_role=role,
-            kv_port=0,
-            kv_connector_extra_config=extra,
-        )
-        for role in ("kv_producer", "kv_consumer")
-    )
-    return producer, consumer
+def pull_configs() -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
+    """Makes the configs of two engines' PullConnectors; takes further extra keys."""
+
+    def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
+        # The suites wait for what nobody fetches, and for sources that are gone: not for long.
+        keys = {"lease_duration_s": 2.0, "handshake_timeout_s": 1.0} | extra
+        return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
+
+    return make
+
+
+@pytest.fixture
+def open_engine() -> Iterator[Callable[..., FakeEngine]]:
+    """Opens engines that are closed at the end of the test.
+
+    Takes the engine's id, its geometry, and what :func:`pull_config` and :meth:`FakeEngine.open`
+    take. Those whose id begins with a ``p`` produce, if nothing else is said.
+    """
+    with ExitStack() as stack:
+
+        def open_one(
+            engine_id: str,
+            groups: Groups,
+            *,
+            role: str = "",
+            num_blocks: int = 64,
+            layer_windows: Mapping[int, int] | None = None,
+            **options: Any,
+        ) -> FakeEngine:
+            role = role or ("kv_producer" if engine_id.startswith("p") else "kv_consumer")
+            config = pull_config(role, engine_id, **options)
+            engine = FakeEngine.open(
+                config, groups, num_blocks=num_blocks, layer_windows=layer_windows
+            )
+            stack.callback(engine.close)
+            return engine
+
+        yield open_one
+
+
+@pytest.fixture
+def producer_and_consumer(
+    pull_configs: Callable[..., tuple[KVTransferConfig, KVTransferConfig]],
+) -> tuple[KVTransferConfig, KVTransferConfig]:
+    """Two engines' PullConnectors that keep digests in their records."""
+    return pull_configs(record_digests=True)

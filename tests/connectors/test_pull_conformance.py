@@ -1,45 +1,28 @@
 """The PullConnector passes the suite that plugin authors use, over each transport that ships."""
 
+from collections.abc import Callable
+
 import pytest
 
 from kvferry.config import KVTransferConfig
-from kvferry.testing.connector_conformance import ConnectorConformance
-from kvferry.testing.hybrid_conformance import HybridConnectorConformance
+from kvferry.testing.connector_conformance import ConnectorConformance, HybridConnectorConformance
 
-
-def configs(transport: str) -> tuple[KVTransferConfig, KVTransferConfig]:
-    """Producer and consumer; a lease that nobody takes ends within the suite's patience."""
-    extra = {
-        "transport": transport,
-        "cluster_key": "k" * 32,
-        "lease_duration_s": 3.0,
-        "handshake_timeout_s": 2.0,
-    }
-    producer, consumer = (
-        KVTransferConfig(
-            kv_connector="PullConnector",
-            kv_role=role,
-            kv_port=0,
-            kv_connector_extra_config=extra,
-        )
-        for role in ("kv_producer", "kv_consumer")
-    )
-    return producer, consumer
+Configs = tuple[KVTransferConfig, KVTransferConfig]
 
 
 class TestOverShm(ConnectorConformance):
     @pytest.fixture
-    def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
-        return configs("shm")
+    def configs(self, pull_configs: Callable[..., Configs]) -> Configs:
+        return pull_configs(transport="shm")
 
 
 class TestGroupsOverShm(HybridConnectorConformance):
     @pytest.fixture
-    def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
-        return configs("shm")
+    def configs(self, pull_configs: Callable[..., Configs]) -> Configs:
+        return pull_configs(transport="shm")
 
 
 class TestOverTcp(ConnectorConformance):
     @pytest.fixture
-    def configs(self) -> tuple[KVTransferConfig, KVTransferConfig]:
-        return configs("tcp")
+    def configs(self, pull_configs: Callable[..., Configs]) -> Configs:
+        return pull_configs(transport="tcp")

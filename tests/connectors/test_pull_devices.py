@@ -24,12 +24,16 @@ from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
 from kvferry.layouts.device import CopyStream, Placer
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
-from kvferry.testing.connector_conformance import GEOMETRIES, Pair, open_pair
+from kvferry.testing.connector_conformance import (
+    GEOMETRIES,
+    HYBRID_GEOMETRIES,
+    HybridConnectorConformance,
+    Pair,
+    open_pair,
+)
 from kvferry.testing.fake_engine import Groups
 from kvferry.testing.fake_rank import Stage
-from kvferry.testing.host_ipc import HostIpcMemory, HostIpcStream
-from kvferry.testing.host_stream import HostCopyEvent, HostCopyStream
-from kvferry.testing.hybrid_conformance import HYBRID_GEOMETRIES, HybridConnectorConformance
+from kvferry.testing.host_device import HostCopyEvent, HostCopyStream, HostIpcMemory
 from kvferry.testing.known_cache import KnownCache
 from kvferry.topology import EngineGeometry, ParallelShape, StateGeometry, mamba2_states
 from kvferry.topology import memory as rank_memory
@@ -70,10 +74,6 @@ class DeviceStream(HostCopyStream):
         super().copy(real(sources), real(targets), tiles, runs)
 
 
-class DeviceIpcStream(DeviceStream, HostIpcStream):
-    """A transport's."""
-
-
 class DeviceIpcMemory(HostIpcMemory):
     """What its peers map."""
 
@@ -92,12 +92,12 @@ class DeviceIpcTransport(CudaIpcTransport):
 
     @classmethod
     def open_device(cls, extra: CudaIpcExtraConfig) -> tuple[CopyStream, IpcMemory]:
-        stream = DeviceIpcStream()
+        stream = DeviceStream()
         return stream, DeviceIpcMemory(stream)
 
     def allocate_array(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory that can be served, as the test writes to it."""
-        assert isinstance(self._stream, DeviceIpcStream)
+        assert isinstance(self._stream, DeviceStream)
         self._stream.allocate(nbytes)
         return self._stream.segments[-1].array
 

@@ -2,8 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import msgspec
 import pytest
 
 import kvferry.testing.fake_engine as fake_engine
-from kvferry.config import KVTransferConfig
 from kvferry.control.client import fetch_status
 from kvferry.control.leases import LeaseTable
 from kvferry.control.tickets import sign, verify
@@ -28,58 +26,24 @@ from kvferry.errors import (
     TicketExpiredError,
     TicketForgedError,
 )
-from kvferry.testing.connector_conformance import Pair, small_geometry
+from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
-from kvferry.topology.geometry import EngineGeometry
-
-KEY = "k" * 32
-SOURCE = small_geometry("HND", 4, tp=2)
-TARGET = small_geometry("NHD", 6, pp=2)
+from tests.connectors.engines import KEY, SOURCE, TARGET, retold, served
 
 OpenEngine = Callable[..., FakeEngine]
-
-
-def config(role: str, engine_id: str, kv_port: int = 0, **extra: Any) -> KVTransferConfig:
-    defaults = {"cluster_key": KEY, "handshake_timeout_s": 2.0}
-    return KVTransferConfig(
-        kv_connector="PullConnector",
-        kv_role=role,  # type: ignore[arg-type]
-        engine_id=engine_id,
-        kv_port=kv_port,
-        kv_connector_extra_config={**defaults, **extra},
-    )
-
-
-@pytest.fixture
-def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines that are closed at the end of the test."""
-    with ExitStack() as stack:
-
-        def open_one(
-            role: str,
-            engine_id: str,
-            geometry: EngineGeometry,
-            kv_port: int = 0,
-            **extra: Any,
-        ) -> FakeEngine:
-            engine = FakeEngine.open(config(role, engine_id, kv_port, **extra), geometry)
-            stack.callback(engine.close)
-            return engine
-
-        yield open_one
 
 
 @pytest.fixture
 def pair(open_engine: OpenEngine) -> Pair:
     """Leases that nobody takes end soon, so that every test can wait for all blocks."""
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
-    return Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    return Pair(producer, open_engine("d", TARGET), 20.0)
 
 
 def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_has(open_engine):
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=600.0)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 10.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("d", TARGET), 10.0)
     request = pair.decode(pair.prefill("r", 21))
     pair.consumer.step()  # asks for the lease: the first that the two hear of each other
 
@@ -94,8 +58,8 @@ def rejected(source: FakeRequest, request_id: str) -> FakeRequest:
 
 
 def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engine):
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=600.0)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 10.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(producer, open_engine("d", TARGET), 10.0)
     source = pair.prefill("r", 21)
 
     pair.consumer.scheduler.on_rejected_request(rejected(source, "r"))
@@ -118,21 +82,6 @@ def test_a_refused_request_cannot_give_back_what_another_one_reads(pair: Pair) -
 def port_of(engine: FakeEngine) -> int:
     port: int = engine.scheduler.port  # type: ignore[attr-defined]
     return port
-
-
-def retold(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """The params with a ticket that says something else, signed as the cluster signs."""
-    ticket = verify(params["ticket"], KEY.encode())
-    return {**params, "ticket": sign(msgspec.structs.replace(ticket, **changes), KEY.encode())}
-
-
-def served(pair: Pair, request_id: str) -> None:
-    """The pair still moves a prompt; every block comes back."""
-    request = pair.decode(pair.prefill(request_id, 21))
-    pair.finish(request)
-    assert request.error is None
-    assert not request.failed
-    pair.settle()
 
 
 # ---- tickets ----------------------------------------------------------------------------------
@@ -260,8 +209,8 @@ def test_content_is_asked_for_the_tokens_of_the_ticket_on_both_sides(
 
 
 def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=0.3)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=0.3)
+    pair = Pair(producer, open_engine("d", TARGET), 20.0)
     source = pair.prefill("r", 21)
     time.sleep(0.4)
     request = pair.decode(source)
@@ -334,16 +283,16 @@ def source_clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedClock:
 def test_clocks_an_hour_apart_do_not_matter(
     source_clock: ShiftedClock, open_engine: OpenEngine
 ) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    pair = Pair(producer, open_engine("d", TARGET), 20.0)
     served(pair, "first")
     source_clock.offset_s = -3600.0 + source_clock.offset_s  # and set back while it runs: no lease
     served(pair, "second")
 
 
 def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=0.4)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=0.4)
+    pair = Pair(producer, open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
     deadline = time.monotonic() + 1.5  # the consumer's engine is busy with something else
     while time.monotonic() < deadline:
@@ -358,9 +307,7 @@ def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) ->
 def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(
     source_clock: ShiftedClock, open_engine: OpenEngine
 ) -> None:
-    pair = Pair(
-        open_engine("kv_producer", "p", SOURCE), open_engine("kv_consumer", "d", TARGET), 20.0
-    )
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
 
     def jump_once_loading() -> None:
@@ -378,8 +325,8 @@ def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(
 
 
 def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, max_leased_blocks=7)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, max_leased_blocks=7)
+    pair = Pair(producer, open_engine("d", TARGET), 20.0)
     assert pair.prefill("fits", 21).response_params is not None
     assert pair.prefill("does not", 21).response_params is None
     errors = fetch_status("127.0.0.1", port_of(producer)).errors
@@ -390,9 +337,9 @@ def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> Non
 
 
 def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_port: int) -> None:
-    consumer = open_engine("kv_consumer", "d", TARGET, peers=[f"127.0.0.1:{free_port}"])
+    consumer = open_engine("d", TARGET, peers=[f"127.0.0.1:{free_port}"])
     time.sleep(0.3)
-    producer = open_engine("kv_producer", "p", SOURCE, kv_port=free_port)
+    producer = open_engine("p", SOURCE, kv_port=free_port)
     deadline = time.monotonic() + 10.0
     while not fetch_status("127.0.0.1", free_port).peers:
         assert time.monotonic() < deadline, "no handshake although nobody sent a request"
@@ -403,13 +350,13 @@ def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_
 def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
     open_engine: OpenEngine, free_port: int
 ) -> None:
-    consumer = open_engine("kv_consumer", "d", TARGET)
-    old = Pair(open_engine("kv_producer", "p", SOURCE, kv_port=free_port), consumer, 20.0)
+    consumer = open_engine("d", TARGET)
+    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
     served(old, "before")
     stale = old.prefill("stale", 21)
     old.producer.close()
 
-    new = Pair(open_engine("kv_producer", "p", SOURCE, kv_port=free_port), consumer, 20.0)
+    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
     served(new, "after")
     request = new.decode(stale)
     new.finish(request)
@@ -421,20 +368,20 @@ def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
 def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
     open_engine: OpenEngine,
 ) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, lease_duration_s=1.0)
-    old = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    producer = open_engine("p", SOURCE, lease_duration_s=1.0)
+    old = Pair(producer, open_engine("d", TARGET), 20.0)
     abandoned = old.decode(old.prefill("abandoned", 21))
     old.run(lambda: abandoned.stage is not Stage.WAITING, "the load to start")
     old.consumer.close()
 
-    served(Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0), "after")
+    served(Pair(producer, open_engine("d", TARGET), 20.0), "after")
 
 
 def test_a_producer_that_is_not_there_fails_the_load_in_the_configured_time(
     open_engine: OpenEngine,
 ) -> None:
-    consumer = open_engine("kv_consumer", "d", TARGET, handshake_timeout_s=0.5)
-    pair = Pair(open_engine("kv_producer", "p", SOURCE), consumer, 20.0)
+    consumer = open_engine("d", TARGET, handshake_timeout_s=0.5)
+    pair = Pair(open_engine("p", SOURCE), consumer, 20.0)
     source = pair.prefill("r", 21)
     pair.producer.close()
     request = pair.decode(source)
@@ -448,11 +395,11 @@ def test_a_producer_that_is_not_there_fails_the_load_in_the_configured_time(
 def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_block_moves(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE)
+    producer = open_engine("p", SOURCE)
     model = fake_engine.fake_model((TARGET,))
     other = msgspec.structs.replace(model, weights_digest="other", rope="other")
     monkeypatch.setattr(fake_engine, "fake_model", lambda groups: other)
-    pair = Pair(producer, open_engine("kv_consumer", "d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     assert isinstance(request.error, IncompatibleError)
@@ -466,9 +413,9 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
 
 
 def test_a_taken_port_is_named(open_engine: OpenEngine) -> None:
-    first = open_engine("kv_producer", "p", SOURCE)
+    first = open_engine("p", SOURCE)
     with pytest.raises(PortInUseError, match=str(port_of(first))):
-        open_engine("kv_producer", "q", SOURCE, kv_port=port_of(first))
+        open_engine("q", SOURCE, role="kv_producer", kv_port=port_of(first))
 
 
 @pytest.mark.parametrize(
@@ -494,7 +441,7 @@ def test_wrong_extra_keys_are_named_with_the_remedy(
     open_engine: OpenEngine, extra: dict[str, Any], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        open_engine("kv_consumer", "d", TARGET, **extra)
+        open_engine("d", TARGET, **extra)
 
 
 def test_a_producer_refuses_to_load(pair: Pair) -> None:
@@ -504,8 +451,8 @@ def test_a_producer_refuses_to_load(pair: Pair) -> None:
 
 
 def test_without_a_key_only_configured_peers_are_contacted(open_engine: OpenEngine) -> None:
-    producer = open_engine("kv_producer", "p", SOURCE, cluster_key=None)
-    consumer = open_engine("kv_consumer", "d", TARGET, cluster_key=None, peers=["127.0.0.1:1"])
+    producer = open_engine("p", SOURCE, cluster_key=None)
+    consumer = open_engine("d", TARGET, cluster_key=None, peers=["127.0.0.1:1"])
     pair = Pair(producer, consumer, 20.0)
     with pytest.raises(TicketError, match="not in peers"):
         pair.decode(pair.prefill("r", 21))

@@ -1,35 +1,34 @@
 """The PullConnector and several KV cache groups: what moves, what never does, who is told."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
-from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.connectors.records import digest_mismatch
 from kvferry.control.client import fetch_status
-from kvferry.control.tickets import sign, verify
+from kvferry.control.tickets import verify
 from kvferry.errors import IncompatibleError, NullBlockError, TicketError
-from kvferry.testing.connector_conformance import Pair, prompt
-from kvferry.testing.fake_engine import FakeEngine, Groups
-from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
-from kvferry.testing.hybrid_conformance import (
+from kvferry.testing.connector_conformance import (
     HYBRID_GEOMETRIES,
     NUM_LAYERS,
     WINDOW,
     WINDOWED,
+    Pair,
     hybrid_group,
+    prompt,
 )
+from kvferry.testing.fake_engine import FakeEngine, Groups
+from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
 from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
+from tests.connectors.engines import KEY, retold
 
-KEY = "k" * 32
-COMMON = {"cluster_key": KEY, "lease_duration_s": 3.0}
+WINDOWS = dict.fromkeys(WINDOWED, WINDOW)
 BYTES_PER_HEAD = 2 * 2 * 4
 """Bytes of one token of one head of one layer: K and V, 2 elements each, 4 bytes per element."""
 
@@ -42,31 +41,22 @@ OpenPair = Callable[..., Pair]
 
 
 @pytest.fixture
-def open_pair() -> Iterator[OpenPair]:
+def open_pair(open_engine: Callable[..., FakeEngine]) -> OpenPair:
     """Opens pairs that are closed at the end of the test."""
-    with ExitStack() as stack:
 
-        def open_one(
-            geometries: tuple[Groups, Groups],
-            roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
-            **extra: Any,
-        ) -> Pair:
-            engines = []
-            for name, role, groups in zip("pd", roles, geometries, strict=True):
-                config = KVTransferConfig(
-                    kv_connector="PullConnector",
-                    kv_role=role,  # type: ignore[arg-type]
-                    engine_id=name,
-                    kv_port=0,
-                    kv_connector_extra_config=COMMON | extra,
-                )
-                windows = dict.fromkeys(WINDOWED, WINDOW)
-                engine = FakeEngine.open(config, groups, num_blocks=128, layer_windows=windows)
-                stack.callback(engine.close)
-                engines.append(engine)
-            return Pair(*engines, timeout_s=20.0)
+    def open_two(
+        geometries: tuple[Groups, Groups],
+        roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
+        **extra: Any,
+    ) -> Pair:
+        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 2.0} | extra
+        producer, consumer = (
+            open_engine(name, groups, role=role, **keys)
+            for name, role, groups in zip("pd", roles, geometries, strict=True)
+        )
+        return Pair(producer, consumer, timeout_s=20.0)
 
-        yield open_one
+    return open_two
 
 
 def loaded(pair: Pair, source: FakeRequest, *, local_blocks: int = 0) -> FakeRequest:
@@ -353,8 +343,8 @@ def test_a_load_that_fails_in_one_group_names_no_blocks(open_pair: OpenPair) -> 
     assert source.response_params is not None
     ticket = verify(source.response_params["ticket"], KEY.encode())
     full, windowed = ticket.block_ids
-    ticket = msgspec.structs.replace(ticket, block_ids=(full, (*windowed[:-1], 6_000)))
-    source.response_params |= {"ticket": sign(ticket, KEY.encode())}
+    tables = (full, (*windowed[:-1], 6_000))
+    source.response_params = retold(source.response_params, block_ids=tables)
     request = pair.decode(source)
     pair.finish(request)
     assert request.failed

@@ -2,9 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,59 +11,21 @@ import msgspec
 import pytest
 
 import kvferry.transports.shm as shm
-from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull.sources import LoadState
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import LeaseAnswer
-from kvferry.control.tickets import sign, verify
 from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
-from kvferry.testing.connector_conformance import Pair, small_geometry
+from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import Stage
-from kvferry.topology.geometry import EngineGeometry
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
+from tests.connectors.engines import SOURCE, TARGET, retold, served
 
-KEY = "k" * 32
-SOURCE = small_geometry("HND", 4, tp=2)
-TARGET = small_geometry("NHD", 6, pp=2)
 SHORT = {"lease_duration_s": 1.0}
 """For sources whose leases some test abandons."""
 
 OpenEngine = Callable[..., FakeEngine]
-
-
-@pytest.fixture
-def open_engine() -> Iterator[OpenEngine]:
-    """Opens engines that are closed at the end of the test."""
-    with ExitStack() as stack:
-
-        def open_one(engine_id: str, geometry: EngineGeometry, **extra: Any) -> FakeEngine:
-            config = KVTransferConfig(
-                kv_connector="PullConnector",
-                kv_role="kv_producer" if engine_id.startswith("p") else "kv_consumer",
-                engine_id=engine_id,
-                kv_port=0,
-                kv_connector_extra_config={
-                    "cluster_key": KEY,
-                    "handshake_timeout_s": 2.0,
-                    **extra,
-                },
-            )
-            engine = FakeEngine.open(config, geometry)
-            stack.callback(engine.close)
-            return engine
-
-        yield open_one
-
-
-def served(pair: Pair, request_id: str) -> None:
-    """The pair moves a prompt; every block comes back."""
-    request = pair.decode(pair.prefill(request_id, 21))
-    pair.finish(request)
-    assert request.error is None
-    assert not request.failed
-    pair.settle()
 
 
 # ---- the sources' thread changes a load between two looks of the scheduler ----------------------
@@ -259,9 +220,7 @@ def test_a_ticket_that_names_no_address_is_refused(open_engine: OpenEngine, host
     pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
     source = pair.prefill("r", 21)
     assert source.response_params is not None
-    ticket = verify(source.response_params["ticket"], KEY.encode())
-    forged = sign(msgspec.structs.replace(ticket, host=host), KEY.encode())
-    source.response_params = {**source.response_params, "ticket": forged}
+    source.response_params = retold(source.response_params, host=host)
     with pytest.raises(TicketError, match="host:port"):
         pair.decode(source)
     served(pair, "next")

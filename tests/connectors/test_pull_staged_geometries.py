@@ -3,19 +3,17 @@
 The engines look at every cell: of loads, of the hits before them, and of blocks that nobody holds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvferry.config import KVTransferConfig
 from kvferry.plugins import TRANSPORTS, temporary_plugin
-from kvferry.testing.connector_conformance import Pair, open_pair
+from kvferry.testing.connector_conformance import WINDOW, WINDOWED, Pair, hybrid_group, open_pair
 from kvferry.testing.fake_engine import Groups
 from kvferry.testing.fake_rank import Stage
-from kvferry.testing.hybrid_conformance import WINDOW, WINDOWED, hybrid_group
 from kvferry.topology import (
     EngineGeometry,
     ParallelShape,
@@ -95,24 +93,15 @@ CASES = {
 @pytest.fixture(params=list(CASES), ids=list(CASES))
 def pair(
     request: pytest.FixtureRequest,
-    producer_and_consumer: tuple[KVTransferConfig, KVTransferConfig],
+    pull_configs: Callable[..., tuple[KVTransferConfig, KVTransferConfig]],
 ) -> Iterator[Pair]:
     """Two open engines between which all cells are staged."""
     geometries: tuple[Groups, Groups] = CASES[request.param]
-    producer, consumer = (
-        msgspec.structs.replace(
-            config,
-            kv_connector_extra_config={
-                **config.kv_connector_extra_config,
-                "lease_duration_s": 5.0,  # a busy machine renews late
-            },
-        )
-        for config in producer_and_consumer
-    )
+    configs = pull_configs(lease_duration_s=5.0, record_digests=True)  # a busy machine renews late
     windows_of = dict.fromkeys(WINDOWED, WINDOW) if isinstance(geometries[0], tuple) else {}
     with (
         temporary_plugin(TRANSPORTS, "shm", WithoutProof),
-        open_pair((producer, consumer), geometries, 128, layer_windows=windows_of) as pair,
+        open_pair(configs, geometries, 128, layer_windows=windows_of) as pair,
     ):
         yield pair
 

@@ -9,19 +9,17 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import KVTransferConfig
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing import lossy_transport
-from kvferry.testing.connector_conformance import REMOTE_DECODE, Pair, prompt, small_geometry
+from kvferry.testing.connector_conformance import REMOTE_DECODE, Pair, prompt
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.base import Transport
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.vm import VmTransport
+from tests.connectors.engines import SOURCE, TARGET, pull_config
 
-SOURCE = small_geometry("HND", 4, tp=2)
-TARGET = small_geometry("NHD", 6, pp=2)
 LOADS = 250
 AT_ONCE = 5
 """Requests that the target works on at a time."""
@@ -30,18 +28,14 @@ TIMEOUT_S = 120.0
 
 def open_engine(engine_id: str, kv_port: int = 0) -> FakeEngine:
     """A producer ``p`` or a consumer ``d``."""
-    config = KVTransferConfig(
-        kv_connector="PullConnector",
-        kv_role="kv_producer" if engine_id == "p" else "kv_consumer",
-        engine_id=engine_id,
-        kv_port=kv_port,
-        kv_connector_extra_config={
-            "cluster_key": "k" * 32,
-            "lease_duration_s": 2.0,
-            "handshake_timeout_s": 5.0,
-            "transport": "lossy",
-            "staging_bytes": 1 << 16,
-        },
+    config = pull_config(
+        "kv_producer" if engine_id == "p" else "kv_consumer",
+        engine_id,
+        kv_port,
+        lease_duration_s=2.0,
+        handshake_timeout_s=5.0,
+        transport="lossy",
+        staging_bytes=1 << 16,
     )
     return FakeEngine.open(config, SOURCE if engine_id == "p" else TARGET, num_blocks=256)
 

@@ -1,6 +1,7 @@
 """What a transfer costs, how evenly, and what would lower it: against sums that are done slowly."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,22 +16,12 @@ from kvferry.explain.costs import (
 )
 from kvferry.explain.savings import WORTH
 from kvferry.layouts import Layout
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology import ParallelShape
+from tests import geometries
 
 LAW = settings(max_examples=60, deadline=None)
 
-
-def geometry(**changes):
-    values = {
-        "num_layers": 4,
-        "num_kv_heads": 4,
-        "head_size": 4,
-        "dtype": "float32",
-        "block_size": 4,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**values | changes)
+geometry = partial(geometries.geometry, num_layers=4, num_kv_heads=4)
 
 
 @st.composite

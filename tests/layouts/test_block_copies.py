@@ -10,7 +10,7 @@ from kvferry.errors import BlockIdError
 from kvferry.layouts import block_copies, copy_kv_blocks, device, staging
 from kvferry.layouts.arrays import view_of
 from kvferry.layouts.device import HostLane
-from kvferry.testing.host_stream import HostCopyStream
+from kvferry.testing.host_device import HostCopyStream
 
 SHAPES = {
     "blocks first, packed": ((7, 3, 4, 10), (5, 3, 4, 10), 0),

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.device import HostMirror, Placer
 from kvferry.layouts.staging import stage
-from kvferry.testing.host_stream import HostCopyStream
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.testing.host_device import HostCopyStream
+from kvferry.topology import ParallelShape
 from kvferry.topology.binding import bind_own
 from kvferry.topology.lowering import own_tiles
+from tests import geometries
 
 PROPERTY = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -135,17 +137,9 @@ def test_a_device_that_fails_fails_what_is_placed(stream):
         placer.place(landed, tiles, runs)
 
 
-def geometry(**changes):
-    options = {
-        "num_layers": 2,
-        "num_kv_heads": 3,
-        "head_size": 4,
-        "dtype": "float16",
-        "block_size": 4,
-        "layout": "NHD",
-        "parallel": ParallelShape(tp=2),
-    }
-    return EngineGeometry(**(options | changes))
+geometry = partial(
+    geometries.geometry, num_kv_heads=3, dtype="float16", parallel=ParallelShape(tp=2)
+)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND", "BLKNHD", "BNHKD"])

@@ -19,6 +19,21 @@ def assert_bytes(found, wanted) -> None:
     np.testing.assert_array_equal(found, wanted, err_msg=f"memory is {WRONG_BYTES}")
 
 
+def count_writes(segments, regions):
+    """How often each byte of the target's regions is written: one count array per region.
+
+    Args:
+        segments: source rank → rows of segments, as ``copies.segments`` gives them.
+        regions: the byte arrays that the segments point into.
+    """
+    writes = [np.zeros(len(region), dtype=np.int64) for region in regions]
+    for rows in segments.values():
+        for row in rows:
+            first = int(row["target_offset"])
+            writes[int(row["target_region"])][first : first + int(row["nbytes"])] += 1
+    return writes
+
+
 def assert_cover(counts, is_covered) -> None:
     """Law 1: how often each byte of a region is written; once within the span, else never."""
     np.testing.assert_array_equal(

@@ -1,6 +1,7 @@
 """Tokens interleaved over ranks: who holds which, what two ranks share, and that runs stay few."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,24 +10,14 @@ from hypothesis import strategies as st
 
 from kvferry.errors import NullBlockError
 from kvferry.explain import explain_transfer
-from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
+from kvferry.topology import ParallelShape, plan_transfer
 from kvferry.topology.binding import shared_spans
 from kvferry.topology.sharding import TokenShard
+from tests import geometries
 
 PROPERTY = settings(max_examples=300, deadline=None)
 
-
-def geometry(**changes):
-    values = {
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_size": 4,
-        "dtype": "float32",
-        "block_size": 16,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**values | changes)
+geometry = partial(geometries.geometry, block_size=16)
 
 
 @st.composite

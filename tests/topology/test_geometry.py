@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -12,19 +13,9 @@ from hypothesis import strategies as st
 
 from kvferry.layouts import Layout
 from kvferry.topology import EngineGeometry, ParallelShape, memory_of, split_of_group
+from tests import geometries
 
-
-def geometry(**changes):
-    values = {
-        "num_layers": 9,
-        "num_kv_heads": 3,
-        "head_size": 64,
-        "dtype": "float32",
-        "block_size": 16,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**values | changes)
+geometry = partial(geometries.geometry, num_layers=9, num_kv_heads=3, head_size=64, block_size=16)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from tests.topology.defects import (
     WRONG_COVER,
     assert_bytes,
     assert_cover,
+    count_writes,
     must_be_caught,
 )
 
@@ -73,11 +74,7 @@ def check_exact_cover(worlds, data):
         rank: memory_of(case.source.geometry, rank, given_)[0]
         for rank, given_ in case.source.tensors.items()
     }
-    writes = [np.zeros(len(region), dtype=np.int64) for region in regions]
-    for rows in copies.segments(memories, target_memory).values():
-        for row in rows:
-            first = int(row["target_offset"])
-            writes[int(row["target_region"])][first : first + int(row["nbytes"])] += 1
+    writes = count_writes(copies.segments(memories, target_memory), regions)
     for region in regions:
         region[:] = 0
     # The oracle writes a 1 into every byte that the span covers.

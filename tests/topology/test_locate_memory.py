@@ -1,24 +1,16 @@
 """Where tensors lie, on any device, without a look at what they hold."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from kvferry.layouts.arrays import MemorySpan, view_of
-from kvferry.topology import EngineGeometry, ParallelShape, locate_memory, memory_of
+from kvferry.topology import locate_memory, memory_of
+from tests import geometries
 
-
-def geometry(**changes):
-    options = {
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "dtype": "bfloat16",
-        "block_size": 4,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**(options | changes))
+geometry = partial(geometries.geometry, head_size=8, dtype="bfloat16")
 
 
 class OnDevice(torch.Tensor):

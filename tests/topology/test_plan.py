@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import time
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -16,24 +17,13 @@ from kvferry.errors import (
     ProtocolError,
 )
 from kvferry.topology import (
-    EngineGeometry,
     ParallelShape,
     check_block_ids,
     plan_transfer,
 )
+from tests import geometries
 
-
-def geometry(**changes):
-    values = {
-        "num_layers": 8,
-        "num_kv_heads": 2,
-        "head_size": 4,
-        "dtype": "float32",
-        "block_size": 4,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**values | changes)
+geometry = partial(geometries.geometry, num_layers=8)
 
 
 def plan(**source):

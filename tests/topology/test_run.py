@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from kvferry.errors import BlockIdError, BlockTableError, BoundsError, NullBlockError
 from kvferry.topology import (
-    EngineGeometry,
     ParallelShape,
     digest,
     memory_of,
@@ -20,21 +19,9 @@ from kvferry.topology import (
     token_digests,
 )
 from kvferry.topology.run import addresses_of
+from tests.geometries import geometry
 
 PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-def geometry(**changes):
-    values = {
-        "num_layers": 2,
-        "num_kv_heads": 2,
-        "head_size": 4,
-        "dtype": "float32",
-        "block_size": 4,
-        "layout": "NHD",
-        "parallel": ParallelShape(),
-    }
-    return EngineGeometry(**values | changes)
 
 
 def zeros(one, num_blocks=5, dtype=np.float32):

@@ -32,6 +32,7 @@ from tests.topology.defects import (
     WRONG_COVER,
     assert_bytes,
     assert_cover,
+    count_writes,
     must_be_caught,
 )
 
@@ -265,11 +266,7 @@ def check_exact_cover(data):
         rank: memory_of(case.source.group, rank, tensors)[0]
         for rank, tensors in case.source.tensors.items()
     }
-    writes = [np.zeros(len(region), dtype=np.int64) for region in regions]
-    for rows in copies.segments(memories, memory).values():
-        for row in rows:
-            first = int(row["target_offset"])
-            writes[int(row["target_region"])][first : first + int(row["nbytes"])] += 1
+    writes = count_writes(copies.segments(memories, memory), regions)
     for region in regions:
         region[:] = 0
     for cells in case.logical.values():

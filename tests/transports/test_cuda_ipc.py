@@ -18,7 +18,7 @@ from kvferry.errors import (
 )
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.tiles import num_bytes
-from kvferry.testing.host_ipc import HostIpcTransport
+from kvferry.testing.host_device import HostIpcTransport
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, contents, fill, pattern

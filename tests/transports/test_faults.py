@@ -9,7 +9,6 @@ import pytest
 from kvferry.errors import PeerLostError, StalledError
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.faults import (
-    Fault,
     Faults,
     faulty_transport,
     lossy_transport,
@@ -116,12 +115,12 @@ def test_the_schedule_depends_on_the_seed_alone(source):
     drawn = [faults.draw(number)[0] for number in range(1000)]
     assert drawn == [faults.draw(number)[0] for number in range(1000)]
     assert drawn != [Faults(loss=0.3, stall=0.2, seed=6).draw(n)[0] for n in range(1000)]
-    assert 230 < drawn.count(Fault.LOSS) < 370
-    assert 140 < drawn.count(Fault.STALL) < 260
+    assert 230 < drawn.count(PeerLostError) < 370
+    assert 140 < drawn.count(StalledError) < 260
     case, local, peer, _ = laid_out(
         source, faulty_transport(ShmTransport, Faults(loss=0.3, seed=5))
     )
-    expected = [Faults(loss=0.3, seed=5).draw(number)[0] is Fault.LOSS for number in range(20)]
+    expected = [Faults(loss=0.3, seed=5).draw(number)[0] is PeerLostError for number in range(20)]
     transfers = [local.read(peer, case.tiles, case.runs) for _ in range(20)]
     assert len(polled(local, *transfers)) == 20
     assert [transfer.state is TransferState.FAILED for transfer in transfers] == expected

@@ -12,8 +12,7 @@ from kvferry.errors import ConfigError, HostError, PortInUseError
 from kvferry.layouts.copier import expand
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
-from kvferry.testing.oracle import copy_slowly
-from kvferry.testing.transport_cases import large_case, random_case
+from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.layouts import RUN_DTYPE, TILE_DTYPE, blank_runs, num_bytes
 from kvferry.layouts.tiles import as_rows
-from kvferry.testing.oracle import copy_slowly
-from kvferry.testing.transport_cases import random_case
+from kvferry.testing.transport_cases import copy_slowly, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports.vm import ProcessCopy
 from kvferry.transports.vm_bounce import MAX_SPANS, SPAN_BYTES, new_bounce

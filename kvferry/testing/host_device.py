@@ -1,4 +1,10 @@
-"""A thread that takes the place of a device: copies in order, behind the caller's back."""
+"""Host memory and a thread in the place of a device, for tests without a GPU.
+
+:class:`HostCopyStream` copies in order, behind the caller's back, as a device's stream does.
+:class:`HostIpcTransport` is all of :class:`~kvferry.transports.cuda_ipc.CudaIpcTransport` but the
+device: its memory is mapped by other processes through ``/dev/shm``. So bookkeeping, bounds,
+closing and lost peers are tested.
+"""
 
 import queue
 import threading
@@ -8,11 +14,14 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.errors import TransferError
+from kvferry.errors import PeerLostError, SharedMemoryError, TransferError
 from kvferry.layouts.arrays import HOST, MemorySpan, bytes_at
 from kvferry.layouts.copier import copy_tiles, warm
 from kvferry.layouts.device import CopyEvent, CopyStream
 from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
+from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, IpcMemory
+from kvferry.transports.shm_segment import SHM_DIR, OwnedSegment, PeerSegment
 
 
 class HostCopyEvent(CopyEvent):
@@ -36,7 +45,7 @@ class HostCopyEvent(CopyEvent):
 
 
 class HostCopyStream(CopyStream):
-    """Takes the place of a device's stream. Its memory is the host's."""
+    """Takes the place of a device's stream. Its memory is the host's, and can be mapped."""
 
     device = HOST
 
@@ -47,7 +56,8 @@ class HostCopyStream(CopyStream):
         self.engine = HostCopyEvent()
         """What the engine is doing, until its ``reached`` is set; there is nothing at first."""
         self.engine.reached.set()
-        self._allocated: list[npt.NDArray[np.uint8]] = []
+        self.segments: list[OwnedSegment] = []
+        """What was allocated, until the stream is closed."""
         self._work: queue.SimpleQueue[Callable[[], object] | HostCopyEvent | None]
         self._work = queue.SimpleQueue()
         self._going = threading.Event()
@@ -70,11 +80,9 @@ class HostCopyStream(CopyStream):
 
     def allocate(self, nbytes: int) -> MemorySpan:
         """See :meth:`CopyStream.allocate`."""
-        if nbytes <= 0:
-            raise ValueError(f"nbytes: {nbytes} is not positive")
-        array = np.zeros(nbytes, dtype=np.uint8)
-        self._allocated.append(array)
-        return MemorySpan(array.ctypes.data, nbytes, self.device)
+        segment = OwnedSegment.create(nbytes)
+        self.segments.append(segment)
+        return MemorySpan(segment.array.ctypes.data, nbytes, self.device)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
         """See :meth:`CopyStream.pin`."""
@@ -118,6 +126,8 @@ class HostCopyStream(CopyStream):
         self.resume()
         self._work.put(None)
         self._thread.join()
+        for segment in self.segments:
+            segment.close()
 
     def _enqueue(self, work: Callable[[], object] | HostCopyEvent) -> None:
         if self._error is not None:
@@ -132,3 +142,50 @@ class HostCopyStream(CopyStream):
                 work.reached.set()
             elif self._error is None:
                 work()
+
+
+class HostIpcMemory(IpcMemory):
+    """Handles are names of segments."""
+
+    def __init__(self, stream: HostCopyStream) -> None:
+        self._stream = stream
+        self._mapped: dict[int, PeerSegment] = {}
+
+    @property
+    def num_mapped(self) -> int:
+        """Allocations of peers that are mapped."""
+        return len(self._mapped)
+
+    def export(self, memory: MemorySpan) -> tuple[bytes, int]:
+        """See :meth:`IpcMemory.export`."""
+        for segment in self._stream.segments:
+            offset = memory.address - segment.array.ctypes.data
+            if 0 <= offset <= segment.array.nbytes - memory.nbytes:
+                return segment.name.encode().ljust(HANDLE_BYTES, b"\0"), offset
+        raise TransferError(f"{memory.nbytes} bytes that allocate() has not given out")
+
+    def open(self, handle: bytes) -> MemorySpan:
+        """See :meth:`IpcMemory.open`."""
+        name = handle.rstrip(b"\0").decode(errors="replace")
+        try:
+            nbytes = (SHM_DIR / name).stat().st_size
+            segment = PeerSegment.attach(name, nbytes)
+        except (OSError, ValueError, SharedMemoryError) as error:
+            raise PeerLostError(f"the memory of a peer cannot be mapped: {error}") from error
+        address = segment.array.ctypes.data
+        self._mapped[address] = segment
+        return MemorySpan(address, nbytes, self._stream.device)
+
+    def release(self, memory: MemorySpan) -> None:
+        """See :meth:`IpcMemory.release`."""
+        self._mapped.pop(memory.address).close()
+
+
+class HostIpcTransport(CudaIpcTransport):
+    """The transport for GPUs, without one."""
+
+    @classmethod
+    def open_device(cls, _: CudaIpcExtraConfig) -> tuple[CopyStream, IpcMemory]:
+        """See :meth:`CudaIpcTransport.open_device`."""
+        stream = HostCopyStream()
+        return stream, HostIpcMemory(stream)

@@ -1,0 +1,39 @@
+"""Fake engines with PullConnectors: how they are configured, and that a pair of them serves."""
+
+from typing import Any
+
+import msgspec
+
+from kvferry.config import KVTransferConfig
+from kvferry.control.tickets import sign, verify
+from kvferry.testing.connector_conformance import Pair, small_geometry
+
+KEY = "k" * 32
+SOURCE = small_geometry("HND", 4, tp=2)
+TARGET = small_geometry("NHD", 6, pp=2)
+
+
+def pull_config(role: str, engine_id: str, kv_port: int = 0, **extra: Any) -> KVTransferConfig:
+    """The config of one engine's PullConnector; takes further extra keys."""
+    return KVTransferConfig(
+        kv_connector="PullConnector",
+        kv_role=role,  # type: ignore[arg-type]
+        engine_id=engine_id,
+        kv_port=kv_port,
+        kv_connector_extra_config={"cluster_key": KEY, "handshake_timeout_s": 2.0, **extra},
+    )
+
+
+def served(pair: Pair, request_id: str) -> None:
+    """The pair moves a prompt; every block comes back."""
+    request = pair.decode(pair.prefill(request_id, 21))
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
+def retold(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The params with a ticket that says something else, signed as the cluster signs."""
+    ticket = verify(params["ticket"], KEY.encode())
+    return {**params, "ticket": sign(msgspec.structs.replace(ticket, **changes), KEY.encode())}
