@@ -88,8 +88,8 @@ def pull_configs() -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
     """Makes the configs of two engines' PullConnectors; takes further extra keys."""
 
     def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
-        # The suites wait for what nobody fetches, and for sources that are gone: not for long.
-        keys = {"lease_duration_s": 2.0, "handshake_timeout_s": 1.0} | extra
+        # The suites wait for the end of leases that nobody took: not for long.
+        keys = {"lease_duration_s": 2.0} | extra
         return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
 
     return make
