@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvferry.connectors.pull.loads import Loads, RankLoad
 from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.control.messages import FinishAnswer
+from kvferry.control.tickets import Ticket
 from kvferry.errors import CancelledError, PeerLostError
 from kvferry.transports.base import Transfer, TransferState
 
@@ -51,12 +53,15 @@ class _Wire:
 
     def __init__(self) -> None:
         self.connections: list[_Connection] = []
+        self.readers: list[threading.Thread] = []
+        """Who started each transfer."""
 
     def connect(self, _: bytes) -> _Connection:
         self.connections.append(_Connection())
         return self.connections[-1]
 
     def read(self, connection: _Connection, *_: Any, **__: Any) -> Transfer:
+        self.readers.append(threading.current_thread())
         connection.transfers.append(Transfer(nbytes=8))
         return connection.transfers[-1]
 
@@ -71,7 +76,7 @@ class _Pair:
     index: int
     pair: Any = field(default_factory=lambda: SimpleNamespace(source_group=0, target_group=0))
     plan: Any = field(default_factory=lambda: SimpleNamespace(conversion=None))
-    way: Any = field(default_factory=lambda: SimpleNamespace(placed=True))
+    way: Any = None
     tiles: dict[int, Any] = field(default_factory=lambda: {0: None})
 
     def bind(self, *_: Any) -> Any:
@@ -99,25 +104,38 @@ class Scene:
         ranks = [SimpleNamespace(endpoints={"wire": b""})]
         return SimpleNamespace(engine_id="p", incarnation=incarnation, ranks=ranks)
 
-    def peer(self, engine: Any, num_pairs: int = 1) -> SourcePeer:
+    def peer(self, engine: Any, num_pairs: int = 1, *, placed: bool = True) -> SourcePeer:
         """The engine, connected to."""
         wire: Any = self.wire
-        pairs: Any = tuple(_Pair(index) for index in range(num_pairs))
+        way = SimpleNamespace(placed=placed)
+        pairs: Any = tuple(_Pair(index, way=way) for index in range(num_pairs))
         return SourcePeer(engine, wire, wire, (), pairs, {0: wire.connect(b"")})
 
-    def spec(self, lease_id: str, incarnation: str = "p1") -> LoadSpec:
+    def meet(self, monkeypatch: pytest.MonkeyPatch, num_pairs: int = 1, *, placed: bool) -> None:
+        """Connects to the engine's first start."""
+        peer = self.peer(self.engine(), num_pairs, placed=placed)
+        monkeypatch.setattr(SourcePeer, "connect", lambda *_: peer)
+        self.loads.meet(self.engine())
+        self.loads._thread.call(lambda: None)
+
+    def spec(self, lease_id: str, incarnation: str = "p1", num_tokens: int = 4) -> LoadSpec:
         return LoadSpec(
             request_id=lease_id,
-            lease_id=lease_id,
-            engine_id="p",
-            incarnation=incarnation,
-            address="127.0.0.1:1",
-            source_block_ids=([1],),
+            ticket=Ticket(
+                lease_id=lease_id,
+                engine_id="p",
+                incarnation=incarnation,
+                host="127.0.0.1",
+                port=1,
+                request_id=lease_id,
+                num_tokens=num_tokens,
+                block_ids=((1,),),
+                lease_duration_s=30.0,
+            ),
             target_block_ids=([1],),
             first_token=0,
-            num_tokens=4,
+            num_tokens=num_tokens,
             starts=(0,) * 8,
-            source_num_tokens=4,
         )
 
     def wait_for_one(self) -> RankLoad:
@@ -150,9 +168,7 @@ def scene() -> Iterator[Scene]:
 def test_what_was_lost_with_one_connection_is_all_repeated_over_the_next_one(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer = scene.peer(scene.engine(), num_pairs=3)
-    monkeypatch.setattr(SourcePeer, "connect", lambda *_: peer)
-    scene.loads.meet(scene.engine())
+    scene.meet(monkeypatch, num_pairs=3, placed=True)
     scene.loads.start(scene.spec("lease"))
     (first,) = scene.wire.connections
     wait_until(lambda: len(first.transfers) == 3)
@@ -192,7 +208,41 @@ def test_a_load_is_not_given_up_because_an_older_start_of_its_engine_is_gone(
     wait_until(lambda: bool(scene.wire.connections and scene.wire.connections[0].transfers))
     scene.wire.connections[0].transfers[0].stop(TransferState.DONE)
     ended = scene.wait_for_one()
-    assert (ended.spec.lease_id, ended.error) == ("new", None)
+    assert (ended.spec.ticket.lease_id, ended.error) == ("new", None)
+
+
+@pytest.mark.parametrize(
+    ("placed", "num_tokens", "by_the_caller"),
+    [(True, 1 << 17, True), (False, 4, True), (False, 1 << 17, False)],
+)
+def test_only_a_long_load_that_is_staged_is_started_by_another_thread(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    placed: bool,
+    num_tokens: int,
+    by_the_caller: bool,
+) -> None:
+    scene.meet(monkeypatch, placed=placed)
+    scene.loads.start(scene.spec("lease", num_tokens=num_tokens))
+    (connection,) = scene.wire.connections
+    wait_until(lambda: bool(connection.transfers))
+    assert (scene.wire.readers == [threading.current_thread()]) is by_the_caller
+    connection.transfers[0].stop(TransferState.DONE)
+    assert scene.wait_for_one().error is None
+
+
+def test_a_load_that_is_given_up_before_its_thread_comes_to_it_reads_nothing(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.meet(monkeypatch, placed=False)
+    may_go_on = threading.Event()
+    scene.loads._thread.post(partial(may_go_on.wait, WAIT_S))
+    scene.loads.start(scene.spec("lease", num_tokens=1 << 17))
+    scene.loads.cancel("lease")
+    assert isinstance(scene.wait_for_one().error, CancelledError)
+    may_go_on.set()
+    scene.loads._thread.call(lambda: None)
+    assert not scene.wire.readers
 
 
 def test_the_progress_of_a_load_may_be_looked_at_while_its_transfers_are_started() -> None:

@@ -53,7 +53,7 @@ class RankDigests:
 
     def loaded(self, spec: LoadSpec, pairs: Iterable[GroupPair]) -> tuple[int, ...]:
         """One digest for each of the tokens ``[first_token, num_tokens)`` of a load."""
-        source_tokens = spec.source_num_tokens
+        source_tokens = spec.ticket.num_tokens  # both sides' digests begin where its windows do
         firsts = {
             layer: pair.first_kept_token(source_tokens) for pair in pairs for layer in pair.layers
         }

@@ -4,15 +4,16 @@ A load reads what each source rank gives of each pair of KV cache groups; each o
 transfer. When no transfer can change the cache any more the source is told (``Finish``), and its
 answer is the confirm: only then does the load count.
 
-A short load changes threads as seldom as can be. The step thread binds it and starts its transfers;
-short ones are copied there and then. Whoever ends the last transfer sends the Finish, and whoever
-finds its answer in the socket concludes the load; the step thread looks there itself before it asks
-what has ended::
+A load changes threads as seldom as can be. The step thread binds it and starts its transfers; short
+ones are copied there and then. Whoever ends the last transfer sends the Finish, and whoever finds
+its answer in the socket concludes the load; the step thread looks there itself before it asks what
+has ended::
 
     step thread    start ─ bind ─ read ─┐                               ┌─ pump ─ take_ended
     mover                               └─ copy ─ ended ─ Finish ──▶ P ──▶ held
 
-What is long waits on a thread of its own: connecting to an engine, tables of many blocks, digests.
+What takes long has a thread of its own: connecting to an engine, cutting a long load for staging,
+digests.
 """
 
 import logging
@@ -47,8 +48,9 @@ logger = logging.getLogger(__name__)
 CONFIRM_ATTEMPTS = 3
 """How often the source is asked whether a load counts before it is given up."""
 
-SHORT_TOKENS = 8192
-"""Tokens up to which the step thread binds a load itself, some 0.1 ms."""
+CUT_TOKENS = 8192
+"""Tokens from which on the step thread does not start a staged load itself: cutting one of 131,072
+for the staging memory takes a second. A placed one of as many is started in 2 ms."""
 
 IDLE_S = 1.0
 """Seconds between two looks at what depends on time, at most; transports let go of dead peers
@@ -108,9 +110,9 @@ class RankLoad:
         """What it did."""
         return TransferRecord(
             request_id=self.spec.request_id,
-            lease_id=self.spec.lease_id,
+            lease_id=self.spec.ticket.lease_id,
             rank=rank,
-            peer=self.spec.engine_id,
+            peer=self.spec.ticket.engine_id,
             direction="recv",
             first_token=self.spec.first_token,
             tokens=self.spec.num_tokens - self.spec.first_token,
@@ -155,16 +157,11 @@ class Loads(Closing):
 
     def start(self, spec: LoadSpec, after: Waitable | None = None) -> None:
         """Starts a load from an engine that was met; nothing is written before ``after``."""
-        load = RankLoad(spec, after)
-        begin = partial(self._serial.post, partial(self._begin, load))
-        if spec.num_tokens <= SHORT_TOKENS:
-            begin()
-        else:
-            self._thread.post(begin)
+        self._serial.post(partial(self._begin, RankLoad(spec, after)))
 
     def cancel(self, lease_id: str) -> None:
         """Gives a load up; it still ends in :meth:`take_ended`. Unknown ids are ignored."""
-        self._thread.post(partial(self._serial.post, partial(self._cancel, lease_id)))
+        self._serial.post(partial(self._cancel, lease_id))
 
     def take_ended(self) -> list[RankLoad]:
         """Loads that ended since the last call, each exactly once.
@@ -204,14 +201,13 @@ class Loads(Closing):
         return min(IDLE_S, max(0.02, self._target.staging.stall_timeout_s / 8))
 
     def _connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
+        found: SourcePeer | KVFerryError
         try:
-            peer = SourcePeer.connect(description, self._target)
-        except Exception as caught:
-            error = as_load_error(caught, "an engine could not be connected to")
-            logger.warning("cannot read from engine %s: %s", description.engine_id, error)
-            self._serial.post(partial(self._not_connected, description, error, for_a_load))
-        else:
-            self._serial.post(partial(self._connected, description, peer))
+            found = SourcePeer.connect(description, self._target)
+        except Exception as error:
+            found = as_load_error(error, "an engine could not be connected to")
+            logger.warning("cannot read from engine %s: %s", description.engine_id, found)
+        self._serial.post(partial(self._connected, description, found, for_a_load))
 
     def _add_digests(self, load: RankLoad) -> None:
         assert self._digest is not None  # who posted this has looked
@@ -239,63 +235,64 @@ class Loads(Closing):
         """An engine was started again: nothing more comes from its earlier start."""
         for load in list(self._loads.values()):
             if load.peer is peer:
-                self._give_up(load, PeerLostError(f"engine {load.spec.engine_id!r} restarted"))
+                engine_id = load.spec.ticket.engine_id
+                self._give_up(load, PeerLostError(f"engine {engine_id!r} restarted"))
         peer.close()
 
     def _begin_to_connect(self, description: EngineDescription, *, for_a_load: bool) -> None:
         self._unconnected[description.engine_id] = []
         self._thread.post(partial(self._connect, description, for_a_load=for_a_load))
 
-    def _connected(self, description: EngineDescription, peer: SourcePeer) -> None:
-        waiting = self._unconnected.pop(description.engine_id)
-        newest = self._known[description.engine_id]
-        if self._closed:
-            peer.close()
-        elif newest.incarnation == description.incarnation:
-            self._peers[description.engine_id] = peer
-        else:
-            peer.close()
-            self._begin_to_connect(newest, for_a_load=False)
-        for load in waiting:
-            self._begin(load)
-
-    def _not_connected(
-        self, description: EngineDescription, error: KVFerryError, for_a_load: bool
+    def _connected(
+        self, description: EngineDescription, found: SourcePeer | KVFerryError, for_a_load: bool
     ) -> None:
-        waiting = self._unconnected.pop(description.engine_id)
-        newest = self._known[description.engine_id]
+        engine_id = description.engine_id
+        waiting = self._unconnected.pop(engine_id)
+        newest = self._known[engine_id]
         restarted = newest.incarnation != description.incarnation
+        if isinstance(found, SourcePeer):
+            if restarted or self._closed:
+                found.close()
+            else:
+                self._peers[engine_id] = found
         if restarted:
             self._begin_to_connect(newest, for_a_load=False)
         for load in waiting:
-            if for_a_load and not restarted:
-                self._give_up(load, error)  # another load will try again
+            if isinstance(found, KVFerryError) and for_a_load and not restarted:
+                self._give_up(load, found)  # another load will try again
             else:
-                self._begin(load)  # it came since this was tried
+                self._begin(load)  # it came since this was tried, or there is a peer
 
     def _begin(self, load: RankLoad) -> None:
-        spec = load.spec
+        ticket = load.spec.ticket
         if self._closed or load.confirming:
-            return  # cancelled while it waited
-        self._loads[spec.lease_id] = load
-        description = self._known.get(spec.engine_id)
-        if description is None or description.incarnation != spec.incarnation:
-            restarted = f"engine {spec.engine_id!r} restarted: the lease is from start"
-            self._give_up(load, PeerLostError(f"{restarted} {spec.incarnation}"))
-        elif (peer := self._peers.get(spec.engine_id)) is not None:
-            self._read(load, peer)
+            return  # given up while it waited
+        self._loads[ticket.lease_id] = load
+        description = self._known.get(ticket.engine_id)
+        if description is None or description.incarnation != ticket.incarnation:
+            restarted = f"engine {ticket.engine_id!r} restarted: the lease is from start"
+            self._give_up(load, PeerLostError(f"{restarted} {ticket.incarnation}"))
+        elif (peer := self._peers.get(ticket.engine_id)) is not None:
+            load.peer = peer
+            read = partial(self._read, load, peer)
+            if load.spec.num_tokens > CUT_TOKENS and peer.stages:
+                self._thread.post(partial(self._serial.post, read))
+            else:
+                read()
         else:
-            if spec.engine_id not in self._unconnected:
+            if ticket.engine_id not in self._unconnected:
                 self._begin_to_connect(description, for_a_load=True)
-            self._unconnected[spec.engine_id].append(load)
+            self._unconnected[ticket.engine_id].append(load)
 
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
         spec = load.spec
-        load.peer, load.connections = peer, dict(peer.connections)
+        if load.confirming:
+            return  # given up while it waited
+        load.connections = dict(peer.connections)
         try:
             for pair in peer.plans:
                 load.copies[pair] = pair.bind(
-                    spec.source_block_ids[pair.pair.source_group],
+                    spec.ticket.block_ids[pair.pair.source_group],
                     spec.target_block_ids[pair.pair.target_group],
                     spec.num_tokens,
                     spec.starts[pair.index],
@@ -333,7 +330,7 @@ class Loads(Closing):
         peer = load.peer
         if load.error is not None or not lost or not load.repeated.isdisjoint(lost):
             return False
-        if peer is None or self._peers.get(load.spec.engine_id) is not peer:
+        if peer is None or self._peers.get(load.spec.ticket.engine_id) is not peer:
             return False  # we closed it ourselves: the engine was started again
         load.repeated.update(lost)
         try:
@@ -380,10 +377,11 @@ class Loads(Closing):
     def _ask(self, load: RankLoad) -> None:
         """Sends the Finish."""
         load.confirms += 1
+        ticket = load.spec.ticket
         future = self._client.finish(
-            load.spec.address,
-            load.spec.incarnation,
-            lease_id=load.spec.lease_id,
+            ticket.address,
+            ticket.incarnation,
+            ticket.lease_id,
             rank=self._target.rank,
             ok=load.error is None,
         )
@@ -392,7 +390,7 @@ class Loads(Closing):
         )
 
     def _conclude(self, load: RankLoad, answered: "Future[FinishAnswer]") -> None:
-        error = answered.exception()
+        ticket, error = load.spec.ticket, answered.exception()
         if isinstance(error, PeerLostError) and load.confirms < CONFIRM_ATTEMPTS:
             self._ask(load)  # an answer that was lost is given again
             return
@@ -403,10 +401,10 @@ class Loads(Closing):
                 raise error
             elif answered.result() is not FinishAnswer.HELD:
                 load.error = LeaseRevokedError(
-                    f"lease {load.spec.lease_id} of engine {load.spec.engine_id!r} ended before "
+                    f"lease {ticket.lease_id} of engine {ticket.engine_id!r} ended before "
                     "the load was confirmed; what was read is not used"
                 )
-        del self._loads[load.spec.lease_id]
+        del self._loads[ticket.lease_id]
         self._next_progress = 0.0  # it is no longer under way
         self._ended.append(load)
 

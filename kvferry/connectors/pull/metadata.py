@@ -3,6 +3,7 @@
 import msgspec
 
 from kvferry.connectors.base import KVConnectorMetadata
+from kvferry.control.tickets import Ticket
 from kvferry.topology.description import EngineDescription
 
 
@@ -10,15 +11,8 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One load: which tokens of which leased blocks go into which of our blocks."""
 
     request_id: str
-    lease_id: str
-    engine_id: str
-    """The source engine."""
-    incarnation: str
-    """Its start."""
-    address: str
-    """``host:port`` of its control channel, for the Finish."""
-    source_block_ids: tuple[list[int], ...]
-    """Whole block tables on the source, one list per KV cache group of the source."""
+    ticket: Ticket
+    """The lease, its source, and the source's block tables."""
     target_block_ids: tuple[list[int], ...]
     """Whole block tables here, one list per group of ours."""
     first_token: int
@@ -26,8 +20,6 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The load is of the tokens ``[first_token, num_tokens)``."""
     starts: tuple[int, ...]
     """For each pair of groups, the first of them that moves."""
-    source_num_tokens: int
-    """Tokens that the source has; both sides' digests begin where its windows do."""
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):

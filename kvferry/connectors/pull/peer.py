@@ -138,6 +138,11 @@ class SourcePeer:
         return peer
 
     @property
+    def stages(self) -> bool:
+        """Whether any of its cells come through staging memory."""
+        return not all(pair.way.placed for pair in self.plans)
+
+    @property
     def converts(self) -> bool:
         """Whether any of its cells arrive in another dtype."""
         return any(pair.plan.conversion is not None for pair in self.plans)

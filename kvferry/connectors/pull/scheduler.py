@@ -231,16 +231,11 @@ class PullScheduler(SchedulerConnector):
         self._step.loads.append(
             LoadSpec(
                 request_id=request.request_id,
-                lease_id=load.lease_id,
-                engine_id=load.ticket.engine_id,
-                incarnation=load.ticket.incarnation,
-                address=load.address,
-                source_block_ids=tuple(list(ids) for ids in load.ticket.block_ids),
+                ticket=load.ticket,
                 target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
                 first_token=first_token,
                 num_tokens=num_tokens,
                 starts=starts,
-                source_num_tokens=load.ticket.num_tokens,
             )
         )
 
