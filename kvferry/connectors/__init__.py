@@ -15,9 +15,13 @@ from kvferry.connectors.base import (
     SchedulerOutputView,
     TransferRecord,
     WorkerConnector,
+    yield_req_data,
 )
-from kvferry.connectors.helpers import get_kv_connector_cache_layout, yield_req_data
-from kvferry.connectors.registry import connector_context, load_connector
+from kvferry.connectors.registry import (
+    connector_context,
+    get_kv_connector_cache_layout,
+    load_connector,
+)
 
 if TYPE_CHECKING:
     from kvferry.connectors.pull import PullConnector as PullConnector

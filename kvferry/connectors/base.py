@@ -22,7 +22,7 @@ Order of calls in one step::
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -74,15 +74,15 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     lease_id: str
     rank: int
-    peer: str
-    """Engine id of the other side."""
+    peer: str = ""
+    """Engine id of the other side; empty for what was lent."""
     direction: str
     """``"recv"``, or ``"send"`` for the source's digest of what it lent."""
     first_token: int
     """Position of the first token that moved; those before it were here already."""
     tokens: int
     nbytes: int
-    copies: int
+    copies: int = 0
     """Contiguous copies after merging."""
     started: float
     finished: float
@@ -180,6 +180,22 @@ class SchedulerOutputView(Protocol):
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
         """Request id → tokens computed in this step."""
+
+
+def yield_req_data(
+    scheduler_output: SchedulerOutputView,
+) -> Iterator[tuple[str, tuple[list[int], ...], bool]]:
+    """What each request of a step got in blocks.
+
+    Yields:
+        ``(req_id, new_block_id_groups, preempted)``: one list of block ids per KV cache group,
+        those the request did not have in its last step. The first time, and when ``preempted``
+        (it lost its blocks since its last step), that is its whole table, prefix hits included.
+    """
+    for request in scheduler_output.requests:
+        tables = zip(request.block_ids, request.num_new_blocks, strict=True)
+        new = tuple(table[len(table) - count :] for table, count in tables)
+        yield request.request_id, new, request.resumed
 
 
 @dataclass(frozen=True, slots=True)

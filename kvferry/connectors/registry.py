@@ -13,6 +13,8 @@ from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.sharding import ranges_text
 
+DEFAULT_CACHE_LAYOUT = "NHD"
+
 
 def load_connector(config: KVTransferConfig) -> type[KVConnector]:
     """The plugin class that ``kv_connector`` names; its module is imported now.
@@ -31,6 +33,22 @@ def load_connector(config: KVTransferConfig) -> type[KVConnector]:
     _check_declared(found, "ExtraConfig", msgspec.Struct)
     _check_declared(found, "Metadata", KVConnectorMetadata)
     return found
+
+
+def get_kv_connector_cache_layout(config: KVTransferConfig | None = None) -> str:
+    """The layout in which an engine should keep its cache for a connector.
+
+    Args:
+        config: names the connector; ``None`` for an engine without one.
+
+    Returns:
+        What the connector requires, or NHD: its name or order.
+
+    Raises:
+        PluginError: see :func:`load_connector`.
+    """
+    required = None if config is None else load_connector(config).required_cache_layout
+    return required or DEFAULT_CACHE_LAYOUT
 
 
 def connector_context(

@@ -68,11 +68,6 @@ class Load:
     """Why it failed; once it has ended, empty if it did not."""
     valid_tokens: int = 0
     """Once it has ended, leading tokens of the request whose KV is in its blocks."""
-    partial_groups: frozenset[int] = frozenset()
-    """Once it has ended, KV cache groups of whose blocks only a part was filled."""
-    first_filled: tuple[int, ...] | None = None
-    """Once it has ended, the token from which on each group was filled; ``None`` for what was
-    needed."""
 
 
 class EngineRequest(Request):

@@ -414,9 +414,6 @@ class Scheduler:
     def _load_ended(self, request: EngineRequest) -> None:
         load = request.load
         request.timings.load_finished = time.time()
-        self.manager.cache_blocks(
-            request, load.valid_tokens, load.partial_groups, load.first_filled
-        )
         if not load.error:
             if not request.num_output_tokens:  # not one that was preempted and loaded again
                 request.num_external_tokens = load.external_tokens

@@ -122,7 +122,7 @@ class KVTransfers:
         return msgspec.msgpack.encode(self._connector.build_connector_meta(output))
 
     def receive(self, output: KVConnectorOutput) -> list[EngineRequest]:
-        """Takes the joined report of a step: frees what nobody reads.
+        """Takes the joined report of a step: frees what nobody reads; what was loaded may be hit.
 
         Returns:
             Requests whose load has ended; ``load`` says how.
@@ -193,15 +193,17 @@ class KVTransfers:
                 request.load.invalid_block_ids |= invalid_block_ids.intersection(table)
 
     def _end_load(self, request: EngineRequest, failed: bool) -> None:
-        """Notes how a load ended."""
+        """Notes how a load ended, and makes the blocks that it filled prefix hits."""
         load = request.load
         load.under_way = False
         load.error = load.error or "the connector gave no reason"
         load.valid_tokens = load.local_tokens + load.external_tokens
+        partial: frozenset[int] = frozenset()
+        first_filled = None
         if not failed:
             # Of what came before a block that failed, too, some may have been left out.
             try:
-                load.partial_groups, load.first_filled = self._filled(request)
+                partial, first_filled = self._filled(request)
             except PluginError as error:
                 failed, load.error = True, str(error)
         if failed:
@@ -210,6 +212,7 @@ class KVTransfers:
             load.valid_tokens = self._valid_tokens(request)
         else:
             load.error = ""
+        self._manager.cache_blocks(request, load.valid_tokens, partial, first_filled)
 
     def _filled(self, request: EngineRequest) -> tuple[frozenset[int], tuple[int, ...] | None]:
         """What the connector says that a load has left out, and from where on it has filled.

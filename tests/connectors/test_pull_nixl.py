@@ -71,7 +71,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     """What each rank's staging memory is doing."""
-    return [worker._cache.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
+    return [worker._cache.target.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
 def wait_until_staging_is_free(engine: FakeEngine) -> None:
@@ -222,7 +222,7 @@ def test_a_source_that_stops_during_a_load_fails_it_as_stalled_and_harms_nobody_
     source: SourceProcess, consumer: FakeEngine
 ) -> None:
     stop_during_a_load(source, consumer)
-    stagings = [worker._cache.staging.memory for worker in consumer.workers]  # type: ignore[attr-defined]
+    stagings = [worker._cache.target.staging.memory for worker in consumer.workers]  # type: ignore[attr-defined]
     for staging in stagings:
         staging[:] = 0xA5
     source.resume()

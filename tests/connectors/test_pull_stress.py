@@ -162,9 +162,9 @@ class Storm:
         assert not client._ended
         assert not client._broken
         assert all(not connection.calls for connection in client._connections.values())
-        numbers = cache.staging.numbers
+        numbers = cache.target.staging.numbers
         assert (numbers.used_bytes, numbers.quarantined_bytes, numbers.waiting) == (0, 0, 0)
-        for staged in cache.staged:
+        for staged in cache.target.staged.values():
             assert not staged._reads
             for transfers in (staged.transfers, staged._inner._inner._transfers):
                 assert not transfers._running

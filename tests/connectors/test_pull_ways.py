@@ -107,7 +107,7 @@ def open_one() -> Iterator[OpenPair]:
 
 def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
     """What each rank's staging memory is doing."""
-    return [worker._cache.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
+    return [worker._cache.target.staging.numbers for worker in engine.workers]  # type: ignore[attr-defined]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

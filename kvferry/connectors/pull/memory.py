@@ -235,7 +235,10 @@ class RankMirror(Closing):
         """One record for each lease whose blocks are there by now, or could not be copied."""
         over = [copy for copy in self._under_way if copy.is_over()]
         self._under_way = [copy for copy in self._under_way if copy not in over]
-        return [self._record(copy) for copy in over]
+        return [
+            copy.lent.record(self._rank, copy.started, nbytes=copy.nbytes, error=copy.error)
+            for copy in over
+        ]
 
     def close(self) -> None:
         """Unpins the memory. The stream was closed before. Idempotent."""
@@ -249,21 +252,3 @@ class RankMirror(Closing):
                 runs, _ = bind_own(group, self._rank, ids, lent.num_tokens, first)
                 if len(runs):
                     yield tiles, runs
-
-    def _record(self, copy: _Copy) -> TransferRecord:
-        error = copy.error
-        return TransferRecord(
-            request_id=copy.lent.request_id,
-            lease_id=copy.lent.lease_id,
-            rank=self._rank,
-            peer="",
-            direction="send",
-            first_token=0,
-            tokens=copy.lent.num_tokens,
-            nbytes=copy.nbytes,
-            copies=0,
-            started=copy.started,
-            finished=time.time(),
-            ok=error is None,
-            error="" if error is None else f"{type(error).__name__}: {error}",
-        )

@@ -1,9 +1,12 @@
 """What the PullConnector's scheduler half tells its worker halves."""
 
+import time
+
 import msgspec
 
-from kvferry.connectors.base import KVConnectorMetadata
+from kvferry.connectors.base import KVConnectorMetadata, TransferRecord
 from kvferry.control.tickets import Ticket
+from kvferry.errors import KVFerryError
 from kvferry.topology.description import EngineDescription
 
 
@@ -29,6 +32,31 @@ class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str
     block_ids: tuple[list[int], ...]
     num_tokens: int
+
+    def record(
+        self,
+        rank: int,
+        started: float,
+        *,
+        nbytes: int = 0,
+        error: KVFerryError | None = None,
+        token_digests: tuple[int, ...] | None = None,
+    ) -> TransferRecord:
+        """What a rank has just done with them, begun at ``started`` (Unix seconds)."""
+        return TransferRecord(
+            request_id=self.request_id,
+            lease_id=self.lease_id,
+            rank=rank,
+            direction="send",
+            first_token=0,
+            tokens=self.num_tokens,
+            nbytes=nbytes,
+            started=started,
+            finished=time.time(),
+            ok=error is None,
+            error="" if error is None else f"{type(error).__name__}: {error}",
+            token_digests=token_digests,
+        )
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):

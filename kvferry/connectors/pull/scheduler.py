@@ -22,7 +22,7 @@ from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
-from kvferry.control.leases import EndedLease, LeaseRefusal, LeaseTable
+from kvferry.control.leases import LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign
@@ -60,7 +60,6 @@ class PullScheduler(SchedulerConnector):
         self._loads: dict[str, Load] = {}
         """Request id → its load, until the request ends or, if that is later, the load does."""
         self._step = PullMetadata()
-        self._ended: list[EndedLease] = []
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
         self._mirroring: dict[str, set[int]] = {}
@@ -368,25 +367,20 @@ class PullScheduler(SchedulerConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputView) -> PullMetadata:
         """See :meth:`SchedulerConnector.build_connector_meta`."""
-        step, self._step = self._step, PullMetadata()
         self._sweep()
-        step.released = [ended.request_id for ended in self._ended]
-        self._ended = []
+        step, self._step = self._step, PullMetadata()
         step.peers = self._sources.take_news()
         return step
 
     def has_news(self) -> bool:
         """Whether :meth:`build_connector_meta` has anything to say; else it need not be called."""
         self._sweep()
-        step = self._step
-        orders = self._ended or step.loads or step.cancels or step.lent
-        return bool(orders) or self._sources.has_news
+        return self._step != PullMetadata() or self._sources.has_news
 
     def _sweep(self) -> None:
-        ended = self._leases.sweep()
-        for lease in ended:
+        for lease in self._leases.sweep():
             self._mirroring.pop(lease.lease_id, None)
-        self._ended += ended
+            self._step.released.append(lease.request_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerConnector.update_connector_output`."""
@@ -427,10 +421,7 @@ class PullScheduler(SchedulerConnector):
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()
         loading = any(load.state is LoadState.LOADING for load in self._loads.values())
-        step = self._step
-        return loading or bool(
-            self._ended or self._mirroring or step.loads or step.cancels or step.lent
-        )
+        return loading or bool(self._mirroring) or self._step != PullMetadata()
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""

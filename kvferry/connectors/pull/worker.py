@@ -27,7 +27,7 @@ from kvferry.connectors.pull.memory import (
     check_device,
     device_of,
 )
-from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
+from kvferry.connectors.pull.metadata import PullMetadata
 from kvferry.connectors.pull.peer import TargetRank
 from kvferry.control.client import ControlClient
 from kvferry.layouts.arrays import HOST
@@ -48,10 +48,7 @@ from kvferry.transports.staging import StagingNumbers
 class _Cache:
     """The rank's cache once it is registered, and what works on it."""
 
-    memory: tuple[RankMemory, ...]
-    """One per KV cache group."""
-    staging: Staging
-    staged: tuple[StagedTransport, ...]
+    target: TargetRank
     loads: Loads
     digests: RankDigests | None
     """With ``record_digests``."""
@@ -62,10 +59,10 @@ class _Cache:
 
     def close(self) -> None:
         """Ends loads and what is unpacked; the transports are closed by now."""
-        self.staging.stop()  # what is being unpacked uses the stream
+        self.target.staging.stop()  # what is being unpacked uses the stream
         if self.stream is not None:
             self.stream.close()
-        self.staging.close()
+        self.target.staging.close()
         if self.mirror is not None:  # by now no copy is under way
             self.mirror.close()
 
@@ -112,7 +109,15 @@ class PullWorker(WorkerConnector):
         transports: dict[str, Transport] = {}
         try:
             for name in extra.transports:
-                transports[name] = _open_transport(name, extra)
+                transports[name] = open_transport(
+                    name,
+                    TransportOptions(
+                        host=extra.host,
+                        threads=extra.mover_threads,
+                        stall_timeout_s=extra.stall_timeout_s,
+                        extra=extra.transport_config.get(name, {}),
+                    ),
+                )
         except BaseException:
             for transport in transports.values():
                 transport.close()
@@ -198,23 +203,22 @@ class PullWorker(WorkerConnector):
             threads=self._extra.mover_threads,
             stream=stream,
         )
-        staged = {name: StagedTransport(t, staging) for name, t in self._transports.items()}
+        target = TargetRank(
+            engine_id=self._context.config.engine_id,
+            rank=self._rank,
+            groups=self._context.groups,
+            memory=memory,
+            staging=staging,
+            transports=self._transports,
+            staged={name: StagedTransport(t, staging) for name, t in self._transports.items()},
+            convert_dtype=self._extra.convert_dtype,
+        )
         digests = None
         if self._extra.record_digests:
             addresses = [span.address for span in self._regions.spans]
             digests = RankDigests(self._context, self._rank, memory, addresses)
-        target = TargetRank(
-            self._context.config.engine_id,
-            self._rank,
-            self._context.groups,
-            memory,
-            staging,
-            self._transports,
-            staged,
-            self._extra.convert_dtype,
-        )
         loads = Loads(target, self._client, None if digests is None else digests.loaded)
-        return _Cache(memory, staging, tuple(staged.values()), loads, digests, stream, mirror)
+        return _Cache(target, loads, digests, stream, mirror)
 
     @property
     def _cache(self) -> _Cache:
@@ -227,7 +231,7 @@ class PullWorker(WorkerConnector):
         description = RankDescription(
             rank=self._rank,
             endpoints=endpoints,
-            memory=self._cache.memory,
+            memory=self._cache.target.memory,
             mirrored=self._cache.mirror is not None,
         )
         return msgspec.msgpack.encode(description)
@@ -240,7 +244,10 @@ class PullWorker(WorkerConnector):
             if cache.mirror is not None:
                 cache.mirror.lend(lent)
             if cache.digests is not None:
-                self._records.append(self._record_lent(lent, cache.digests))
+                # They cannot change before this is done.
+                digests = cache.digests.lent(lent)
+                record = lent.record(self._rank, time.time(), token_digests=digests)
+                self._records.append(record)
         for description in metadata.peers:
             cache.loads.meet(description)
         # Steps under way may still use the blocks that are loaded into.
@@ -251,25 +258,6 @@ class PullWorker(WorkerConnector):
             cache.loads.cancel(lease_id)
         self._released.update(metadata.released)
 
-    def _record_lent(self, lent: LentSpec, digests: RankDigests) -> TransferRecord:
-        """The digest of blocks that were just lent; they cannot change before it is done."""
-        now = time.time()
-        return TransferRecord(
-            request_id=lent.request_id,
-            lease_id=lent.lease_id,
-            rank=self._rank,
-            peer="",
-            direction="send",
-            first_token=0,
-            tokens=lent.num_tokens,
-            nbytes=0,
-            copies=0,
-            started=now,
-            finished=now,
-            ok=True,
-            token_digests=digests.lent(lent),
-        )
-
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
         output = KVConnectorOutput()
@@ -277,7 +265,7 @@ class PullWorker(WorkerConnector):
             for load in cache.loads.take_ended():
                 self._report(load, output)
             output.transfer_progress = cache.loads.progress()
-            self._report_staging(cache.staging.numbers, output)
+            self._report_staging(cache.target.staging.numbers, output)
             if cache.mirror is not None:
                 output.transfer_records += cache.mirror.take_records()
         output.transfer_records += self._records
@@ -316,7 +304,7 @@ class PullWorker(WorkerConnector):
         cache = self._registered
         if cache is not None:
             cache.loads.close()
-            for staged in cache.staged:
+            for staged in cache.target.staged.values():
                 staged.close()
         self._client.close()
         for transport in self._transports.values():
@@ -344,16 +332,6 @@ def open_stream(device: str) -> CopyStream:
     from kvferry.layouts.cuda_stream import CudaCopyStream  # imports torch
 
     return CudaCopyStream.open(int(device.removeprefix("cuda:")))
-
-
-def _open_transport(name: str, extra: PullConfig) -> Transport:
-    options = TransportOptions(
-        host=extra.host,
-        threads=extra.mover_threads,
-        stall_timeout_s=extra.stall_timeout_s,
-        extra=extra.transport_config.get(name, {}),
-    )
-    return open_transport(name, options)
 
 
 def _moved(
