@@ -15,7 +15,7 @@ from typing import Any
 
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.config import WeightsCheck
-from kvferry.integrations.vllm.fingerprint import digest_of_files, weight_files
+from kvferry.integrations.vllm.fingerprint import digest_of, digest_of_files, weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class ContentKeys:
             keys["lora"] = self._adapters.key(*adapter)
         inputs = [each for each in compat.inputs_of(request) if each[1] < num_tokens]
         if inputs:
-            known = self._unhashed or _short(json.dumps(inputs).encode())
+            known = self._unhashed or digest_of(inputs)[:32]
             keys["multimodal"] = f"{len(inputs)} inputs {known}"
         embeddings = compat.embeddings_of(request, num_tokens)
         if embeddings is not None:
@@ -127,12 +127,7 @@ def _embeddings_key(embeddings_TD: Any, are_tokens: list[bool]) -> str:
 
 
 def _named(name: str, files: str) -> str:
-    return f"{name[:_NAME_CHARS]} {_short(json.dumps([name, files]).encode())}"
-
-
-def _short(data: bytes) -> str:
-    """The first 128 bits of a SHA-256, in hex."""
-    return hashlib.sha256(data).hexdigest()[:32]
+    return f"{name[:_NAME_CHARS]} {digest_of([name, files])[:32]}"
 
 
 def _files_of(folder: Path) -> Files:

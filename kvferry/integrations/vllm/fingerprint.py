@@ -59,7 +59,7 @@ def fingerprint(
         head_size=first.head_size,
         dtype=_dtypes(groups),
         rope=json.dumps(rope, sort_keys=True),
-        config_digest=_digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
+        config_digest=digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
         weights_digest=weights_digest(model, vllm_config.load_config.load_format, check),
     )
 
@@ -91,7 +91,8 @@ def _canonical(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _OUTSIDE_DIGEST}
 
 
-def _digest_of(values: object) -> str:
+def digest_of(values: object) -> str:
+    """SHA-256 (hex) of what JSON can say."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -102,7 +103,7 @@ def weights_digest(model_config: Any, load_format: object, check: WeightsCheck) 
         ConfigError: a file cannot be read.
     """
     if str(getattr(load_format, "value", load_format)) == "dummy":
-        return _digest_of({"dummy weights of seed": model_config.seed})
+        return digest_of({"dummy weights of seed": model_config.seed})
     folder = None if check == "config" else compat.weights_folder(model_config)
     if folder is None:
         if check != "config":
@@ -111,7 +112,7 @@ def weights_digest(model_config: Any, load_format: object, check: WeightsCheck) 
                 "by name and revision only",
                 model_config.model,
             )
-        return _digest_of({"model": str(model_config.model), "revision": model_config.revision})
+        return digest_of({"model": str(model_config.model), "revision": model_config.revision})
     try:
         return digest_of_files(weight_files(folder), full=check == "full")
     except OSError as error:

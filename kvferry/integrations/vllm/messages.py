@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.pull.metadata import PullMetadata
 from kvferry.integrations.vllm.caches import CacheGroup
@@ -24,8 +22,9 @@ class StepMetadata(KVConnectorMetadata):
     """Parked requests whose load was refused; each rank reports them as failed."""
 
 
-class RankReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says of itself at start."""
+@dataclass
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """What one rank tells the scheduler half at start."""
 
     rank: int
     incarnation: str
@@ -36,14 +35,6 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of vLLM's pool."""
     handshake: bytes
     """For other engines: what our worker half says of itself."""
-
-
-@dataclass
-class RankHandshake(KVConnectorHandshakeMetadata):
-    """A :class:`RankReport` on its way to the scheduler process."""
-
-    report: bytes
-    """MessagePack."""
 
 
 @dataclass

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
@@ -14,7 +12,7 @@ from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.fingerprint import fingerprint
-from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
+from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.integrations.vllm.views import BlocksView, RequestView
 from kvferry.topology import EngineGeometry
@@ -23,8 +21,6 @@ logger = logging.getLogger(__name__)
 
 _NOTHING = StepMetadata()
 """For the many steps without news; nobody changes it."""
-
-_reports = msgspec.msgpack.Decoder(RankReport)
 
 
 class SchedulerHalf:
@@ -74,21 +70,18 @@ class SchedulerHalf:
             ConfigError: the ranks' reports do not fit together, or a key cannot be read.
             PortInUseError: the engine's ``kv_port`` is taken.
         """
-        reports = sorted(
-            (_reports.decode(handshake.report) for handshake in handshakes),
-            key=lambda report: report.rank,
-        )
-        first = reports[0]
+        ranks = sorted(handshakes, key=lambda handshake: handshake.rank)
+        first = ranks[0]
         world_size = first.groups[0].geometry.world_size
-        if [report.rank for report in reports] != list(range(world_size)):
+        found = [each.rank for each in ranks]
+        if found != list(range(world_size)):
             raise ConfigError(
-                f"vLLM gave the reports of the ranks {[report.rank for report in reports]}; the "
-                f"engine has {world_size}"
+                f"vLLM gave the reports of the ranks {found}; the engine has {world_size}"
             )
-        for report in reports:
-            if (report.groups, report.incarnation) != (first.groups, first.incarnation):
+        for each in ranks:
+            if (each.groups, each.incarnation) != (first.groups, first.incarnation):
                 raise ConfigError(
-                    f"rank {report.rank} describes another KV cache than rank 0; all ranks run the "
+                    f"rank {each.rank} describes another KV cache than rank 0; all ranks run the "
                     "same model"
                 )
         self._groups = first.groups
@@ -107,7 +100,7 @@ class SchedulerHalf:
         )
         self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
         self._pull = PullScheduler.open(context)
-        self._pull.set_worker_handshakes([report.handshake for report in reports])
+        self._pull.set_worker_handshakes([each.handshake for each in ranks])
         logger.info(
             "engine %s listens on %s:%d", self._config.engine_id, self._extra.host, self._pull.port
         )
@@ -213,12 +206,10 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the ranks are told in this step."""
-        pull = self._pull
-        assert pull is not None  # vLLM hands over the ranks' reports before any request
-        has_news = pull.has_news()
+        has_news = self.pull.has_news()
         if not has_news and not self._refused_now:
             return _NOTHING
-        news = pull.build_connector_meta(scheduler_output) if has_news else None
+        news = self.pull.build_connector_meta(scheduler_output) if has_news else None
         refused, self._refused_now = self._refused_now, []
         return StepMetadata(news, refused)
 

@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 
 from kvferry.connectors.base import ConnectorContext, TransferRecord
@@ -13,7 +12,7 @@ from kvferry.connectors.pull.worker import PullWorker
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import cache_groups, layer_caches, tensors_of
 from kvferry.integrations.vllm.config import transfer_config
-from kvferry.integrations.vllm.messages import RankHandshake, RankReport, StepMetadata, StepReport
+from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.scheduler import layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.topology.description import ModelFingerprint
@@ -91,14 +90,13 @@ class WorkerHalf:
         )
         self._pull = PullWorker.open(context, self._rank)
         self._pull.register_kv_caches(tensors_of(groups, kv_caches))
-        report = RankReport(
+        self._handshake = RankHandshake(
             rank=self._rank,
             incarnation=self._incarnation,
             groups=groups,
             num_blocks=num_blocks,
             handshake=self._pull.handshake_metadata(),
         )
-        self._handshake = RankHandshake(msgspec.msgpack.encode(report))
 
     @property
     def handshake(self) -> RankHandshake | None:
@@ -142,8 +140,6 @@ class WorkerHalf:
 
     def take_stats(self) -> LoadStats | None:
         """Figures of the loads that ended in this step."""
-        if not self._records:
-            return None
         loads = [record for record in self._records if record.direction == "recv"]
         if not loads:
             return None
