@@ -78,13 +78,16 @@ class _ChangingLoad:
         return getattr(self._load, name)
 
 
-def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(open_engine: OpenEngine) -> None:
+def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler._loads["r"]
     states = [LoadState.WAITING, *[LoadState.FAILED] * 4]
     scheduler._loads["r"] = _ChangingLoad(load, states)
+    monkeypatch.setattr(scheduler._client, "pump", lambda: False)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     with pytest.raises(PeerLostError):
         scheduler.get_num_new_matched_tokens(request, 0)

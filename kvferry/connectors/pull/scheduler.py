@@ -191,7 +191,9 @@ class PullScheduler(SchedulerConnector):
         load = self._loads.get(request.request_id)
         if load is None:
             return 0, False
-        state = load.state  # read once: the sources' thread may change it between two looks
+        state = load.state  # read once: another thread may change it between two looks
+        if state is LoadState.WAITING and self._client.pump():  # no other thread need run for it
+            state = load.state
         num_tokens = _num_loadable(load, request)
         available = num_tokens - num_computed_tokens
         if state in (LoadState.LOADING, LoadState.LOADED) or available <= 0:

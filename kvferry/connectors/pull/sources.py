@@ -1,7 +1,8 @@
 """The sources of a target engine: handshakes, and leases from first use to the end.
 
-One background thread speaks to all sources, so that neither a slow peer nor a busy step delays a
-renewal. The scheduler thread only reads states and adds or drops loads, under one lock.
+The scheduler thread asks for the lease of a load itself where it knows the source, and otherwise
+only reads states and adds or drops loads, under one lock. A background thread does what depends on
+time, so that a busy step delays no renewal: it shakes hands, and renews.
 
 A load goes through ``WAITING`` (its source's handshake, then its lease, are awaited), ``READY``
 (the lease is ours), ``LOADING`` (the ranks read) and ``LOADED`` (they have reported; its lease is
@@ -170,6 +171,8 @@ class Sources:
             known = source.description
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
+            if self._is_renewable(load):
+                self._ask(source, [load], now)
             self._wake()
         return load
 
@@ -311,8 +314,11 @@ class Sources:
             for load in self._loads.values()
             if load.address == source.address and self._is_renewable(load)
         ]
-        if not any(load.next_renewal <= now for load in loads):
-            return
+        if any(load.next_renewal <= now for load in loads):
+            self._ask(source, loads, now)
+
+    def _ask(self, source: Source, loads: Sequence[Load], now: float) -> None:
+        """Takes or renews the leases of some loads from a source that knows us."""
         description = source.description
         assert description is not None  # _is_renewable
         fitting = []
