@@ -117,6 +117,30 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     pair.settle()
 
 
+def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
+    open_engine: OpenEngine,
+) -> None:
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0)
+    served(pair, "before")
+    source = pair.prefill("r", 21)
+    scheduler: Any = pair.consumer.scheduler
+    go_on, stopped = threading.Event(), threading.Barrier(3)
+    for thread in (scheduler._sources._thread, scheduler._client._mailbox):
+        thread.post(lambda: (stopped.wait(5.0), go_on.wait(20.0)))
+    stopped.wait(5.0)
+    try:
+        request = pair.decode(source)
+        deadline = time.monotonic() + 5.0
+        while scheduler.get_num_new_matched_tokens(request, 0) == (None, False):
+            assert time.monotonic() < deadline, "no lease"
+            time.sleep(0.001)
+    finally:
+        go_on.set()
+    pair.finish(request)
+    assert request.error is None
+    pair.settle()
+
+
 def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
