@@ -56,11 +56,39 @@ class LoadState(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Source:
+    """One engine we load from, known by the address of its control channel."""
+
+    address: str
+    configured: bool
+    """Whether it stands in ``peers``, so that we keep trying without a request."""
+    description: EngineDescription | None = None
+    groups: SourceGroups | None = None
+    """Its KV cache groups, paired with ours; set with the description."""
+    error: KVFerryError | None = None
+    """Why the last handshake failed; ``None`` after one that succeeded."""
+    handshake: "Future[EngineDescription] | None" = None
+    """The handshake under way."""
+    next_attempt: float = 0.0
+    """``time.monotonic()`` before which no handshake starts."""
+    stale: bool = False
+    """Whether a ticket or an answer spoke of another start of this engine than we know."""
+    given_up: list[Ticket] = field(default_factory=list)
+    """Tickets whose leases were given up before the source knew us; told after the handshake."""
+
+    @property
+    def knows_us(self) -> bool:
+        """Whether its present start and ours have shaken hands."""
+        return self.description is not None and not self.stale
+
+
+@dataclass(slots=True, eq=False)
 class Load:
     """One request's load from one lease."""
 
     request_id: str
     ticket: Ticket
+    source: Source
     deadline: float
     """``time.monotonic()`` by which the lease must be ours."""
     started: float
@@ -86,36 +114,14 @@ class Load:
         return self.ticket.lease_id
 
     @property
-    def address(self) -> str:
-        """``host:port`` of the source's control channel."""
-        return self.ticket.address
-
-    @property
     def wants_lease(self) -> bool:
         """Whether the lease is to be obtained, or to be renewed."""
         return self.state is not LoadState.FAILED and self.next_renewal != float("inf")
 
-
-@dataclass(slots=True, eq=False)
-class Source:
-    """One engine we load from, known by the address of its control channel."""
-
-    address: str
-    configured: bool
-    """Whether it stands in ``peers``, so that we keep trying without a request."""
-    description: EngineDescription | None = None
-    groups: SourceGroups | None = None
-    """Its KV cache groups, paired with ours; set with the description."""
-    error: KVFerryError | None = None
-    """Why the last handshake failed; ``None`` after one that succeeded."""
-    handshake: "Future[EngineDescription] | None" = None
-    """The handshake under way."""
-    next_attempt: float = 0.0
-    """``time.monotonic()`` before which no handshake starts."""
-    stale: bool = False
-    """Whether a ticket or an answer spoke of another start of this engine than we know."""
-    given_up: list[Ticket] = field(default_factory=list)
-    """Tickets whose leases were given up before the source knew us; told after the handshake."""
+    @property
+    def is_renewable(self) -> bool:
+        """Whether a Renew can be sent for it."""
+        return self.wants_lease and self.source.knows_us
 
 
 class Sources:
@@ -164,14 +170,15 @@ class Sources:
     def add(self, request_id: str, ticket: Ticket) -> Load:
         """Begins to obtain the lease of ``ticket`` for a request."""
         now = time.monotonic()
-        load = Load(request_id, ticket, now + self._handshake_timeout_s, now)
+        address = ticket.address
         with self._lock:
-            self._loads[load.lease_id] = load
-            source = self._sources.setdefault(load.address, Source(load.address, configured=False))
+            source = self._sources.setdefault(address, Source(address, configured=False))
             known = source.description
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
-            if self._is_renewable(load):
+            load = Load(request_id, ticket, source, now + self._handshake_timeout_s, now)
+            self._loads[load.lease_id] = load
+            if load.is_renewable:
                 self._ask(source, [load], now)
             self._wake()
         return load
@@ -200,9 +207,8 @@ class Sources:
         """Gives up a lease under which no rank will read; the source may free the blocks."""
         with self._lock:
             self._loads.pop(load.lease_id, None)
-            source = self._sources[load.address]
-            if source.description is None or source.stale:  # it would not listen to us
-                source.given_up.append(load.ticket)
+            if not load.source.knows_us:  # it would not listen to us
+                load.source.given_up.append(load.ticket)
                 self._wake()
                 return
         self._tell_released(load.ticket)
@@ -250,7 +256,7 @@ class Sources:
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; ``None`` to sleep until woken."""
         due = [load.deadline for load in self._loads.values() if load.state is LoadState.WAITING]
-        due += [load.next_renewal for load in self._loads.values() if self._is_renewable(load)]
+        due += [load.next_renewal for load in self._loads.values() if load.is_renewable]
         due += [
             source.next_attempt
             for source in self._sources.values()
@@ -259,10 +265,10 @@ class Sources:
         return max(min(due) - now, 0.001) if due and self._ours is not None else None
 
     def _needs_handshake(self, source: Source) -> bool:
-        if source.description is not None and not source.stale:
+        if source.knows_us:
             return False
         return bool(source.configured or source.given_up) or any(
-            load.address == source.address and load.wants_lease for load in self._loads.values()
+            load.source is source and load.wants_lease for load in self._loads.values()
         )
 
     def _shake_hands(self, source: Source, ours: EngineDescription, now: float) -> None:
@@ -303,16 +309,10 @@ class Sources:
             self._note_error(what, text)
         source.error = error
 
-    def _is_renewable(self, load: Load) -> bool:
-        source = self._sources[load.address]
-        return load.wants_lease and source.description is not None and not source.stale
-
     def _renew(self, source: Source, now: float) -> None:
         """Sends one Renew for every lease at a source if any of them is due."""
         loads = [
-            load
-            for load in self._loads.values()
-            if load.address == source.address and self._is_renewable(load)
+            load for load in self._loads.values() if load.source is source and load.is_renewable
         ]
         if any(load.next_renewal <= now for load in loads):
             self._ask(source, loads, now)
@@ -320,7 +320,7 @@ class Sources:
     def _ask(self, source: Source, loads: Sequence[Load], now: float) -> None:
         """Takes or renews the leases of some loads from a source that knows us."""
         description = source.description
-        assert description is not None  # _is_renewable
+        assert description is not None  # it knows us
         fitting = []
         for load in loads:
             try:
@@ -379,12 +379,12 @@ class Sources:
         for load in self._loads.values():
             if load.state is not LoadState.WAITING or now < load.deadline:
                 continue
-            source = self._sources[load.address]
+            source = load.source
             cause = f"; last error: {source.error}" if source.error is not None else ""
             self._fail(
                 load,
                 PeerLostError(
-                    f"engine {load.ticket.engine_id!r} at {load.address} did not grant lease "
+                    f"engine {load.ticket.engine_id!r} at {source.address} did not grant lease "
                     f"{load.lease_id} within {self._handshake_timeout_s:g} s "
                     f"(handshake_timeout_s){cause}"
                 ),
@@ -392,7 +392,7 @@ class Sources:
 
     def _fail_all(self, source: Source, error: KVFerryError) -> None:
         for load in self._loads.values():
-            if load.address == source.address and load.state is LoadState.WAITING:
+            if load.source is source and load.state is LoadState.WAITING:
                 self._fail(load, error)
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
