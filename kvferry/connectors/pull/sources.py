@@ -282,7 +282,7 @@ class Sources:
         source.handshake.add_done_callback(lambda future: self._shaken(source, future))
 
     def _shaken(self, source: Source, future: "Future[EngineDescription]") -> None:
-        """A handshake ended; runs on the client's thread."""
+        """A handshake ended; runs on the thread that took the answer."""
         with self._lock:
             source.handshake = None
             error = future.exception()
@@ -339,7 +339,7 @@ class Sources:
     def _renewed(
         self, source: Source, loads: list[Load], future: "Future[dict[str, LeaseAnswer]]"
     ) -> None:
-        """A Renew was answered; runs on the client's thread."""
+        """A Renew was answered; runs on the thread that took the answer."""
         with self._lock:
             error = future.exception()
             if error is None:
@@ -355,7 +355,7 @@ class Sources:
                 for load in loads:
                     if load.wants_lease:
                         load.next_renewal = time.monotonic() + (0.0 if forgotten else RETRY_S)
-            self._wake()
+                self._wake()
 
     def _answered(self, load: Load, answer: LeaseAnswer) -> None:
         if load.lease_id not in self._loads:
@@ -365,6 +365,7 @@ class Sources:
                 load.state = LoadState.READY
         elif answer is LeaseAnswer.PENDING:
             load.next_renewal = time.monotonic() + PENDING_RETRY_S
+            self._wake()
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))
 
