@@ -14,11 +14,11 @@ Describe, plan, bind, run::
     TransferPlan.lower  the same as strided tiles                     lowering.py
     TransferPlan.bind   the copies of one request                     binding.py
     run_copies          run them between tensors of this process      run.py
-    digest              compare two engines' cells                    cell_digest.py
+    token_digests       compare two engines' cells                    cell_digest.py
     KVTopology          ratios and ranks in the field's words         kv_topology.py
 """
 
-from kvferry.topology.cell_digest import digest, token_digests
+from kvferry.topology.cell_digest import token_digests
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.kv_topology import KVTopology
@@ -51,7 +51,6 @@ __all__ = [
     "TransferPlan",
     "check_block_ids",
     "default_split",
-    "digest",
     "group_mismatches",
     "locate_memory",
     "mamba2_states",

@@ -1,4 +1,4 @@
-"""The digest of a request's cells on one rank; sums over ranks compare two engines."""
+"""Digests of a request's cells on one rank; sums over ranks compare two engines."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from kvferry.topology.lowering import Piece, Places, lower_pieces
 from kvferry.topology.tensors import RankMemory
 
 
-def digest(
+def token_digests(
     geometry: GroupGeometry,
     rank: int,
     memory: RankMemory,
@@ -23,13 +23,14 @@ def digest(
     num_tokens: int,
     first_token: int = 0,
     layers: Iterable[int] | None = None,
-) -> int:
-    """Sums, modulo 2**64, a hash of each row of cells that a rank holds of a request.
+) -> npt.NDArray[np.uint64]:
+    """Sums, modulo 2**64 and per token, a hash of each row of cells that a rank holds of a request.
 
     A row is one layer, part, token position and head (of a state: section and channel, at the last
     token's position), all by the model's indices, with the bits of its elements in order. The sum
     over all ranks of an engine, modulo 2**64, therefore does not depend on its layout, block size
     or sharding. Cells with replicas are counted by the first rank that holds them and by no other.
+    Any span can be compared by the sum over its tokens, and a defect is located.
 
     >>> from kvferry.topology import EngineGeometry, ParallelShape, memory_of
     >>> def of(block_size, layout, block_ids):
@@ -37,7 +38,7 @@ def digest(
     ...                          block_size=block_size, layout=layout, parallel=ParallelShape())
     ...     cache = np.zeros(one.cache_shape(0, num_blocks=5), dtype=np.int32)
     ...     memory, regions = memory_of(one, 0, {"layer.0": cache})
-    ...     return digest(one, 0, memory, [regions[0].ctypes.data], block_ids, num_tokens=4)
+    ...     return token_digests(one, 0, memory, [regions[0].ctypes.data], block_ids, 4).tolist()
     >>> of(2, "NHD", [1, 2]) == of(3, "HND", [4, 1])
     True
 
@@ -51,34 +52,13 @@ def digest(
         first_token: start of the span.
         layers: only these of the model's layers, where the rank holds them; all if left out.
 
-    Raises:
-        BlockError: the table is too short, or names a null, negative or repeated block.
-        BoundsError: a block lies outside the memory.
-        ProtocolError: the memory lacks a tensor or a part.
-    """
-    sums = token_digests(
-        geometry, rank, memory, addresses, block_ids, num_tokens, first_token, layers
-    )
-    return int(sums.sum())
-
-
-def token_digests(
-    geometry: GroupGeometry,
-    rank: int,
-    memory: RankMemory,
-    addresses: Sequence[int],
-    block_ids: BlockIds,
-    num_tokens: int,
-    first_token: int = 0,
-    layers: Iterable[int] | None = None,
-) -> npt.NDArray[np.uint64]:
-    """Like :func:`digest`, but one sum per token: any span can be compared, a defect located.
-
     Returns:
         uint64[num_tokens - first_token]; 0 for tokens that other context ranks hold.
 
     Raises:
-        BlockError, BoundsError, ProtocolError: see :func:`digest`.
+        BlockError: the table is too short, or names a null, negative or repeated block.
+        BoundsError: a block lies outside the memory.
+        ProtocolError: the memory lacks a tensor or a part.
     """
     from kvferry.layouts.digest import digest_rows
 
