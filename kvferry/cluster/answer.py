@@ -16,7 +16,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from kvferry.cluster.engines import BodyFields
+from kvferry.cluster.engines import BodyFields, Engine
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import Delta, PrefillDecode
 from kvferry.errors import ModelError
@@ -80,6 +80,8 @@ class TextCodec:
         """Takes a fast tokenizer of transformers."""
         self._chat = tokenizer
         self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
+        self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Characters that one token stands for at most."""
 
     @classmethod
     def open(cls, folder: str | Path) -> "TextCodec":
@@ -113,15 +115,13 @@ class TextCodec:
         Raises:
             ValueError: there is no chat template, or it refuses these messages.
         """
-        import jinja2
-
         if not self._chat.chat_template:
             raise ValueError("this model has no chat template; use /v1/completions")
         try:
             text = self._chat.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=True
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # whatever the template makes of a client's fields
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -168,6 +168,7 @@ class Answer:
         self._codec = codec
         self._timeout_s = timeout_s
         self._named = named
+        self._died: set[Engine] = set()
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage of what has passed so far: each prompt once, however many choices."""
@@ -220,11 +221,14 @@ class Answer:
         sampling = self._generation.sampling
         if sampling.seed is not None:
             # Samples of one prompt under one seed would all be the same.
-            sampling = msgspec.structs.replace(sampling, seed=sampling.seed + sample)
+            seed = (sampling.seed + sample) % 2**63  # as large as a seed may be
+            sampling = msgspec.structs.replace(sampling, seed=seed)
         only_one = len(self._prompts) * self._generation.n == 1
         request_id = self.request_id if only_one else f"{self.request_id}-{index}"
         text = self._codec.stream(self._generation.stop)
-        run = self._engines.run(request_id, prompt, sampling, self._timeout_s, self._named)
+        run = self._engines.run(
+            request_id, prompt, sampling, self._timeout_s, self._named, self._died
+        )
         async with aclosing(run) as deltas:
             async for delta in deltas:
                 if sample == 0:

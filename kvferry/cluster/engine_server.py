@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,12 +24,12 @@ from kvferry.cluster.messages import EngineSettings, Ready
 from kvferry.cluster.metrics import EngineMetrics, Records, RequestSummary
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.process import Reporter
-from kvferry.config import EngineConfig, parse_struct
+from kvferry.config import EngineConfig, parse_struct, shown
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.messages import EngineOutput, SamplingParams
+from kvferry.engine.messages import EngineOutput, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, KVFerryError
 
@@ -40,6 +39,8 @@ REMEMBERED_REQUESTS = 4096
 """Ended requests that ``/kvferry/records`` tells of."""
 REMEMBERED_RECORDS = 65_536
 """Transfer records that ``/kvferry/records`` tells of."""
+MAX_ID_LENGTH = 256
+"""Characters of a request's id."""
 SNAPSHOT_WAIT_S = 1.0
 """``/metrics`` and ``/kvferry/records`` wait so long for a step to end; then they tell what was
 known before it."""
@@ -56,18 +57,11 @@ _CLIENT_ERRORS = frozenset(
 )
 
 
-class EngineRequestBody(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequestBody(SamplingParams, frozen=True, kw_only=True):
     """The body of ``POST /v1/completions`` at an engine."""
 
-    prompt: list[int]
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    seed_offset: int = 0
-    stop_token_ids: list[int] = msgspec.field(default_factory=list)
-    ignore_eos: bool = False
+    prompt: list[TokenId]
+    temperature: Temperature = 1.0
     stream: bool = False
     return_token_ids: bool = True
     """Accepted for vLLM's sake; ids are always returned, as there is no text."""
@@ -77,14 +71,7 @@ class EngineRequestBody(msgspec.Struct, frozen=True, kw_only=True):
     def sampling(self) -> SamplingParams:
         """How the tokens are drawn."""
         return SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            seed_offset=self.seed_offset,
-            stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
+            **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}
         )
 
 
@@ -167,6 +154,7 @@ class EngineServer:
         self._name = name
         self._model_name = model_name
         self._max_model_len = max_model_len
+        self._bodies = web.BodyReader()
         self._metrics = EngineMetrics()
         self._transfers: deque[TransferRecord] = deque(maxlen=REMEMBERED_RECORDS)
         self._requests: deque[RequestSummary] = deque(maxlen=REMEMBERED_REQUESTS)
@@ -185,8 +173,14 @@ class EngineServer:
         return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
 
     async def _complete(self, request: Request) -> Response:
-        body = _parse(await web.read_json(request))
+        body = _parse(await self._bodies.json(request))
         request_id = request.headers.get("x-request-id") or f"cmpl-{uuid.uuid4().hex}"
+        if not request_id.isprintable() or len(request_id) > MAX_ID_LENGTH:
+            raise ApiError(
+                400,
+                f"x-request-id: {shown(request_id)} is not printable text of 1 to "
+                f"{MAX_ID_LENGTH} characters",
+            )
         run = self._submit(request_id, body)
         # The first output is awaited before the status is sent: a request that fails at once, for
         # example because its KV could not be loaded, is never a 200.

@@ -15,7 +15,8 @@ here it looks like a server that died. So
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ import msgspec
 from kvferry.cluster import web
 from kvferry.cluster.messages import Role
 from kvferry.cluster.openai import ApiError
+from kvferry.config import printable
 from kvferry.engine.messages import SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
@@ -32,6 +34,10 @@ CONNECT_TIMEOUT_S = 5.0
 KEPT_S = 2.0
 """Seconds for which an idle connection is kept; uvicorn's servers, vLLM's too, close it after 5."""
 KEPT_CONNECTIONS = 64
+
+
+UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
+"""Errors that prove that a request was never sent."""
 
 
 class EngineClient:
@@ -86,13 +92,17 @@ class EngineClient:
         request.extensions["trace"] = trace
         try:
             return await self._kept.send(request, stream=True)
-        except (httpx.NetworkError, httpx.RemoteProtocolError):
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
             if connected:
                 raise
+            first = error
         # The id is another one: should the first have arrived, it may still be known by it.
         if "x-request-id" in request.headers:
             request.headers["x-request-id"] += "-again"
-        return await self._new.send(request, stream=True)
+        try:
+            return await self._new.send(request, stream=True)
+        except UNSENT:
+            raise first from None  # this one was not sent, but the server may have died of that one
 
 
 def _client(headers: Mapping[str, str], kept: int) -> httpx.AsyncClient:
@@ -117,6 +127,11 @@ class EngineDownError(ApiError):
         self.reached = reached
         """Whether the engine may have seen the request."""
         super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
+
+
+# Characters of what an engine tells that are kept.
+_NAME_LENGTH = 256
+_REASON_LENGTH = 4096
 
 
 class _Choice(msgspec.Struct):
@@ -155,40 +170,30 @@ class _ErrorBody(msgspec.Struct):
 class Forwarded:
     """An engine's answer to a body that was not taken apart; closed once its bytes are out."""
 
-    def __init__(self, engine: "Engine", response: httpx.Response) -> None:
+    def __init__(
+        self, engine: "Engine", response: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
+    ) -> None:
+        self.status = response.status_code
+        kind: str = response.headers.get("content-type", "")
+        self.is_stream = kind.startswith("text/event-stream")
+        """Whether events come one after the other."""
         self._engine = engine
         self._response = response
-        self._bytes = response.aiter_bytes()
+        self._first = first
+        self._rest = rest
         self._open = True
         engine.outstanding += 1
 
-    @property
-    def status(self) -> int:
-        """The HTTP status."""
-        return self._response.status_code
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether events come one after the other."""
-        kind: str = self._response.headers.get("content-type", "")
-        return kind.startswith("text/event-stream")
-
-    async def first_bytes(self) -> bytes:
-        """Like :meth:`next_bytes`, and closes the answer if that fails."""
-        try:
-            return await self.next_bytes()
-        except BaseException:
-            await self.aclose()
-            raise
-
-    async def next_bytes(self) -> bytes:
-        """More of the answer, empty at its end.
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes.
 
         Raises:
             EngineDownError: the engine went away.
         """
+        yield self._first
         try:
-            return await anext(self._bytes, b"")
+            async for chunk in self._rest:
+                yield chunk
         except httpx.HTTPError as error:
             raise self._engine.down(_reason(error), reached=True) from error
 
@@ -199,10 +204,7 @@ class Forwarded:
             EngineDownError: the engine went away.
         """
         try:
-            content = b""
-            while chunk := await self.next_bytes():
-                content += chunk
-            return content
+            return b"".join([chunk async for chunk in self.chunks()])
         finally:
             await self.aclose()
 
@@ -231,6 +233,11 @@ class Engine:
     """Longest sequence in tokens, once it told."""
     model: str | None = None
     """The name of its (first) model, once it told."""
+    down_since: float = field(default_factory=time.monotonic)
+    """Since when it is not healthy, on the monotonic clock."""
+    _waits: set[asyncio.Timeout] = field(default_factory=set)
+    """Of requests for which it has sent nothing yet."""
+    _probing: asyncio.Task[None] | None = None
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
         """Runs a completion and waits for the whole of it.
@@ -239,7 +246,7 @@ class Engine:
             EngineDownError: it cannot be reached, went away or says 503.
             ApiError: it refused or failed the request.
         """
-        with self._working():
+        async with self._working():
             response = await self._post("/v1/completions", {**body, "stream": False}, request_id)
             try:
                 content = await response.aread()
@@ -255,13 +262,14 @@ class Engine:
             EngineDownError: it cannot be reached, went away or says 503.
             ApiError: it refused or failed the request.
         """
-        with self._working():
+        async with self._working() as wait:
             response = await self._post("/v1/completions", {**body, "stream": True}, request_id)
             try:
                 if response.status_code != 200:
                     self._raise_for_status(response.status_code, await response.aread())
                 ended = False
                 async for payload in web.sse_payloads(response.aiter_lines()):
+                    self._waits.discard(wait)
                     if payload == b"[DONE]":
                         ended = True
                         break
@@ -272,17 +280,22 @@ class Engine:
                 raise self.down("its stream broke off", reached=True)
 
     async def forward(self, path: str, body: Mapping[str, Any], request_id: str) -> Forwarded:
-        """Sends a body as it is; its answer may be a refusal. The caller closes it.
+        """Sends a body as it is, and waits for the first bytes of the answer, which may be a
+        refusal. The caller closes it.
 
         Raises:
-            EngineDownError: it cannot be reached, or says 503.
+            EngineDownError: it cannot be reached, went away or says 503.
         """
-        with self._working():
+        async with self._working():
             response = await self._post(path, body, request_id)
-            if response.status_code == 503:
-                content = await response.aread()
-                self._raise_for_status(503, content)
-            return Forwarded(self, response)
+            try:
+                if response.status_code == 503:
+                    self._raise_for_status(503, await response.aread())
+                rest = response.aiter_bytes()
+                return Forwarded(self, response, await anext(rest, b""), rest)
+            except BaseException:
+                await response.aclose()
+                raise
 
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""
@@ -294,38 +307,69 @@ class Engine:
             if self.max_model_len is None:
                 models = await self.client.get(f"{self.url}/v1/models")
                 model = models.json()["data"][0]
-                self.model, self.max_model_len = str(model["id"]), int(model["max_model_len"])
+                self.model = printable(str(model["id"])[:_NAME_LENGTH])
+                self.max_model_len = int(model["max_model_len"])
         except httpx.HTTPError as error:
             self.down(_reason(error), reached=False)
         except (ValueError, LookupError, TypeError) as error:
             self.down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
         else:
-            self.healthy = True
-            self.last_error = ""
+            self.up()
+
+    def probing(self) -> asyncio.Task[None]:
+        """The probe under way, or a new one."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self.probe())
+        return self._probing
 
     async def _post(self, path: str, body: Mapping[str, Any], request_id: str) -> httpx.Response:
         # What a decode engine is told to load serves one request: brought twice, it is refused.
         once = self.role == "decode" and "kv_transfer_params" in body
-        return await self.client.post(f"{self.url}{path}", body, request_id, once=once)
+        response = await self.client.post(f"{self.url}{path}", body, request_id, once=once)
+        if response.status_code == 200:
+            self.up()
+        return response
 
-    @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _working(self) -> AsyncIterator[asyncio.Timeout]:
+        """A request under way, which :meth:`give_up` may end while its wait is among ours."""
         self.outstanding += 1
+        wait = asyncio.timeout(None)
+        self._waits.add(wait)
         try:
-            yield
+            async with wait:
+                yield wait
+        except TimeoutError:
+            raise self._error(self.last_error, reached=True) from None
         except httpx.HTTPError as error:
-            # Only these two prove that the request was never sent; of one that may be sent twice
-            # they prove nothing, but it holds no lease either.
-            unsent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-            raise self.down(_reason(error), reached=not unsent) from error
+            # Of a request that may be sent twice an error proves nothing more than `UNSENT`, but
+            # it holds no lease either.
+            raise self.down(_reason(error), reached=not isinstance(error, UNSENT)) from error
         finally:
+            self._waits.discard(wait)
             self.outstanding -= 1
+
+    def up(self) -> None:
+        """Notes that it has just answered well."""
+        self.healthy = True
+        self.last_error = ""
 
     def down(self, reason: str, *, reached: bool) -> EngineDownError:
         """Notes that it is not healthy; returns the error to raise."""
+        if self.healthy:
+            self.down_since = time.monotonic()
         self.healthy = False
-        self.last_error = reason
+        self.last_error = printable(reason[:_REASON_LENGTH], keep="\n")
+        return self._error(self.last_error, reached=reached)
+
+    def _error(self, reason: str, *, reached: bool) -> EngineDownError:
         return EngineDownError(f"{self.role} engine {self.name!r}", reason, reached=reached)
+
+    def give_up(self) -> None:
+        """Ends all requests for which it has sent nothing yet: other engines may serve them."""
+        for wait in self._waits:
+            wait.reschedule(0.0)
+        self._waits.clear()
 
     def _raise_for_status(self, status: int, content: bytes) -> None:
         if status == 200:
@@ -362,7 +406,7 @@ def _unhealthy(response: httpx.Response) -> str:
 
 
 def _code(error: _Error) -> str | None:
-    return error.code if isinstance(error.code, str) else None
+    return printable(error.code[:_NAME_LENGTH]) if isinstance(error.code, str) else None
 
 
 def _reason(error: httpx.HTTPError) -> str:
@@ -402,42 +446,64 @@ def completion_body(
     return body
 
 
+class NoEngineError(ApiError):
+    """Every engine of a role is down, or had its try."""
+
+
+RECOVERY_WAIT_S = 0.5
+"""Seconds in which an engine that has come back is found when no other can serve a request."""
+
+
 @dataclass(slots=True, eq=False)
 class EnginePool:
     """The engines of one role."""
 
     role: Role
     engines: tuple[Engine, ...]
+    outstanding_timeout_s: float
+    """See :class:`~kvferry.config.RouterConfig`."""
+    dispensable: bool = False
+    """Whether requests can be served without any of them."""
     _next: int = field(default=0)
     """Index at which the next choice among equals starts."""
 
-    def pick(self, tried: Collection[Engine] = ()) -> Engine:
+    async def pick(self, tried: Collection[Engine] = ()) -> Engine:
         """The healthy engine with the fewest outstanding requests, in turn among equals.
 
         Raises:
-            ApiError: 503; every engine is down or was tried.
+            NoEngineError: 503; every engine is down or was tried.
         """
-        count = len(self.engines)
-        turn = [self.engines[(self._next + step) % count] for step in range(count)]
-        fit = [engine for engine in turn if engine.healthy and engine not in tried]
+        if not self._fit(tried) and not self.dispensable:
+            # One that has just come back is not known yet.
+            probes = [engine.probing() for engine in self.engines]
+            await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
+        fit = self._fit(tried)
         if not fit:
             states = "; ".join(
                 f"{engine.name!r} ({engine.url}): {engine.last_error or 'failed this request'}"
                 for engine in self.engines
             )
-            raise ApiError(
+            raise NoEngineError(
                 503, f"no {self.role} engine can serve this: {states}", code="engine_unavailable"
             )
         best = min(fit, key=lambda engine: engine.outstanding)
-        self._next = (self.engines.index(best) + 1) % count
+        self._next = (self.engines.index(best) + 1) % len(self.engines)
         return best
+
+    def _fit(self, tried: Collection[Engine]) -> list[Engine]:
+        turn = self.engines[self._next :] + self.engines[: self._next]
+        return [engine for engine in turn if engine.healthy and engine not in tried]
 
     async def watch(self) -> None:
         """Checks the health of every engine, for ever."""
-        await asyncio.gather(*(_watch(engine) for engine in self.engines))
+        await asyncio.gather(*map(self._watch, self.engines))
 
-
-async def _watch(engine: Engine) -> None:
-    while True:
-        await engine.probe()
-        await asyncio.sleep(PROBE_INTERVAL_S)
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            await engine.probing()
+            down_s = 0.0 if engine.healthy else time.monotonic() - engine.down_since
+            # Slow is not dead: where nobody else can serve them, its requests wait for it.
+            others = self.dispensable or self._fit((engine,))
+            if down_s >= self.outstanding_timeout_s and others:
+                engine.give_up()
+            await asyncio.sleep(PROBE_INTERVAL_S)

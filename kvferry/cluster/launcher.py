@@ -136,8 +136,10 @@ class Cluster(Closing):
 
     @property
     def can_serve(self) -> bool:
-        """Whether the router and at least one engine of each role are alive."""
+        """Whether the router and enough engines are alive; decode engines alone may be enough."""
         alive = {engine.role for engine in self.engines if engine.process.is_running}
+        if self.config.router.decode_only == "fallback":
+            alive.add("prefill")
         return self._router is not None and self._router.is_running and len(alive) == 2
 
     def wait(self, timeout_s: float | None = None) -> KVFerryError | None:
@@ -231,17 +233,14 @@ class Cluster(Closing):
         return RunningEngine(engine, role, process)
 
     def _start_router(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
-        router = self.config.router
         settings = RouterSettings(
-            host=router.host,
-            port=router.port,
+            **msgspec.structs.asdict(self.config.router),
             engines=tuple(
                 EngineAddress(name=engine.name, role=engine.role, url=engine.url)
                 for engine in self.engines
             ),
             model_folder=self.model_folder,
             model_name=self.config.model.source,
-            request_timeout_s=router.request_timeout_s,
         )
         self._router = self._spawn("router", "router", settings)
         while not self._router_port:
@@ -253,7 +252,7 @@ class Cluster(Closing):
         with httpx.Client(trust_env=False, timeout=2.0) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    if client.get(f"{self.url}/health").status_code == 200:
+                    if client.get(f"{self.url}/health").json()["status"] == "ok":
                         return
                 with contextlib.suppress(queue.Empty):
                     self._note(self._news.get(timeout=0.05), by_process)

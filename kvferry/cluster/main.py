@@ -17,7 +17,7 @@ from kvferry.cluster.messages import (
     Ready,
     RouterSettings,
 )
-from kvferry.cluster.process import Reporter, Terminated, begin, listen
+from kvferry.cluster.process import LogFormatter, Reporter, Terminated, begin, listen
 from kvferry.errors import KVFerryError
 
 logger = logging.getLogger("kvferry.cluster")
@@ -25,9 +25,9 @@ logger = logging.getLogger("kvferry.cluster")
 
 def main() -> int:
     """Runs one process; returns its exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # It would log every health check.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     what, report = sys.argv[1], Reporter(int(sys.argv[2]))
@@ -65,7 +65,7 @@ def _router(report: Reporter) -> None:
         assert settings.model_folder is not None  # the launcher names the converted model
         router = Router(settings, TextCodec.open(settings.model_folder))
         report.send(Ready())
-        asyncio.run(serve(router.app(), listener))
+        asyncio.run(serve(router.app(), listener, max_connections=settings.max_connections))
 
 
 def _engine(report: Reporter) -> None:

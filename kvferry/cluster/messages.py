@@ -4,7 +4,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from kvferry.config import EngineConfig, ModelConfig
+from kvferry.config import EngineConfig, ModelConfig, RouterConfig
 
 Role = Literal["prefill", "decode"]
 
@@ -37,8 +37,8 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     """``http://host:port``, without a path."""
 
 
-class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """For the router."""
+class RouterSettings(RouterConfig, frozen=True, kw_only=True):
+    """For the router: what its table says, and what the launcher knows."""
 
     engines: tuple[EngineAddress, ...]
     model_folder: str | None = None
@@ -50,9 +50,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     and able to serve bodies that this router cannot take apart."""
     api_key: str | None = None
     """Bearer token that clients must show, and engines are shown."""
-    host: str = "127.0.0.1"
     port: int = 0
-    request_timeout_s: float = 600.0
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):

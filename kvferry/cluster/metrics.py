@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.engines import Engine
+from kvferry.config import printable
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.messages import RequestTimings
@@ -106,11 +107,12 @@ class EngineMetrics:
         """Takes in what one rank has loaded."""
         if record.direction != "recv":
             return
-        self._transfer_s.labels(record.peer, str(record.ok).lower()).observe(
+        peer = printable(record.peer)
+        self._transfer_s.labels(peer, str(record.ok).lower()).observe(
             record.finished - record.started
         )
         if record.ok:
-            self._transfer_bytes.labels(record.peer).inc(record.nbytes)
+            self._transfer_bytes.labels(peer).inc(record.nbytes)
 
     def render(self, stats: EngineStats | None, step_age_s: float = 0.0) -> bytes:
         """Prometheus' text form.

@@ -10,12 +10,22 @@ probabilities, structured output, tools, penalties, ``logit_bias``, ``echo``, ``
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from kvferry.config import parse_struct
-from kvferry.engine.messages import SamplingParams
+from kvferry.config import parse_struct, shown
+from kvferry.engine.messages import (
+    MaxTokens,
+    SamplingParams,
+    Seed,
+    StopTokenIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
 from kvferry.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -56,21 +66,26 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool = False
 
 
+_Text = Annotated[str, Meta(min_length=1)]
+_TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+_StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+
 class _Common(msgspec.Struct, kw_only=True):
     """Fields of both request kinds."""
 
-    model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Seed | None = None
+    stop: _StopString | Annotated[list[_StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
+    max_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
     kv_transfer_params: Any = None
     """Dropped: only engines may say where KV lies."""
@@ -97,7 +112,7 @@ class _Common(msgspec.Struct, kw_only=True):
 class CompletionRequest(_Common, kw_only=True):
     """The body of ``POST /v1/completions``."""
 
-    prompt: Any
+    prompt: _Text | Annotated[list[TokenId | _Text | _TokenIds], Meta(min_length=1)]
     """A string, token ids, or a list of either."""
     echo: Any = None
     suffix: Any = None
@@ -106,8 +121,8 @@ class CompletionRequest(_Common, kw_only=True):
 class ChatRequest(_Common, kw_only=True):
     """The body of ``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    max_completion_tokens: MaxTokens | None = None
     top_logprobs: Any = None
     tools: Any = None
     tool_choice: Any = None
@@ -180,9 +195,7 @@ def parse_completion(body: Any) -> Generation:
     """
     request = _parse(CompletionRequest, body)
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    return _generation(
-        "completion", request, max_tokens, "max_tokens", prompts=_prompts(request.prompt)
-    )
+    return _generation("completion", request, max_tokens, prompts=_prompts(request.prompt))
 
 
 def parse_chat(body: Any) -> Generation:
@@ -192,13 +205,9 @@ def parse_chat(body: Any) -> Generation:
         ApiError: 400, with the field and what it may be.
     """
     request = _parse(ChatRequest, body)
-    if not request.messages:
-        raise ApiError(400, "messages: is empty; send at least one", param="messages")
-    name, max_tokens = "max_completion_tokens", request.max_completion_tokens
-    if max_tokens is None:
-        name, max_tokens = "max_tokens", request.max_tokens
+    max_tokens = request.max_completion_tokens or request.max_tokens
     messages = tuple(_message(message, place) for place, message in enumerate(request.messages))
-    return _generation("chat", request, max_tokens, name, messages=messages)
+    return _generation("chat", request, max_tokens, messages=messages)
 
 
 def _parse(kind: type[T], body: Any) -> T:
@@ -213,7 +222,7 @@ def _parse(kind: type[T], body: Any) -> T:
         if _is_neutral(value, neutral):
             continue
         raise ApiError(
-            400, f"{name}: {_shorten(value)} is not supported here; leave it out", param=name
+            400, f"{name}: {shown(value)} is not supported here; leave it out", param=name
         )
     return request
 
@@ -229,18 +238,13 @@ def _generation(
     kind: str,
     request: CompletionRequest | ChatRequest,
     max_tokens: int | None,
-    max_tokens_name: str,
     *,
     prompts: tuple[str | tuple[int, ...], ...] = (),
     messages: tuple[dict[str, Any], ...] = (),
 ) -> Generation:
-    if max_tokens is not None and max_tokens < 1:
-        raise ApiError(
-            400, f"{max_tokens_name}: {max_tokens} is less than 1", param=max_tokens_name
-        )
-    n = 1 if request.n is None else request.n
+    n = request.n or 1
     choices = n * max(1, len(prompts))
-    if n < 1 or choices > MAX_CHOICES:
+    if choices > MAX_CHOICES:
         raise ApiError(
             400, f"n: {n} gives {choices} choices; 1 to {MAX_CHOICES} can be asked for", param="n"
         )
@@ -254,7 +258,7 @@ def _generation(
         n=n,
         sampling=_sampling(request, max_tokens or 0),
         model=request.model,
-        stop=_stop(request.stop),
+        stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stream=bool(request.stream),
         include_usage=options is not None and options.include_usage,
         return_token_ids=bool(request.return_token_ids),
@@ -267,58 +271,26 @@ def _generation(
 
 
 def _sampling(request: CompletionRequest | ChatRequest, max_tokens: int) -> SamplingParams:
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    top_k = 0 if request.top_k in (None, -1) else request.top_k
-    assert top_k is not None
-    if not 0.0 <= temperature <= 2.0:
-        raise ApiError(400, f"temperature: {temperature} is outside 0 to 2", param="temperature")
-    if not 0.0 < top_p <= 1.0:
-        raise ApiError(400, f"top_p: {top_p} is outside 0 (excluded) to 1", param="top_p")
-    if top_k < 0:
-        raise ApiError(400, f"top_k: {top_k} is negative; 0 keeps all tokens", param="top_k")
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
         seed=request.seed,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
+        stop_token_ids=request.stop_token_ids or (),
         ignore_eos=request.ignore_eos,
     )
 
 
-def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if "" in strings:
-        raise ApiError(400, "stop: holds an empty string, which would stop at once", param="stop")
-    return strings
-
-
-def _prompts(prompt: Any) -> tuple[str | tuple[int, ...], ...]:
-    entries: list[Any] = [prompt]
-    if isinstance(prompt, list) and prompt and not _is_token_ids(prompt):
-        entries = prompt
-    prompts: list[str | tuple[int, ...]] = []
-    for entry in entries:
-        if isinstance(entry, str) and entry:
-            prompts.append(entry)
-        elif _is_token_ids(entry):
-            prompts.append(tuple(entry))
-        else:
-            raise ApiError(
-                400,
-                f"prompt: {_shorten(entry)} is neither text nor a list of token ids "
-                "(and neither may be empty)",
-                param="prompt",
-            )
-    return tuple(prompts)
-
-
-def _is_token_ids(value: Any) -> bool:
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+def _prompts(prompt: str | list[Any]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    numbers = [isinstance(entry, int) for entry in prompt]
+    if all(numbers):
+        return (tuple(prompt),)
+    if any(numbers):
+        raise ApiError(400, "prompt: token ids among whole prompts", param="prompt")
+    return tuple(entry if isinstance(entry, str) else tuple(entry) for entry in prompt)
 
 
 def _message(message: dict[str, Any], place: int) -> dict[str, Any]:
@@ -342,8 +314,3 @@ def _text_part(part: Any, where: str) -> str:
         if isinstance(text, str):
             return text
     raise ApiError(400, f"{where}: only content parts of type 'text' are served", param="messages")
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -19,10 +19,10 @@ first one included, and its answer is relayed byte for byte::
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -35,11 +35,14 @@ from kvferry.cluster.engines import (
     EngineDownError,
     EnginePool,
     Forwarded,
+    NoEngineError,
     Reply,
     completion_body,
 )
 from kvferry.cluster.openai import ApiError
 from kvferry.engine.messages import SamplingParams
+
+T = TypeVar("T")
 
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -74,9 +77,29 @@ class _Tries:
     """What has been tried for a request, and must not be tried again."""
 
     request_id: str
-    prefill_tried: set[Engine] = field(default_factory=set)
-    decode_tried: set[Engine] = field(default_factory=set)
+    died: set[Engine]
+    """Engines that went away while the client's request was in their hands, any choice of it."""
+    unreached: set[Engine] = field(default_factory=set)
     attempt: int = 1
+
+    @property
+    def tried(self) -> set[Engine]:
+        """Engines that are not to be asked again."""
+        return self.died | self.unreached
+
+    def failed(self, engine: Engine, error: EngineDownError) -> None:
+        """Takes note of an engine that did not serve it.
+
+        Raises:
+            EngineDownError: it is the second one that may have died of the request: a third one is
+                not risked.
+        """
+        if not error.reached:
+            self.unreached.add(engine)
+            return
+        self.died.add(engine)
+        if len(self.died) > 1:
+            raise error
 
     @property
     def engine_request_id(self) -> str:
@@ -120,16 +143,22 @@ class PrefillDecode:
         sampling: SamplingParams,
         timeout_s: float,
         named: BodyFields,
+        died: set[Engine],
     ) -> AsyncGenerator[Delta, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
-        An engine that cannot be reached, or dies before its first token, is replaced by another.
+        An engine that cannot be reached is replaced by another, and so is the first one that dies
+        before its first token; ``died`` holds those of all choices of the client's request.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
         """
         request = _TokenRequest(
-            request_id=request_id, prompt=tuple(prompt), sampling=sampling, named=named
+            request_id=request_id,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            named=named,
+            died=died,
         )
         deadline = asyncio.get_running_loop().time() + timeout_s
         steps = self._steps(request)
@@ -144,18 +173,14 @@ class PrefillDecode:
     async def _steps(self, request: _TokenRequest) -> AsyncGenerator[Delta, None]:
         while True:
             reply = await self._prefill(request)
-            token = _only_token(reply)
-            request.drawn.append(token)
-            usage = reply.usage or {}
-            details = usage.get("prompt_tokens_details") or {}
-            cached = int(details.get("cached_tokens") or 0)
-            stopped = reply.finish_reason == "stop"
-            ended = stopped or request.tokens_left == 0
-            yield Delta((token,), reply.finish_reason if ended else None, cached)
-            if ended:
-                return
+            if reply is not None:
+                delta = _first_delta(reply, request)
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+            params = reply.kv_transfer_params if reply is not None else None
             try:
-                async with aclosing(self._decode(request, reply.kv_transfer_params)) as deltas:
+                async with aclosing(self._decode(request, params)) as deltas:
                     async for delta in deltas:
                         yield delta
             except _StartAgainError:
@@ -163,21 +188,18 @@ class PrefillDecode:
                 continue
             return
 
-    async def _prefill(self, request: _TokenRequest) -> Reply:
+    async def _prefill(self, request: _TokenRequest) -> Reply | None:
         # With one token left nothing follows, so nothing has to be kept.
-        keep = REMOTE_DECODE if request.tokens_left > 1 else None
-        while True:
-            engine = self.prefill.pick(request.prefill_tried)
-            try:
-                return await engine.complete(request.body(1, keep), request.engine_request_id)
-            except EngineDownError:
-                request.prefill_tried.add(engine)
+        body = request.body(1, REMOTE_DECODE if request.tokens_left > 1 else None)
+        return await _by_prefill(
+            self.prefill, request, lambda engine: engine.complete(body, request.engine_request_id)
+        )
 
     async def _decode(
         self, request: _TokenRequest, kv_transfer_params: dict[str, Any] | None
     ) -> AsyncGenerator[Delta, None]:
         while True:
-            engine = self.decode.pick(request.decode_tried)
+            engine = await self.decode.pick(request.tried)
             body = request.body(request.tokens_left, kv_transfer_params)
             began = False
             try:
@@ -191,9 +213,36 @@ class PrefillDecode:
             except EngineDownError as error:
                 if began:
                     raise
-                request.decode_tried.add(engine)
+                request.failed(engine, error)
                 if error.reached:
                     raise _StartAgainError from error
+
+
+async def _by_prefill(
+    pool: EnginePool, request: _Tries, work: Callable[[Engine], Awaitable[T]]
+) -> T | None:
+    """What a prefill engine makes of the request; ``None`` where the decode engine computes all."""
+    while True:
+        try:
+            engine = await pool.pick(request.tried)
+        except NoEngineError:
+            if pool.dispensable:
+                return None
+            raise
+        try:
+            return await work(engine)
+        except EngineDownError as error:
+            request.failed(engine, error)
+
+
+def _first_delta(reply: Reply, request: _TokenRequest) -> Delta:
+    token = _only_token(reply)
+    request.drawn.append(token)
+    details = (reply.usage or {}).get("prompt_tokens_details") or {}
+    ended = reply.finish_reason == "stop" or request.tokens_left == 0
+    return Delta(
+        (token,), reply.finish_reason if ended else None, int(details.get("cached_tokens") or 0)
+    )
 
 
 def _only_token(reply: Reply) -> int:
@@ -248,6 +297,7 @@ class PassThrough:
         asked = _BodyRequest(
             request_id=f"kvferry-{uuid.uuid4().hex}",
             path=path,
+            died=set(),
             body={name: value for name, value in body.items() if name != "kv_transfer_params"},
             deadline=asyncio.get_running_loop().time() + self.timeout_s,
         )
@@ -259,27 +309,26 @@ class PassThrough:
     async def _answer(self, request: _BodyRequest) -> Response:
         headers = {"x-request-id": request.request_id}
         async with web.deadline(request.deadline, self.timeout_s):
-            forwarded, first = await self._open(request)
-        chunks = _chunks(forwarded, first, request, self.timeout_s)
+            forwarded = await self._open(request)
+        chunks = _chunks(forwarded, request, self.timeout_s)
         if forwarded.is_stream:
             return web.EventStream(chunks, headers)
         async with aclosing(chunks):
             content = b"".join([chunk async for chunk in chunks])
         return Response(content, forwarded.status, headers, media_type="application/json")
 
-    async def _open(self, request: _BodyRequest) -> tuple[Forwarded, bytes]:
-        """The decode engine's answer and its first bytes."""
+    async def _open(self, request: _BodyRequest) -> Forwarded:
+        """The decode engine's answer."""
         params = await self._prefill(request)
         while True:
-            engine = self.decode.pick(request.decode_tried)
+            engine = await self.decode.pick(request.tried)
             body = dict(request.body)
             if params is not None:
                 body["kv_transfer_params"] = params
             try:
-                forwarded = await engine.forward(request.path, body, request.engine_request_id)
-                return forwarded, await forwarded.first_bytes()
+                return await engine.forward(request.path, body, request.engine_request_id)
             except EngineDownError as error:
-                request.decode_tried.add(engine)
+                request.failed(engine, error)
                 if error.reached:  # the lease may be in its hands: prefill anew
                     request.attempt += 1
                     params = await self._prefill(request)
@@ -298,14 +347,10 @@ class PassThrough:
         body["kv_transfer_params"] = {
             name: value for name, value in REMOTE_DECODE.items() if name != "keep_first_token"
         }
-        while True:
-            engine = self.prefill.pick(request.prefill_tried)
-            try:
-                forwarded = await engine.forward(request.path, body, request.engine_request_id)
-                content = await forwarded.read()
-            except EngineDownError:
-                request.prefill_tried.add(engine)
-                continue
+
+        async def work(engine: Engine) -> dict[str, Any] | None:
+            forwarded = await engine.forward(request.path, body, request.engine_request_id)
+            content = await forwarded.read()
             if forwarded.status != 200:
                 raise _RefusedError(forwarded.status, content)
             try:
@@ -314,6 +359,8 @@ class PassThrough:
                 raise ApiError(
                     502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
                 ) from error
+
+        return await _by_prefill(self.prefill, request, work)
 
 
 def _has_one_answer(body: Mapping[str, Any]) -> bool:
@@ -326,16 +373,17 @@ def _has_one_answer(body: Mapping[str, Any]) -> bool:
 
 
 async def _chunks(
-    forwarded: Forwarded, first: bytes, request: _BodyRequest, timeout_s: float
+    forwarded: Forwarded, request: _BodyRequest, timeout_s: float
 ) -> AsyncGenerator[bytes, None]:
     """The engine's bytes as they come."""
+    chunks = forwarded.chunks()
     try:
-        yield first
         while True:
             async with web.deadline(request.deadline, timeout_s):
-                chunk = await forwarded.next_bytes()
-            if not chunk:
+                chunk = await anext(chunks, None)
+            if chunk is None:
                 return
             yield chunk
     finally:
+        await chunks.aclose()
         await forwarded.aclose()

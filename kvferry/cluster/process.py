@@ -25,6 +25,7 @@ import msgspec
 
 from kvferry import errors
 from kvferry.cluster.messages import Event, Failed, Loading
+from kvferry.config import printable
 from kvferry.errors import HostError, KVFerryError, PortInUseError, WorkerDiedError
 
 T = TypeVar("T")
@@ -48,6 +49,14 @@ class Reporter:
     def loading(self, doing: str, done: float) -> None:
         """Reports progress; fits where a ``Progress`` callback is wanted."""
         self.send(Loading(doing=doing, done=done))
+
+
+class LogFormatter(logging.Formatter):
+    """Lines of a log in which nothing that a peer or a client sent passes for a line of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record; lines after its first are indented, and control characters escaped."""
+        return printable(super().format(record), keep="\n\t").replace("\n", "\n    ")
 
 
 class Terminated(SystemExit):
@@ -212,7 +221,9 @@ class ChildProcess:
         """Why it ended, in words: what it reported, or its exit code and last log lines."""
         if self.failure is not None:
             kind = getattr(errors, self.failure.name, None)
-            message = self._named(self.failure.message) + _oom_hint(self.failure.message)
+            message = self._named(printable(self.failure.message, keep="\n")) + _oom_hint(
+                self.failure.message
+            )
             if isinstance(kind, type) and issubclass(kind, KVFerryError):
                 try:
                     return kind(message)
@@ -239,7 +250,11 @@ class ChildProcess:
                 text = file.read().decode(errors="replace")
         except OSError:
             return []
-        written = [line for line in text.splitlines() if not line.startswith(START_MARK)]
+        written = [
+            printable(line, keep="\t")
+            for line in text.splitlines()
+            if not line.startswith(START_MARK)
+        ]
         return written[-lines:]
 
     def terminate(self) -> None:

@@ -41,6 +41,7 @@ class Router:
             raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._codec = codec
+        self._bodies = web.BodyReader(settings.max_request_bytes)
         self._client = EngineClient(_bearer(settings.api_key))
         self.prefill = self._pool("prefill")
         self.decode = self._pool("decode")
@@ -56,6 +57,8 @@ class Router:
         return EnginePool(
             role,
             tuple(Engine(engine.name, engine.url, role, self._client) for engine in engines),
+            self._settings.outstanding_timeout_s,
+            dispensable=role == "prefill" and self._settings.decode_only == "fallback",
         )
 
     def app(self) -> Starlette:
@@ -85,7 +88,7 @@ class Router:
         async def endpoint(request: Request) -> Response:
             try:
                 self._authorize(request)
-                response = await self._respond(request, await web.read_json(request), parse)
+                response = await self._respond(request, await self._bodies.json(request), parse)
             except ApiError as error:
                 self._metrics.requests.labels(str(error.status)).inc()
                 self._count_error(error)
@@ -108,7 +111,7 @@ class Router:
 
     async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
         self._check_model(generation.model)
-        prompts = _encode(generation, codec)
+        prompts = await self._encode(generation, codec)
         generation = self._fit(generation, prompts)
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
         answer = Answer(
@@ -211,6 +214,18 @@ class Router:
                 param="model",
             )
 
+    async def _encode(self, generation: Generation, codec: TextCodec) -> list[Sequence[int]]:
+        texts = [message["content"] for message in generation.messages]
+        texts += [prompt for prompt in generation.prompts if isinstance(prompt, str)]
+        longest = max(map(len, texts), default=0)
+        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        if limits and longest > min(limits) * codec.longest_token:
+            raise _too_long(generation, min(limits), f"the text has {longest} characters")
+        if longest > _LONG_TEXT:
+            # Others are served meanwhile.
+            return await asyncio.to_thread(_encode, generation, codec)
+        return _encode(generation, codec)
+
     def _fit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> Generation:
         """``generation`` with ``max_tokens`` filled in; refuses what cannot fit."""
         limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
@@ -221,13 +236,7 @@ class Router:
             wanted = wanted or 1
         elif longest >= min(limits) or longest + wanted > min(limits):
             asked = f" and max_tokens is {wanted}" if wanted and longest < min(limits) else ""
-            raise ApiError(
-                400,
-                f"the longest sequence here is {min(limits)} tokens, answer included; "
-                f"the prompt has {longest}{asked}",
-                code="context_length_exceeded",
-                param="messages" if generation.kind == "chat" else "prompt",
-            )
+            raise _too_long(generation, min(limits), f"the prompt has {longest}{asked}")
         else:
             wanted = wanted or min(limits) - longest
         sampling = msgspec.structs.replace(generation.sampling, max_tokens=wanted)
@@ -246,7 +255,7 @@ class Router:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _: Request) -> Response:
-        able = all(
+        prefills, decodes = (
             any(engine.healthy for engine in pool.engines) for pool in (self.prefill, self.decode)
         )
         engines = [
@@ -260,7 +269,8 @@ class Router:
             }
             for engine in self._engines
         ]
-        status = "ok" if able else "unavailable"
+        able = decodes and (prefills or self.prefill.dispensable)
+        status = "unavailable" if not able else "ok" if prefills else "decode_only"
         return web.json_response({"status": status, "engines": engines}, 200 if able else 503)
 
     async def _render_metrics(self, _: Request) -> Response:
@@ -283,6 +293,19 @@ def _taken_apart(body: Any, parse: Callable[[Any], Generation]) -> Generation | 
         return None  # the engines serve it, or say better what is wrong
     sampling = generation.sampling
     return None if sampling.seed is not None and sampling.temperature > 0 else generation
+
+
+_LONG_TEXT = 100_000
+"""Characters of a text that are tokenized beside the event loop: it takes longer than 10 ms."""
+
+
+def _too_long(generation: Generation, limit: int, reason: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the longest sequence here is {limit} tokens, answer included; {reason}",
+        code="context_length_exceeded",
+        param="messages" if generation.kind == "chat" else "prompt",
+    )
 
 
 def _encode(generation: Generation, codec: TextCodec) -> list[Sequence[int]]:

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,16 +29,52 @@ class ClientGoneError(Exception):
     """The client closed the connection before it had its answer."""
 
 
-async def read_json(request: Request) -> Any:
-    """The body, decoded.
+BODY_TIMEOUT_S = 60.0
+"""Seconds in which the body of a request must arrive."""
+MAX_REQUEST_BYTES = 16 << 20
+"""Longest body, unless told otherwise."""
 
-    Raises:
-        ApiError: 400, not JSON.
-    """
-    try:
-        return msgspec.json.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+class BodyReader:
+    """Reads the bodies of a server's requests: each within bounds, and so all together."""
+
+    def __init__(self, most_bytes: int = MAX_REQUEST_BYTES) -> None:
+        self._most = most_bytes
+        self._held = 0
+        """Bytes of bodies that are arriving."""
+
+    async def json(self, request: Request) -> Any:
+        """The body, decoded.
+
+        Raises:
+            ApiError: 400, not JSON; 408, too slow; 413, too long; 503, too much at a time.
+        """
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                async for chunk in request.stream():
+                    self._held += len(chunk)
+                    body += chunk
+                    self._check(len(body))
+            return msgspec.json.decode(body)
+        except TimeoutError:
+            message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            raise ApiError(408, message, code="timeout") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+        finally:
+            self._held -= len(body)
+
+    def _check(self, nbytes: int) -> None:
+        if nbytes > self._most:
+            message = f"the body is longer than max_request_bytes, {self._most}"
+            raise ApiError(413, message, code="too_long")
+        if self._held > _BODIES_AT_A_TIME * self._most:
+            raise ApiError(503, "too many bytes of requests are arriving", code="busy")
+
+
+_BODIES_AT_A_TIME = 8
+"""Bodies of the greatest length for which there is memory while they arrive."""
 
 
 def json_response(
@@ -67,9 +103,17 @@ async def answer_bug(_: Request, error: Exception) -> Response:
     return json_response(failure.body(), failure.status)
 
 
+async def answer_nested(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    """Exception handler for :class:`RecursionError`: only a request's body nests so deeply."""
+    refusal = ApiError(400, "the body is nested too deeply")
+    return json_response(refusal.body(), refusal.status)
+
+
 EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = {
     Exception: answer_bug,
     ApiError: answer_api_error,
+    RecursionError: answer_nested,
+    ClientDisconnect: answer_client_gone,
     ClientGoneError: answer_client_gone,
 }
 """For ``Starlette(exception_handlers=...)``."""
@@ -180,15 +224,29 @@ SHUTDOWN_GRACE_S = 3
 """Seconds that open requests have at the end."""
 
 
-async def serve(app: Any, listener: socket.socket, until: "asyncio.Event | None" = None) -> None:
+MAX_CONNECTIONS = 1000
+"""Connections of a server at a time, unless told otherwise."""
+
+
+async def serve(
+    app: Any,
+    listener: socket.socket,
+    until: "asyncio.Event | None" = None,
+    max_connections: int = MAX_CONNECTIONS,
+) -> None:
     """Serves the ASGI application ``app`` until SIGTERM, or until the event is set."""
     import uvicorn
 
+    from kvferry.cluster.connections import Connections
+
+    connections = Connections(max_connections)
     config = uvicorn.Config(
         app,
+        http=connections,  # type: ignore[arg-type] # it is called like the class
         log_level="warning",
         access_log=False,
         ws="none",
+        backlog=connections.backlog,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     server = uvicorn.Server(config)

@@ -17,7 +17,7 @@ from kvferry.config.cluster import (
     load_cluster,
     split_endpoint,
 )
-from kvferry.config.parsing import parse_struct
+from kvferry.config.parsing import parse_struct, printable, shown
 
 __all__ = [
     "DEPRECATED_KEYS",
@@ -31,5 +31,7 @@ __all__ = [
     "RouterConfig",
     "load_cluster",
     "parse_struct",
+    "printable",
+    "shown",
     "split_endpoint",
 ]

@@ -33,6 +33,14 @@ def _check_port(name: str, port: int) -> None:
         raise ValueError(f"{name}: {port} is not a TCP port; write 1 to 65535, or 0 for a free one")
 
 
+def _check_name(field: str, name: str) -> None:
+    # It stands in logs and on terminals, where it must not pass for something else.
+    if not name.isprintable():
+        raise ValueError(
+            f"{field}: {name!r} holds characters that cannot be printed; leave them out"
+        )
+
+
 class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's ``kv_transfer_config``, strict.
 
@@ -62,6 +70,7 @@ class KVTransferConfig(msgspec.Struct, frozen=True, kw_only=True):
         _check_port("kv_port", self.kv_port)
         if self.engine_id == "":
             raise ValueError("engine_id is empty; delete the key to get a random one")
+        _check_name("engine_id", self.engine_id)
         if self.kv_connector_module_path == "":
             raise ValueError("kv_connector_module_path is empty; delete the key or name a module")
 
@@ -123,6 +132,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Dtype of weights, activations and KV cache."""
     seed: int = 0
     """Seed of the weights; read for random models only."""
+
+    def __post_init__(self) -> None:
+        _check_name("source", self.source)
 
 
 _AT_LEAST_ONE = (
@@ -231,6 +243,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.name:
             raise ValueError("name is empty; give the engine a name")
+        _check_name("name", self.name)
         for field in _AT_LEAST_ONE:
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
@@ -260,13 +273,26 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Its TCP port; 0 takes a free one."""
     request_timeout_s: float = 600.0
     """Seconds after which a request is given up."""
+    outstanding_timeout_s: float = 5.0
+    """Seconds for which an engine is unhealthy before requests that it has sent nothing for go to
+    another, where there is another."""
+    decode_only: Literal["fallback", "never"] = "fallback"
+    """Whether decode engines compute prompts themselves while no prefill engine is healthy."""
+    max_connections: int = 1000
+    """Connections of clients at a time; a quarter of the files that it may open at most."""
+    max_request_bytes: int = 16 << 20
+    """Bytes of one request's body at most."""
 
     def __post_init__(self) -> None:
         _check_port("port", self.port)
-        if not self.request_timeout_s > 0:
-            raise ValueError(
-                f"request_timeout_s: {self.request_timeout_s} is not a number of seconds above 0"
-            )
+        for field in ("request_timeout_s", "outstanding_timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ValueError(
+                    f"{field}: {getattr(self, field)} is not a number of seconds above 0"
+                )
+        for field in ("max_connections", "max_request_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

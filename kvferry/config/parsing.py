@@ -1,7 +1,9 @@
 """Checks plain tables against structs, and says what is wrong with them in the user's words."""
 
 import difflib
+import functools
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -44,7 +46,7 @@ REMOVED_KEYS = {
 def check_table(values: object, where: str) -> None:
     """Raises ConfigError unless ``values`` is a mapping."""
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{where}: expected a table of keys, got {_shown(values)}")
+        raise ConfigError(f"{where}: expected a table of keys, got {shown(values)}")
 
 
 def _check_keys(kind: type[msgspec.Struct], values: Mapping[Any, Any], where: str) -> None:
@@ -57,6 +59,7 @@ def _check_keys(kind: type[msgspec.Struct], values: Mapping[Any, Any], where: st
             _check_keys(inner, value, f"{where}: {key}")
 
 
+@functools.cache
 def fields_of(kind: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
     """The fields of a struct, with their types."""
     info = msgspec.inspect.type_info(kind)
@@ -77,10 +80,10 @@ def unknown_key(key: str, known: list[str], where: str) -> str:
     """What to tell about a key that is not one of ``known``."""
     if key in REMOVED_KEYS:
         return f"{where}: {key!r} is no key any more: {REMOVED_KEYS[key]}; delete it"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(key[:_SHOWN_LENGTH], known, n=1, cutoff=0.6)
     listed = f"known keys: {', '.join(sorted(known))}" if known else "no keys are known here"
     hint = f"did you mean {near[0]!r}?" if near else listed
-    return f"{where}: unknown key {key!r}; {hint}"
+    return f"{where}: unknown key {shown(key)}; {hint}"
 
 
 def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any]) -> str:
@@ -92,12 +95,20 @@ def _explain(reason: str, kind: type[msgspec.Struct], values: Mapping[str, Any])
     if not placed or not placed[2]:
         return reason
     expected, path = placed.groups()
-    field = path.partition(".")[0].partition("[")[0]
-    choices = {f.encode_name: f.type for f in fields_of(kind)}.get(field)
-    if path == field and isinstance(choices, msgspec.inspect.LiteralType):
+    choices = {f.encode_name: f.type for f in fields_of(kind)}.get(path)
+    if isinstance(choices, msgspec.inspect.LiteralType):
         expected = f"write {_listed(choices.values)}"
-    shown = f" is {_shown(values[field])}" if path == field else ""
-    return f"{path}{shown}: {expected[0].lower()}{expected[1:]}"
+    return f"{path}{_written(values, path)}: {expected[0].lower()}{expected[1:]}"
+
+
+def _written(values: Any, path: str) -> str:
+    """What was written at a path such as ``stop_token_ids[3]``, where it can be found."""
+    for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+        try:
+            values = values[int(index) if index else name]
+        except (LookupError, TypeError):
+            return ""
+    return f" is {shown(values)}"
 
 
 def _listed(choices: Sequence[object]) -> str:
@@ -105,6 +116,30 @@ def _listed(choices: Sequence[object]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+_SHOWN_LENGTH = 60
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_LENGTH
+
+
+def shown(value: object) -> str:
+    """``value`` in a message: its beginning, however long or deep it is."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""``text`` from elsewhere, fit for a terminal and a log: what cannot be printed is escaped.
+
+    >>> print(printable("one\x1b[31m\ntwo"))
+    one\x1b[31m\ntwo
+
+    Args:
+        text: a peer's or a client's.
+        keep: characters that stay, line feeds say.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in keep else char.encode("unicode_escape").decode()
+        for char in text
+    )

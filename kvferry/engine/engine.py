@@ -21,7 +21,7 @@ from kvferry.engine.messages import (
 )
 from kvferry.engine.request import EngineRequest, SchedulerOptions
 from kvferry.engine.scheduler import Scheduler, SchedulerStats
-from kvferry.errors import EngineError, KVFerryError
+from kvferry.errors import EngineError, KVFerryError, RequestError
 from kvferry.lifetimes import Closing
 
 IDLE_SLEEP_S = 0.001
@@ -85,6 +85,7 @@ class Engine(Closing):
         self._totals = {"steps": 0, "computed": 0, "output": 0}
         self._last_step_tokens = 0
         self._failure: KVFerryError | None = None
+        self._unsendable: dict[str, str] = {}
         with ExitStack() as parts:
             # They are closed in reverse: peers are told first; the ranks' memory goes last.
             parts.callback(executor.close)
@@ -166,7 +167,12 @@ class Engine(Closing):
             else:
                 self._failure = EngineError(f"a step was broken off: {error!r}")
             raise
-        return self._scheduler.take_news()
+        news = self._scheduler.take_news()
+        for output in news:
+            if (reason := self._unsendable.pop(output.request_id, None)) is not None:
+                output.finish_reason, output.error = "error", reason
+                output.error_type = RequestError.__name__
+        return news
 
     def check(self) -> None:
         """Raises if a rank has died meanwhile; for owners that have no step to make.
@@ -186,7 +192,7 @@ class Engine(Closing):
             return  # the ranks keep no state of requests: there is nothing to tell them
         for request_id in self._scheduler.take_started():
             self._aggregator.forget(request_id)
-        ranks = self._executor.execute(output)
+        ranks = self._execute(output)
         report = self._aggregator.join(
             [None if rank is None else rank.kv_connector_output for rank in ranks]
         )
@@ -197,6 +203,27 @@ class Engine(Closing):
         gaps = {name: gap for rank in ranks if rank for name, gap in rank.gaps.items()}
         self._scheduler.update(output, sampled, gaps, report)
         self._totals["output"] += len(sampled)
+
+    def _execute(self, output: SchedulerOutput) -> Sequence[RankOutput | None]:
+        try:
+            return self._executor.execute(output)
+        except (OverflowError, TypeError, ValueError):
+            # A step that does not encode has reached no rank: it goes on without whose part it is.
+            if not self._drop_unsendable(output):
+                raise
+            return self._executor.execute(output)
+
+    def _drop_unsendable(self, output: SchedulerOutput) -> bool:
+        """Ends the requests whose part of a step does not encode; whether there are any."""
+        before = len(output.requests)
+        for part in list(output.requests):
+            try:
+                msgspec.msgpack.encode(part)
+            except (OverflowError, TypeError, ValueError) as error:
+                output.requests.remove(part)
+                self._unsendable[part.request_id] = f"it cannot be sent to the ranks: {error}"
+                self._scheduler.abort(part.request_id)
+        return len(output.requests) < before
 
     def _publish(self) -> None:
         if self._events is not None:

@@ -5,8 +5,10 @@ disagree with the scheduler about a block table.
 """
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import ConnectorContext, KVConnector, KVConnectorOutput
@@ -14,23 +16,33 @@ from kvferry.connectors.registry import connector_context
 from kvferry.engine.weights import fingerprint
 from kvferry.topology import EngineGeometry, ParallelShape
 
+# What a client may write, at the router as at an engine. Every integer fits into the 64 bits of a
+# message to a rank; a length bounds what is kept, and sent with every step.
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+MaxTokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen."""
 
-    max_tokens: int = 16
-    temperature: float = 0.0
+    max_tokens: MaxTokens = 16
+    temperature: Temperature = 0.0
     """0 is greedy."""
-    top_k: int = 0
-    """0 keeps all."""
-    top_p: float = 1.0
-    seed: int | None = None
+    top_k: TopK = 0
+    """0 and -1 keep all."""
+    top_p: TopP = 1.0
+    seed: Seed | None = None
     """With a seed, output token ``i`` is drawn by a generator seeded with ``(seed, i)``: the draw
     does not depend on batch, rank or engine."""
-    seed_offset: int = 0
+    seed_offset: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     """Output tokens already drawn elsewhere (by the prefill engine); token ``i`` here is drawn as
     token ``i + seed_offset``."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: StopTokenIds = ()
     ignore_eos: bool = False
 
 

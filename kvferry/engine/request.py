@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from kvferry.cache import KVCacheManager, Request
-from kvferry.config import LoadFailurePolicy
+from kvferry.config import LoadFailurePolicy, parse_struct
 from kvferry.engine.messages import EngineOutput, RequestTimings, SamplingParams
-from kvferry.errors import OutOfBlocksError, RequestError
+from kvferry.errors import ConfigError, OutOfBlocksError, RequestError
 
 
 class RequestStatus(enum.Enum):
@@ -236,16 +236,7 @@ def _check_token_ids(token_ids: Sequence[int], vocab_size: int | None) -> None:
 
 
 def _check_sampling(sampling: SamplingParams) -> None:
-    wrong = ""
-    if sampling.max_tokens < 1:
-        wrong = f"max_tokens: {sampling.max_tokens} is less than 1"
-    elif not 0.0 <= sampling.temperature < float("inf"):
-        wrong = f"temperature: {sampling.temperature} is not a number from 0 upwards"
-    elif not 0.0 < sampling.top_p <= 1.0:
-        wrong = f"top_p: {sampling.top_p} is outside 0 (excluded) to 1"
-    elif sampling.top_k < 0:
-        wrong = f"top_k: {sampling.top_k} is negative; 0 keeps all tokens"
-    elif sampling.seed_offset < 0:
-        wrong = f"seed_offset: {sampling.seed_offset} is negative"
-    if wrong:
-        raise RequestError(wrong)
+    try:
+        parse_struct(SamplingParams, msgspec.to_builtins(sampling), "request")
+    except ConfigError as error:
+        raise RequestError(str(error)) from error

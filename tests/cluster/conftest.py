@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,9 +22,13 @@ from starlette.routing import Route
 
 from kvferry.cluster import web
 from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.engine_server import EngineServer
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
+from kvferry.engine.loop import EngineLoop
+from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights_sources import write_tiny_tokenizer
+from tests.engine.simulated import open_simulated
 
 EOS = 256
 """Id after the 256 bytes."""
@@ -46,12 +52,13 @@ class FakeEngine:
     error_after: int | None = None
     """Send an error event after so many tokens."""
     hang: bool = False
-    """Take requests and never answer."""
+    """Take requests and never answer, unless released."""
     pause_s: float = 0.0
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
     healthy: bool = True
     unwell: str = ""
     """Why its health check says 503, in its own words."""
@@ -79,10 +86,11 @@ class FakeEngine:
         self.bodies.append(body)
         self.ids.append(request.headers["x-request-id"])
         if self.hang:
-            while not await request.is_disconnected():
+            while not self.release.is_set():
+                if await request.is_disconnected():
+                    self.aborted.set()
+                    return Response(status_code=499)
                 await asyncio.sleep(0.01)
-            self.aborted.set()
-            return Response(status_code=499)
         if self.refuse:
             status, message = self.refuse
             return JSONResponse({"error": {"message": message, "code": None}}, status)
@@ -280,8 +288,6 @@ def make_setup(
 
 
 def _until_ready(client: httpx.Client) -> None:
-    import time
-
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.ConnectError):
@@ -296,3 +302,63 @@ def _until_ready(client: httpx.Client) -> None:
 def setup(make_setup: Callable[..., Setup]) -> Setup:
     """One prefill engine, one decode engine."""
     return make_setup()
+
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+class Served:
+    """An engine behind HTTP."""
+
+    def __init__(self, servers, **options):
+        scheduler = SchedulerOptions(vocab_size=64, **{"max_model_len": 128, **options})
+        engine, self.executor, self.connector = open_simulated(scheduler, scripted=True)
+        self.failed = threading.Event()
+        self.loop = EngineLoop.open(engine, lambda _error: self.failed.set())
+        server = EngineServer(self.loop, name="e0", model_name="toy", max_model_len=128)
+        self.client = httpx.Client(
+            base_url=servers.start(server.app()), timeout=20, trust_env=False
+        )
+
+    def complete(self, request_id="r", **body):
+        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, **body}
+        headers = {"x-request-id": request_id}
+        return self.client.post("/v1/completions", json=body, headers=headers)
+
+    def stream(self, **body):
+        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, "stream": True, **body}
+        with self.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
+        return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+    def wait_idle(self):
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            metrics = self.client.get("/metrics").text
+            if 'live_requests{state="running"} 0.0' in metrics:
+                return metrics
+            time.sleep(0.02)
+        raise AssertionError("the engine is still busy")
+
+    def close(self):
+        self.client.close()
+        self.loop.close()
+
+
+@pytest.fixture
+def make_served(servers):
+    made = []
+
+    def make(**options):
+        made.append(Served(servers, **options))
+        return made[-1]
+
+    yield make
+    for served in made:
+        served.close()
+
+
+@pytest.fixture
+def served(make_served):
+    return make_served()

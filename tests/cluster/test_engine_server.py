@@ -1,6 +1,5 @@
 """The HTTP server of an engine, over the simulated engine: no model, real scheduler and loop."""
 
-import json
 import re
 import threading
 import time
@@ -9,73 +8,11 @@ import httpx
 import pytest
 
 from kvferry.cluster import engine_server
-from kvferry.cluster.engine_server import EngineServer
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine import loop as loops
 from kvferry.engine.engine import Engine
-from kvferry.engine.loop import EngineLoop
-from kvferry.engine.request import SchedulerOptions
-from tests.engine.simulated import open_simulated
+from tests.cluster.conftest import PROMPT
 from tests.engine.toy_cache import reference_tokens
-
-PROMPT = [1, 2, 3, 4, 5]
-
-
-class Served:
-    """An engine behind HTTP."""
-
-    def __init__(self, servers, **options):
-        scheduler = SchedulerOptions(vocab_size=64, **{"max_model_len": 128, **options})
-        engine, self.executor, self.connector = open_simulated(scheduler, scripted=True)
-        self.failed = threading.Event()
-        self.loop = EngineLoop.open(engine, lambda _error: self.failed.set())
-        server = EngineServer(self.loop, name="e0", model_name="toy", max_model_len=128)
-        self.client = httpx.Client(
-            base_url=servers.start(server.app()), timeout=20, trust_env=False
-        )
-
-    def complete(self, request_id="r", **body):
-        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, **body}
-        headers = {"x-request-id": request_id}
-        return self.client.post("/v1/completions", json=body, headers=headers)
-
-    def stream(self, **body):
-        body = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0.0, "stream": True, **body}
-        with self.client.stream("POST", "/v1/completions", json=body) as response:
-            assert response.status_code == 200, response.read()
-            lines = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-        return [line if line == "[DONE]" else json.loads(line) for line in lines]
-
-    def wait_idle(self):
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            metrics = self.client.get("/metrics").text
-            if 'live_requests{state="running"} 0.0' in metrics:
-                return metrics
-            time.sleep(0.02)
-        raise AssertionError("the engine is still busy")
-
-    def close(self):
-        self.client.close()
-        self.loop.close()
-
-
-@pytest.fixture
-def make_served(servers):
-    made = []
-
-    def make(**options):
-        made.append(Served(servers, **options))
-        return made[-1]
-
-    yield make
-    for served in made:
-        served.close()
-
-
-@pytest.fixture
-def served(make_served):
-    return make_served()
 
 
 def test_tokens_usage_and_reason_come_back(served):

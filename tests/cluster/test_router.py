@@ -313,7 +313,7 @@ def test_an_error_event_of_an_engine_ends_the_answer(setup):
 
 
 def test_no_engine_left_names_each_and_why(make_setup):
-    setup = make_setup(prefill=2)
+    setup = make_setup(prefill=2, decode_only="never")
     for engine in setup.prefill:
         setup.stop(engine)
 
@@ -394,18 +394,18 @@ def test_a_prompt_longer_than_the_model_is_refused_with_both_numbers(setup):
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"echo": True}, "echo"),
-        ({"n": 0}, "n: 0"),
-        ({"n": 1000}, "1000 choices"),
-        ({"temperature": 3}, "temperature: 3"),
-        ({"top_p": 0}, "top_p: 0"),
-        ({"top_k": -7}, "top_k: -7"),
-        ({"max_tokens": 0}, "max_tokens: 0"),
-        ({"stop": ["a", ""]}, "stop: holds an empty string"),
+        ({"n": 0}, "n is 0"),
+        ({"n": 100, "prompt": ["a", "b"]}, "200 choices"),
+        ({"temperature": 3}, "temperature is 3"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": -7}, "top_k is -7"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"stop": ["a", ""]}, "stop[1] is ''"),
         ({"stop": 5}, "stop"),
-        ({"prompt": ""}, "prompt: ''"),
-        ({"prompt": []}, "prompt: []"),
+        ({"prompt": ""}, "prompt is ''"),
+        ({"prompt": []}, "prompt is []"),
         ({"prompt": [1, "a"]}, "prompt"),
-        ({"prompt": [1, -5]}, "token id -5 is outside the vocabulary of 257"),
+        ({"prompt": [1, 257]}, "token id 257 is outside the vocabulary of 257"),
         ({"stream_options": {"include_usage": True}}, "needs stream"),
     ],
 )
@@ -428,7 +428,7 @@ def test_neutral_values_of_unsupported_fields_are_accepted(setup):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ([], "messages: is empty"),
+        ([], "messages is []"),
         ([{"content": "x"}], "role is missing"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "parts of type 'text'"),
         ([{"role": "tool", "content": "x"}], "the chat template refuses these messages"),

@@ -192,12 +192,12 @@ def test_output_indices_count_what_was_drawn_elsewhere():
         ([1, 64], SamplingParams(), RequestError, ("token id 64", "0 to 63")),
         ([1, -1], SamplingParams(), RequestError, ("token id -1",)),
         ([1, "x"], SamplingParams(), RequestError, ("'x'",)),
-        ([1], SamplingParams(max_tokens=0), RequestError, ("max_tokens: 0",)),
-        ([1], SamplingParams(temperature=-1.0), RequestError, ("temperature: -1.0",)),
-        ([1], SamplingParams(temperature=float("nan")), RequestError, ("temperature: nan",)),
-        ([1], SamplingParams(top_p=0.0), RequestError, ("top_p: 0.0",)),
-        ([1], SamplingParams(top_k=-2), RequestError, ("top_k: -2",)),
-        ([1], SamplingParams(seed_offset=-1), RequestError, ("seed_offset: -1",)),
+        ([1], SamplingParams(max_tokens=0), RequestError, ("max_tokens is 0",)),
+        ([1], SamplingParams(temperature=-1.0), RequestError, ("temperature is -1.0",)),
+        ([1], SamplingParams(temperature=float("nan")), RequestError, ("temperature is nan",)),
+        ([1], SamplingParams(top_p=0.0), RequestError, ("top_p is 0.0",)),
+        ([1], SamplingParams(top_k=-2), RequestError, ("top_k is -2",)),
+        ([1], SamplingParams(seed_offset=-1), RequestError, ("seed_offset is -1",)),
     ],
 )
 def test_what_can_never_end_well_is_refused_with_both_numbers(ids, sampling, error, words):

@@ -1,0 +1,107 @@
+"""Connections of our HTTP servers: how long one may wait for its client, and how many there may be.
+
+uvicorn waits without end for a request that never becomes whole, and takes every connection until
+no file is left. Here a connection that has no request to answer is closed in time, and the one that
+has waited longest makes room for a new one when there are too many.
+"""
+
+import asyncio
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_TIMEOUT_S = 10.0
+"""Seconds that a client has for the head of a request, from its connection or from the last answer.
+Idle connections are closed after uvicorn's five."""
+TAKE_TIMEOUT_S = 60.0
+"""Seconds in which a client must take something of an answer whose bytes pile up here."""
+
+
+class Connections:
+    """Makes the connections of one server; ``Config(http=...)`` of uvicorn takes it."""
+
+    def __init__(self, most: int) -> None:
+        files = _raise_file_limit()
+        self.most = max(8, min(most, files // 4))
+        """Connections at a time; engines and the process itself need files too."""
+        self.backlog = max(8, min(1024, files // 4))
+        """Connections that are accepted before the first of them is looked at."""
+        self.waiting: dict[_Connection, None] = {}
+        """Those whose request is not whole; the one that has waited longest is the first."""
+
+    def __call__(self, **of_uvicorn: Any) -> asyncio.Protocol:
+        """A new connection."""
+        return _Connection(self, **of_uvicorn)
+
+
+class _Connection(H11Protocol):
+    def __init__(self, all_of_them: Connections, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._all = all_of_them
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._all.most:
+            oldest = next(iter(self._all.waiting), self)
+            oldest.drop()
+        if not transport.is_closing():
+            self._note()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._note()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait(TAKE_TIMEOUT_S)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._note()
+
+    def _note(self) -> None:
+        """Starts or ends the wait for the client; a byte more does not prolong it."""
+        asked = bool(self.cycle) and not self.cycle.response_complete
+        if asked and not self.flow.write_paused:
+            self._wait(None)  # whoever reads the body looks at the clock
+        if asked and not self.cycle.more_body:
+            self._all.waiting.pop(self, None)
+        elif not self.transport.is_closing():
+            self._all.waiting.setdefault(self)
+            if self._timer is None and not asked:
+                self._wait(HEAD_TIMEOUT_S)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if timeout_s is None else self.loop.call_later(timeout_s, self.drop)
+
+    def drop(self) -> None:
+        """Closes it at once."""
+        self._forget()
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        self._all.waiting.pop(self, None)
+        self._wait(None)
+
+
+def _raise_file_limit() -> int:
+    """Files that this process may open, after it has asked for all that it can get."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,172 @@
+"""A router that neither waits for dead engines nor gives them all to one request."""
+
+import threading
+import time
+
+import pytest
+
+from kvferry.cluster import engines
+
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch):
+    monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 0.05)
+
+
+def until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def healthy(setup, name):
+    told = setup.client.get("/health").json()["engines"]
+    return next(engine["healthy"] for engine in told if engine["name"] == name)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_under_which_two_engines_died_is_not_given_to_a_third(make_setup, role):
+    setup = make_setup(prefill=3, decode=3, decode_only="never")
+    group = getattr(setup, role)
+    for engine in group:
+        engine.refuse = (503, "it ended under this request")
+
+    response = setup.complete(max_tokens=5)
+
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "engine_unavailable"
+    assert "it ended under this request" in error["message"]
+    assert sum(len(engine.bodies) for engine in group) == 2
+
+
+def test_choices_of_one_request_share_its_two_engines(make_setup):
+    setup = make_setup(prefill=4)
+    for engine in setup.prefill:
+        engine.refuse = (503, "it ended under this request")
+
+    assert setup.complete(max_tokens=5, n=2).status_code == 503
+
+    assert sum(bool(engine.bodies) for engine in setup.prefill) == 2
+
+
+def test_engines_that_cannot_be_reached_do_not_make_a_request_suspect(make_setup):
+    setup = make_setup(prefill=4)
+    for engine in setup.prefill[:3]:
+        setup.stop(engine)
+
+    for _ in range(3):
+        assert setup.complete(max_tokens=4).json()["choices"][0]["text"] == "Hell"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_waits_for_an_unhealthy_engine_goes_to_another(make_setup, role):
+    setup = make_setup(prefill=2, decode=2, outstanding_timeout_s=0.3)
+    silent = getattr(setup, role)[0]
+    silent.hang = True
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(setup.complete(max_tokens=5)))
+    client.start()
+    until(lambda: silent.bodies)
+    assert not answers
+    silent.healthy = False  # its host has vanished, say
+    began = time.monotonic()
+    client.join(10)
+
+    assert answers[0].json()["choices"][0]["text"] == "Hello"
+    assert 0.2 < time.monotonic() - began < 5
+    assert silent.aborted.wait(5)
+
+
+def test_what_waits_for_the_only_engine_waits_on(make_setup):
+    """Slow is not dead, and nobody else could serve it."""
+    setup = make_setup(outstanding_timeout_s=0.1)
+    setup.decode[0].pause_s = 0.0
+    setup.decode[0].hang = True
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(setup.complete(max_tokens=5)))
+    client.start()
+    until(lambda: setup.decode[0].bodies)
+    setup.decode[0].healthy = False
+    until(lambda: not healthy(setup, "d0"))
+    time.sleep(0.5)
+    assert not answers
+    assert not setup.decode[0].aborted.is_set()
+    setup.decode[0].release.set()
+    client.join(10)
+
+    assert answers[0].json()["choices"][0]["text"] == "Hello"
+
+
+def test_an_engine_that_has_come_back_serves_the_next_request(make_setup, monkeypatch):
+    setup = make_setup()
+    setup.decode[0].healthy = False
+    until(lambda: not healthy(setup, "d0"))
+    monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 30.0)
+    time.sleep(0.2)  # the watcher sleeps for long now
+
+    setup.decode[0].healthy = True
+    assert setup.complete(max_tokens=5).status_code == 200
+    assert healthy(setup, "d0")
+
+
+def test_a_good_answer_makes_an_engine_healthy(make_setup, monkeypatch):
+    setup = make_setup()
+    setup.says("x" * 40)
+    setup.decode[0].hang = True
+    answers = []
+    client = threading.Thread(target=lambda: answers.append(setup.complete(max_tokens=5)))
+    client.start()
+    until(lambda: setup.decode[0].bodies)
+    setup.decode[0].healthy = False
+    until(lambda: not healthy(setup, "d0"))
+    monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 30.0)
+    time.sleep(0.2)
+    setup.decode[0].release.set()
+    client.join(10)
+
+    assert answers[0].status_code == 200
+    assert healthy(setup, "d0")
+
+
+def test_with_no_prefill_engine_left_a_decode_engine_computes_the_prompt(make_setup):
+    setup = make_setup(prefill=2)
+    for engine in setup.prefill:
+        setup.stop(engine)
+
+    for stream in (False, True):
+        if stream:
+            events = setup.stream(max_tokens=5)
+            text = "".join(e["choices"][0]["text"] for e in events[:-1])
+        else:
+            text = setup.complete(max_tokens=5, seed=7).json()["choices"][0]["text"]
+        assert text == "Hello"
+    asked = setup.decode[0].bodies[0]
+    assert asked["prompt"] == list(b"Hi")
+    assert (asked["max_tokens"], asked["seed_offset"]) == (5, 0)
+    assert "kv_transfer_params" not in asked
+    health = setup.client.get("/health")
+    assert (health.status_code, health.json()["status"]) == (200, "decode_only")
+
+
+def test_a_request_whose_prefill_engine_died_is_computed_by_decode_engines_once(make_setup):
+    setup = make_setup(decode=3)
+    setup.prefill[0].refuse = (503, "it ended under this request")
+    for engine in setup.decode:
+        engine.refuse = (503, "and so did this one")
+
+    response = setup.complete(max_tokens=5)
+
+    assert response.status_code == 503
+    assert "and so did this one" in response.json()["error"]["message"]
+    assert sum(len(engine.bodies) for engine in setup.decode) == 1
+
+
+def test_decode_only_never_refuses_what_no_prefill_engine_can_compute(make_setup):
+    setup = make_setup(decode_only="never")
+    setup.stop(setup.prefill[0])
+
+    assert setup.complete(max_tokens=5).status_code == 503
+    assert setup.decode[0].bodies == []
+    assert setup.client.get("/health").status_code == 503
