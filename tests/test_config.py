@@ -147,10 +147,10 @@ class TestExtraConfig:
             ({"lease_duration": 3}, "unknown key 'lease_duration'; did you mean 'lease_duration_s"),
             ({"lease_duration_s": 0}, "lease_duration_s is 0: expected `float` > 0.0"),
             ({"peers": "a:1"}, "peers is 'a:1': expected `array`, got `str`"),
-            ({"peers": ["a:1", 2]}, "peers[1]: expected `str`, got `int`"),
+            ({"peers": ["a:1", 2]}, "peers[1] is 2: expected `str`, got `int`"),
             ({"inner": {"depht": 1}}, "inner: unknown key 'depht'; did you mean 'depth'?"),
             ({"inner": {}}, "inner.depth is missing"),
-            ({"inner": {"depth": "deep"}}, "inner.depth: expected `int`, got `str`"),
+            ({"inner": {"depth": "deep"}}, "inner.depth is 'deep': expected `int`, got `str`"),
             ({3: 4}, "unknown key '3'"),
         ],
     )

@@ -88,7 +88,7 @@ def run(
             EngineAddress(name=server.name, role=role, url=f"http://127.0.0.1:{server.port}")
             for role, server in (("prefill", prefill), ("decode", decode))
         )
-        router = Router(RouterSettings(engines=addresses, foreign=True), None)
+        router = Router(RouterSettings(engines=addresses, foreign=True, decode_only="never"), None)
         transport = httpx.ASGITransport(router.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
 
