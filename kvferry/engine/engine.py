@@ -16,6 +16,7 @@ from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import (
     EngineOutput,
+    RankOutput,
     SamplingParams,
     SchedulerOutput,
 )
