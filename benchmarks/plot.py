@@ -15,7 +15,8 @@ _PANELS = (
             ("shm", "kvferry shm"),
             ("vm", "kvferry vm"),
             ("nixl shm", "NIXL shm (+ permute)"),
-            ("staged nixl shm", "staged NIXL shm"),
+            ("nixl (placed) shm", "kvferry nixl (placed)"),
+            ("nixl (staged) shm", "kvferry nixl (staged)"),
         ),
     ),
     (
@@ -23,7 +24,8 @@ _PANELS = (
         (
             ("tcp", "kvferry tcp"),
             ("nixl tcp", "NIXL over UCX TCP (+ permute)"),
-            ("staged nixl tcp", "staged NIXL TCP"),
+            ("nixl (placed) tcp", "kvferry nixl (placed)"),
+            ("nixl (staged) tcp", "kvferry nixl (staged)"),
         ),
     ),
 )
@@ -34,8 +36,10 @@ _COLOURS = {
     "tcp": "#1a73e8",
     "nixl shm": "#e8710a",
     "nixl tcp": "#e8710a",
-    "staged nixl shm": "#fbbc04",
-    "staged nixl tcp": "#fbbc04",
+    "nixl (placed) shm": "#0b8043",
+    "nixl (placed) tcp": "#0b8043",
+    "nixl (staged) shm": "#fbbc04",
+    "nixl (staged) tcp": "#fbbc04",
 }
 
 

@@ -21,8 +21,10 @@ _FAMILIES = (
     ("nixl shm", "NIXL shm"),
     ("tcp", "kvferry tcp"),
     ("nixl tcp", "NIXL TCP"),
-    ("staged nixl shm", "staged NIXL shm"),
-    ("staged nixl tcp", "staged NIXL TCP"),
+    ("nixl (placed) shm", "kvferry nixl (placed), shm"),
+    ("nixl (staged) shm", "kvferry nixl (staged), shm"),
+    ("nixl (placed) tcp", "kvferry nixl (placed), TCP"),
+    ("nixl (staged) tcp", "kvferry nixl (staged), TCP"),
 )
 _COMPARED = {
     ("shm", "memcpy"): "shm / memcpy",
@@ -30,6 +32,8 @@ _COMPARED = {
     ("vm", "memcpy"): "vm / memcpy",
     ("vm", "nixl shm"): "vm / NIXL",
     ("tcp", "nixl tcp"): "tcp / NIXL",
+    ("nixl (placed) shm", "nixl shm"): "nixl (placed) / NIXL, shm",
+    ("nixl (placed) tcp", "nixl tcp"): "nixl (placed) / NIXL, TCP",
 }
 
 
@@ -174,9 +178,9 @@ def _method(results: Results) -> Iterator[str]:
         "many threads or torch's `copy_`, whichever is faster in that case."
     )
     yield (
-        "- Staged NIXL is what the PullConnector does with a transport that cannot fence: our "
-        "transport `nixl` reads chunks into staging memory, from where they are placed. What "
-        "staging costs is its figure against that of the READ; both include a change of layout."
+        "- `nixl (placed)` and `nixl (staged)` are our transport `nixl` over the same paths: "
+        "straight into the cache where the layouts are equal, or in chunks into staging memory, "
+        "from where they are put in place, with any change of layout."
     )
     chosen = {
         f"{case.case}: {best.contender}"

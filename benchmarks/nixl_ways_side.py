@@ -1,8 +1,8 @@
-"""What staging costs: reads as the PullConnector makes them over a transport that cannot fence.
+"""Our transport ``nixl`` beside a READ of NIXL's own: placed, and through staging.
 
-The same memory, cases and clock as for our other readers; the read goes through staging memory of
-the size that the connector takes, and is placed from there. Processes of their own, because the
-transport ``nixl`` looks for progress when it is idle.
+The same memory, cases and clock as for our other readers. A placed read goes straight into the
+cache; a staged one goes through staging memory of the size that the connector takes. Processes of
+their own, because the transport ``nixl`` looks for progress when it is idle.
 """
 
 import threading
@@ -21,7 +21,7 @@ from kvferry.transports.registry import open_transport
 from kvferry.transports.staged import StagedTransport, Staging
 
 
-class StagedSource:
+class NixlWaysSource:
     """Serves the memory of a :class:`~benchmarks.kvferry_side.KvferrySource` over ``nixl``."""
 
     def __init__(self, offer: Offer) -> None:
@@ -39,8 +39,8 @@ class StagedSource:
         self._transport.close()
 
 
-class StagedReader:
-    """Reads into private memory, through staging."""
+class NixlWaysReader:
+    """Reads into private memory, straight or through staging."""
 
     def __init__(self, shape: CacheShape, endpoint: bytes, threads: tuple[int, ...]) -> None:
         self._shape = shape
@@ -48,6 +48,7 @@ class StagedReader:
         self._target = np.zeros(shape.region_bytes, dtype=np.uint8)
         self._target[:] = 0
         self._transport = open_transport("nixl")
+        self._transport.register(self._target, serve=False)
         self._peer = self._transport.connect(endpoint)
         defaults = PullConfig()
         span = MemorySpan(self._target.ctypes.data, self._target.nbytes, HOST)
@@ -65,26 +66,30 @@ class StagedReader:
             for count, staging in self._stagings.items()
         }
         self._plans: dict[tuple[str, str], tuple[TransferPlan, Tiles]] = {}
-        # The connection is made and staging's pages are taken now.
+        # The connection is made, and memory is registered and taken, now.
         for count in threads:
-            self.measure("", Case(LAYOUTS[0], LAYOUTS[0], shuffled=False, threads=count))
+            case = Case(LAYOUTS[0], LAYOUTS[0], shuffled=False, threads=count)
+            for way in ("placed", "staged"):
+                self.measure(way, case)
 
-    def measure(self, _contender: str, case: Case) -> Sample:
+    def measure(self, contender: str, case: Case) -> Sample:
         """Binds the request's tables to the plan, reads, waits until everything is in place."""
         layouts = (case.source_layout, case.target_layout)
         if layouts not in self._plans:
             self._plans[layouts] = lowered(self._shape, *layouts)
         plan, tiles = self._plans[layouts]
         source_blocks, target_blocks = case.block_tables(self._shape)
+        transport = self._transport if "placed" in contender else self._staged[case.threads]
         over = threading.Event()
         began = time.perf_counter()
         copies = plan.bind(source_blocks, target_blocks, self._shape.tokens)
-        read = self._staged[case.threads].read(self._peer, tiles, copies.runs_of(0))
+        read = transport.read(self._peer, tiles, copies.runs_of(0))
         read.on_end(lambda _: over.set())
         over.wait()
         seconds = time.perf_counter() - began
         if read.error is not None:
-            raise RuntimeError(f"staged, {case}: {read.error}")
+            raise RuntimeError(f"{contender}, {case}: {read.error}")
+        transport.poll()
         return Sample(seconds, segments=read.segments)
 
     def clear(self) -> None:
