@@ -51,7 +51,29 @@ class Poller(Protocol):
         """What is ready; waits so long at most, for ever with ``None``."""
 
 
-class Mailbox(Closing):
+class Owner:
+    """Whoever runs tasks, and what one of them may have broken."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._defect: BaseException | None = None
+
+    @property
+    def has_died(self) -> bool:
+        """Whether a defect has shown that it does not survive; :meth:`check` says which."""
+        return self._defect is not None
+
+    def check(self) -> None:
+        """Raises such a defect.
+
+        Raises:
+            EngineError: there was one; what the tasks own cannot be relied on.
+        """
+        if self._defect is not None:
+            raise EngineError(f"{self._name} died: {self._defect!r}") from self._defect
+
+
+class Mailbox(Owner, Closing):
     """A thread with a queue of tasks.
 
     >>> with Mailbox("example") as mailbox:
@@ -79,6 +101,7 @@ class Mailbox(Closing):
             survives: whether the thread goes on after a task or a turn has raised, which is logged
                 either way. Otherwise it ends, and :meth:`check` tells its owner why.
         """
+        super().__init__(f"kvferry-{name}")
         self._turn = turn
         self._survives = survives
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -87,8 +110,7 @@ class Mailbox(Closing):
         self._lock = threading.Lock()
         self._event_fd = -1
         self._closed = False
-        self._defect: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         if poller is not None:
             self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self.watch(self._event_fd, self._quiet)
@@ -129,21 +151,7 @@ class Mailbox(Closing):
             with contextlib.suppress(TimeoutError):
                 return future.result(timeout=1.0)
             if not self._thread.is_alive() and not future.done():
-                raise EngineError(f"{self._thread.name} has ended") from self._defect
-
-    @property
-    def has_died(self) -> bool:
-        """Whether a defect has ended the thread; :meth:`check` says which."""
-        return self._defect is not None
-
-    def check(self) -> None:
-        """Raises what ended the thread.
-
-        Raises:
-            EngineError: it has died of a defect.
-        """
-        if self._defect is not None:
-            raise EngineError(f"{self._thread.name} died: {self._defect!r}") from self._defect
+                raise EngineError(f"{self._name} has ended") from self._defect
 
     def close(self) -> None:
         """Runs what was posted before, then ends the thread. Idempotent."""
@@ -184,7 +192,7 @@ class Mailbox(Closing):
             while self._round():
                 pass
         except BaseException as defect:
-            logger.exception("%s died", self._thread.name)
+            logger.exception("%s died", self._name)
             self._defect = defect
 
     def _round(self) -> bool:
@@ -225,7 +233,7 @@ class Mailbox(Closing):
         except Exception:
             if not self._survives:
                 raise
-            logger.exception("%s failed at something; it goes on", self._thread.name)
+            logger.exception("%s failed at something; it goes on", self._name)
 
     def _quiet(self) -> None:
         """What was posted runs after the handlers."""
@@ -233,7 +241,7 @@ class Mailbox(Closing):
             os.eventfd_read(self._event_fd)
 
 
-class Serial:
+class Serial(Owner):
     """Runs tasks one at a time, in order, on whichever thread posts them: no thread of its own.
 
     What only such tasks touch needs no lock. Nobody waits: while one thread runs tasks, it runs
@@ -246,10 +254,9 @@ class Serial:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(name)
         self._tasks: deque[Task] = deque()
         self._running = threading.Lock()
-        self._defect: BaseException | None = None
 
     def post(self, task: Task) -> None:
         """Runs ``task`` after those posted before: now, or by whoever is running them."""
@@ -261,15 +268,6 @@ class Serial:
                     self._run(self._tasks.popleft())
             finally:
                 self._running.release()
-
-    def check(self) -> None:
-        """Raises what a task has raised.
-
-        Raises:
-            EngineError: a task has failed; what the tasks own cannot be relied on.
-        """
-        if self._defect is not None:
-            raise EngineError(f"{self._name} failed: {self._defect!r}") from self._defect
 
     def _run(self, task: Task) -> None:
         try:
