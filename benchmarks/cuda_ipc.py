@@ -23,8 +23,7 @@ from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.testing.transport_peer import contents, fill, pattern
 from kvferry.topology import EngineGeometry, ParallelShape, plan_transfer
-from kvferry.transports.base import TransferState, TransportOptions
-from kvferry.transports.device import DeviceTransport
+from kvferry.transports.base import DeviceTransport, TransferState, TransportOptions
 
 CONTENDERS = ("copy", "same layout", "mismatched")
 GOAL = 0.8

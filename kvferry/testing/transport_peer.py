@@ -23,8 +23,7 @@ import numpy.typing as npt
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.layouts.arrays import MemorySpan
 from kvferry.lifetimes import Closing
-from kvferry.transports.base import ByteArray, Transport, TransportOptions
-from kvferry.transports.device import DeviceTransport
+from kvferry.transports.base import ByteArray, DeviceTransport, Transport, TransportOptions
 
 
 def pattern(nbytes: int, seed: int) -> ByteArray:

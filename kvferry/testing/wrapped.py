@@ -2,16 +2,13 @@
 
 from typing import Any, ClassVar, Self
 
-from kvferry.transports.base import ByteArray, Peer, Transport
+from kvferry.transports.base import Transport, TransportAround
 
 
-class WrappedTransport(Transport):
-    """Does what the inner transport does, except what a subclass does otherwise."""
+class WrappedTransport(TransportAround):
+    """A transport around one that it opens and closes."""
 
     inner_class: ClassVar[type[Transport]]
-
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
 
     @classmethod
     def around(cls, transport: type[Transport], kind: str, **attributes: Any) -> type[Self]:
@@ -26,22 +23,6 @@ class WrappedTransport(Transport):
         kept = {name: getattr(transport, name) for name in names}
         own = {"__doc__": f"{kind} {transport.__name__}.", "inner_class": transport}
         return type(f"{kind}{transport.__name__}", (cls,), {**kept, **own, **attributes})
-
-    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """As the inner transport."""
-        return self._inner.allocate(nbytes)
-
-    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """As the inner transport."""
-        return self._inner.register(memory, serve=serve)
-
-    def endpoint(self) -> bytes:
-        """As the inner transport."""
-        return self._inner.endpoint()
-
-    def connect(self, endpoint: bytes) -> Peer:
-        """As the inner transport."""
-        return self._inner.connect(endpoint)
 
     def close(self) -> None:
         """Closes the inner transport."""

@@ -13,19 +13,21 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import CancelledError, KVFerryError, TransferError
+from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.lifetimes import Closing
 
 logger = logging.getLogger(__name__)
 
 ByteArray = npt.NDArray[np.uint8]
+PeerT = TypeVar("PeerT", bound="Peer")
 
 
 class Addressing(enum.StrEnum):
@@ -192,6 +194,14 @@ class Transfer:
                 logger.exception("who waited for a transfer failed")
 
 
+def as_transfer_error(error: Exception, what: str) -> KVFerryError:
+    """The error of a transfer; for a defect of ours, which is logged, one that says so."""
+    if isinstance(error, KVFerryError):
+        return error
+    logger.error("%s", what, exc_info=error)
+    return TransferError(f"{what}: {error!r}")
+
+
 class Transfers:
     """The transfers of one transport: those under way, and those that ended and were not polled.
 
@@ -282,6 +292,17 @@ class Peer(Closing):
     @abstractmethod
     def close(self) -> None:
         """Drops the connection; transfers still running on it fail with ``PeerLostError``."""
+
+
+def own_peer(peer: Peer, kind: type[PeerT]) -> PeerT:
+    """A peer as the transport that made it knows it.
+
+    Raises:
+        TypeError: it is another transport's.
+    """
+    if not isinstance(peer, kind):
+        raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
+    return peer
 
 
 class Transport(Closing):
@@ -383,3 +404,53 @@ class Transport(Closing):
         Running transfers fail first, those apart of which a transport that does not fence cannot
         know the end.
         """
+
+
+class DeviceTransport(Transport):
+    """A transport that also serves, and reads into, memory that the host cannot touch.
+
+    Region ids count up over the methods here and those for host memory together.
+    """
+
+    @abstractmethod
+    def allocate_device(self, nbytes: int) -> tuple[int, MemorySpan]:
+        """Allocates zeroed memory of the device that peers may read; returns its region id.
+
+        It lives until ``close``.
+
+        Raises:
+            HostError: there is no room for ``nbytes``.
+        """
+
+    @abstractmethod
+    def register_device(self, memory: MemorySpan, *, serve: bool = True) -> int:
+        """Makes memory of the device a region; returns its id. The caller keeps it alive.
+
+        With ``serve=False`` it is only a place for this side's own reads to land.
+
+        Raises:
+            TransferError: this memory cannot be served, or is that of another device.
+        """
+
+
+class TransportAround(Transport):
+    """Does what the inner transport does, except what a subclass does otherwise."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+
+    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
+        """As the inner transport."""
+        return self._inner.allocate(nbytes)
+
+    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
+        """As the inner transport."""
+        return self._inner.register(memory, serve=serve)
+
+    def endpoint(self) -> bytes:
+        """As the inner transport."""
+        return self._inner.endpoint()
+
+    def connect(self, endpoint: bytes) -> Peer:
+        """As the inner transport."""
+        return self._inner.connect(endpoint)

@@ -2,7 +2,7 @@
 
 A read is one strided pass of a kernel from the peer's memory to its final place, layout change
 included. The source's process takes no part in it, so a stopped source stalls nothing; a dead one
-is noticed by the lock that it no longer holds on its life token, a small segment of shared memory
+is noticed by the lock that it no longer holds on a small segment of shared memory
 (:mod:`kvferry.transports.shm_segment`).
 
 **When a source's memory may be read.** No event travels with a handle. A lease is granted when its
@@ -22,7 +22,6 @@ All that is CUDA lies behind :class:`~kvferry.layouts.device.CopyStream` and
 import threading
 
 import msgspec
-import numpy as np
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
@@ -33,22 +32,27 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.layouts.chunks import chunk_slices, cut_chunks
-from kvferry.layouts.copier import Int64s
+from kvferry.layouts.chunks import ChunkedCopy, end, enter, leave, take
+from kvferry.layouts.copier import Int64s, warm
 from kvferry.layouts.device import CopyStream
-from kvferry.layouts.tiles import Runs, Tiles, num_bytes
-from kvferry.transports.base import ByteArray, TransportOptions
+from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.transports.base import ByteArray, DeviceTransport, TransportOptions
 from kvferry.transports.cuda_ipc_memory import HANDLE_BYTES, CudaIpcMemory, IpcMemory
-from kvferry.transports.decoding import decode_as
-from kvferry.transports.device import DeviceTransport
-from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport, boot_id
+from kvferry.transports.local import (
+    LocalConfig,
+    LocalEndpoint,
+    LocalPeer,
+    LocalTransport,
+    boot_id,
+    decode_here,
+)
 from kvferry.transports.regions import check_flat
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
 CHUNK_BYTES = 256 << 20
 """Bytes of a launch: some 0.1 ms on a large GPU."""
 
-_LIFE_BYTES = 64
+_OWNER_BYTES = 64
 _LAUNCHES = 2
 """Threads that launch and wait, so that the device never waits for the host."""
 
@@ -63,14 +67,14 @@ class IpcRegion(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class CudaIpcEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+_NOT_SERVED = IpcRegion(b"", 0, 0)
+
+
+class CudaIpcEndpoint(LocalEndpoint, frozen=True, kw_only=True):
     """What a reader needs to map a rank's memory."""
 
     transport: str = "cuda_ipc"
-    version: int = VERSION
-    host: str
-    """Boot id of the host: handles mean nothing on another."""
-    life: str
+    owner: str
     """Name of the segment that the rank holds a lock on as long as it lives."""
     regions: tuple[IpcRegion, ...]
 
@@ -89,20 +93,20 @@ class CudaIpcPeer(LocalPeer):
 
     def __init__(
         self,
-        life: PeerSegment,
+        owner: PeerSegment,
         allocations: tuple[MemorySpan, ...],
         regions: tuple[MemorySpan, ...],
         memory: IpcMemory,
     ) -> None:
         super().__init__(tuple(region.nbytes for region in regions))
         self.addresses[:] = [region.address for region in regions]
-        self._life = life
+        self._owner = owner
         self._allocations = allocations
         self._memory = memory
 
     def lost(self) -> KVFerryError | None:
         """See :meth:`LocalPeer.lost`."""
-        if not self._life.owner_is_alive():
+        if not self._owner.owner_is_alive():
             return PeerLostError("the process that owns the memory has ended or closed it")
         return None
 
@@ -111,11 +115,11 @@ class CudaIpcPeer(LocalPeer):
         allocations, self._allocations = self._allocations, ()
         for allocation in allocations:
             self._memory.release(allocation)
-        self._life.close()
+        self._owner.close()
 
 
-class _Launches:
-    """A copy in launches; a step makes one and waits for the device to carry it out."""
+class _Launches(ChunkedCopy):
+    """A copy whose chunks are launches. A device copies units: segments are not counted."""
 
     def __init__(
         self,
@@ -126,51 +130,37 @@ class _Launches:
         runs: Runs,
         chunk_bytes: int,
     ) -> None:
-        self.nbytes = num_bytes(tiles, runs)
-        """Bytes to copy."""
-        self.bytes_done = 0
-        """Bytes of the launches that are done."""
-        self.segments = 0
-        """Not counted: a device copies units, not segments."""
+        super().__init__(tiles, runs, chunk_bytes)
         self._stream = stream
         self._addresses = sources, targets
-        self._tiles = tiles
-        self._runs = runs
-        self._chunks = chunk_slices(cut_chunks(tiles, runs, chunk_bytes))
-        self._next = 0
-        self._cancelled = False
         self._lock = threading.Lock()
 
-    @property
-    def num_chunks(self) -> int:
-        """Launches in all."""
-        return len(self._chunks)
-
     def step(self, nbytes: int) -> bool:
-        """Makes launches until about ``nbytes`` are copied; returns whether any are left.
+        """See :meth:`ChunkedCopy.step`: makes launches, and waits for each to be carried out.
 
         Raises:
             TransferError: the device failed; it carries nothing out any more.
         """
         copied = 0
-        while copied < nbytes:
-            with self._lock:  # launch and event are not to be parted by another thread's launch
-                if self._cancelled or self._next == len(self._chunks):
-                    return False
-                tile_range, run_range = self._chunks[self._next]
-                self._next += 1
-                tiles, runs = self._tiles[tile_range], self._runs[run_range]
-                self._stream.copy(*self._addresses, tiles, runs)
-                event = self._stream.record()
-            event.wait()
-            copied += num_bytes(tiles, runs)
-            with self._lock:
-                self.bytes_done += num_bytes(tiles, runs)
-        return self._next < len(self._chunks)
-
-    def cancel(self) -> None:
-        """Lets no further launch begin. Idempotent."""
-        self._cancelled = True
+        enter(self._progress)
+        try:
+            while copied < nbytes:
+                with self._lock:  # launch and event are not to be parted by another's launch
+                    number = take(self._progress, self.num_chunks)
+                    if number < 0:
+                        break
+                    chunk = self._chunks[number]
+                    self._stream.copy(
+                        *self._addresses,
+                        self._tiles[chunk["first_tile"] : chunk["end_tile"]],
+                        self._runs[chunk["first_run"] : chunk["end_run"]],
+                    )
+                    event = self._stream.record()
+                event.wait()
+                copied += end(self._progress, chunk, 0)
+        finally:
+            left = leave(self._progress, self.num_chunks)
+        return left
 
 
 class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
@@ -188,14 +178,12 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
         memory: IpcMemory,
     ) -> None:
         """Takes ownership of the stream; use :meth:`open`."""
-        super().__init__(_LAUNCHES)
-        self._extra = extra
+        super().__init__(_LAUNCHES, extra.chunk_bytes)
         self._stream = stream
         self._memory = memory
-        self._life = OwnedSegment.create(_LIFE_BYTES)
-        self._regions: list[MemorySpan] = []
-        self._shared: list[IpcRegion] = []
-        self._pinned: list[ByteArray] = []
+        self._owner = OwnedSegment.create(_OWNER_BYTES)
+        self._served: dict[int, IpcRegion] = {}
+        """By region id."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "CudaIpcTransport":
@@ -207,6 +195,7 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
         """
         extra = parse_struct(CudaIpcExtraConfig, options.extra, "cuda_ipc")
         sweep_dead_segments()
+        warm()
         return cls(extra, *cls.open_device(extra))
 
     @classmethod
@@ -233,11 +222,11 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
                 f"memory: is on {memory.device}, and this transport copies on "
                 f"{self._stream.device}; open one for that device"
             )
-        shared = IpcRegion(b"", 0, 0)
-        if serve:
-            handle, offset = self._memory.export(memory)
-            shared = IpcRegion(handle, offset, memory.nbytes)
-        return self._add(memory, shared)
+        shared = IpcRegion(*self._memory.export(memory), memory.nbytes) if serve else _NOT_SERVED
+        with self._lock:
+            region = self._regions.add_device(memory, serve=serve)
+            self._served[region] = shared
+        return region
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """Never possible: what the host can touch cannot be served here.
@@ -263,16 +252,15 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
             )
         check_flat(memory)
         self._stream.pin(memory)
-        with self._lock:
-            self._pinned.append(memory)
-        return self._add(MemorySpan(memory.ctypes.data, memory.nbytes, HOST), IpcRegion(b"", 0, 0))
+        return self._regions.add(memory, serve=False)
 
     def endpoint(self) -> bytes:
         """See :meth:`Transport.endpoint`."""
         with self._lock:
-            regions = tuple(self._shared)
+            known = range(len(self._regions.spans))
+            regions = tuple(self._served.get(region, _NOT_SERVED) for region in known)
         return msgspec.msgpack.encode(
-            CudaIpcEndpoint(host=boot_id(), life=self._life.name, regions=regions)
+            CudaIpcEndpoint(host=boot_id(), owner=self._owner.name, regions=regions)
         )
 
     def connect(self, endpoint: bytes) -> CudaIpcPeer:
@@ -284,7 +272,7 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
             PeerLostError: the peer is gone, on another host, or its GPU out of reach.
         """
         described = _decode(endpoint)
-        life = PeerSegment.attach(described.life, _LIFE_BYTES)
+        owner = PeerSegment.attach(described.owner, _OWNER_BYTES)
         opened: dict[bytes, MemorySpan] = {}
         try:
             for handle in {region.handle for region in described.regions if region.handle}:
@@ -293,20 +281,13 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
         except BaseException:
             for allocation in opened.values():
                 self._memory.release(allocation)
-            life.close()
+            owner.close()
             raise
-        return self._add_peer(CudaIpcPeer(life, tuple(opened.values()), regions, self._memory))
-
-    @property
-    def _target_bytes(self) -> Int64s:
-        with self._lock:
-            return np.array([region.nbytes for region in self._regions], dtype=np.int64)
+        return self._add_peer(CudaIpcPeer(owner, tuple(opened.values()), regions, self._memory))
 
     def _copy(self, peer: CudaIpcPeer, tiles: Tiles, runs: Runs) -> _Launches:
-        with self._lock:
-            targets = np.array([region.address for region in self._regions], dtype=np.int64)
         return _Launches(
-            self._stream, peer.addresses, targets, tiles, runs, self._extra.chunk_bytes
+            self._stream, peer.addresses, self._regions.addresses, tiles, runs, self._chunk_bytes
         )
 
     def close(self) -> None:
@@ -314,18 +295,11 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
         if self._transfers.closed:
             return
         super().close()
-        with self._lock:
-            pinned, self._pinned = self._pinned, []
-        self._life.close()
-        for memory in pinned:
-            self._stream.unpin(memory)
+        self._owner.close()
+        for memory in self._regions.arrays:
+            if memory.nbytes:  # the others are the device's
+                self._stream.unpin(memory)
         self._stream.close()
-
-    def _add(self, memory: MemorySpan, shared: IpcRegion) -> int:
-        with self._lock:
-            self._regions.append(memory)
-            self._shared.append(shared)
-            return len(self._regions) - 1
 
 
 def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySpan:
@@ -342,9 +316,7 @@ def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySp
 
 
 def _decode(endpoint: bytes) -> CudaIpcEndpoint:
-    described = decode_as(CudaIpcEndpoint, endpoint, "cuda_ipc", VERSION)
-    if described.host != boot_id():
-        raise PeerLostError("the peer runs on another host, where CUDA IPC does not reach; use tcp")
+    described = decode_here(CudaIpcEndpoint, endpoint, "cuda_ipc")
     for region in described.regions:
         if region.handle and len(region.handle) != HANDLE_BYTES:
             raise DecodeError(

@@ -4,19 +4,18 @@ A long read is copied by movers that take turns. A short one is copied by the th
 ``read``: handing it over would take longer.
 """
 
-import logging
 import threading
 import time
 from abc import abstractmethod
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from kvferry.errors import KVFerryError, PeerLostError, TransferError
+from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.layouts.bounds import check_bounds
+from kvferry.layouts.chunks import ChunkedCopy
 from kvferry.layouts.copier import CHUNK_BYTES
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
@@ -27,10 +26,12 @@ from kvferry.transports.base import (
     TransferState,
     Transport,
     Waitable,
+    as_transfer_error,
+    own_peer,
 )
+from kvferry.transports.decoding import decode_as
 from kvferry.transports.movers import MoverPool, start_after
-
-logger = logging.getLogger(__name__)
+from kvferry.transports.regions import Regions
 
 SHORT_BYTES = 1 << 20
 """Up to so many bytes a read is copied by the thread that asks for it: at most about 100 µs. Waking
@@ -40,7 +41,6 @@ TURN_BYTES = 32 << 20
 interpreter lock meanwhile, and a read can be cancelled between two chunks."""
 _DEAD_PEERS_S = 1.0
 """Seconds between two looks for peers that have died."""
-
 
 VERSION = 1
 """Of the endpoint; both sides run on one host, so a range is not needed."""
@@ -57,33 +57,16 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"chunk_bytes: {self.chunk_bytes} is less than 4096")
 
 
-class Copy(Protocol):
-    """A copy in chunks that any number of threads may work on together."""
+class LocalEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader needs to reach the memory of a rank on its host."""
 
-    nbytes: int
-    """Bytes to copy."""
+    transport: str
+    version: int = VERSION
+    host: str
+    """Boot id of the host: names and handles mean nothing on another."""
 
-    @property
-    def bytes_done(self) -> int:
-        """Bytes of the chunks that are complete."""
 
-    @property
-    def segments(self) -> int:
-        """Contiguous copies that the complete chunks made."""
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks in all."""
-
-    def step(self, nbytes: int) -> bool:
-        """Copies chunks until about ``nbytes`` are copied; returns whether any are left.
-
-        Raises:
-            KVFerryError: the chunk cannot be copied; some of its bytes may be there.
-        """
-
-    def cancel(self) -> None:
-        """Lets no further chunk begin. Idempotent."""
+HereT = TypeVar("HereT", bound=LocalEndpoint)
 
 
 class LocalPeer(Peer):
@@ -150,7 +133,7 @@ class LocalTransfer(Transfer):
     """A read from a peer of this host. It fails if that is lost when the last byte has landed."""
 
     def __init__(
-        self, copy: Copy, transfers: Transfers, movers: MoverPool, peer: LocalPeer
+        self, copy: ChunkedCopy, transfers: Transfers, movers: MoverPool, peer: LocalPeer
     ) -> None:
         self._copy = copy
         self._movers = movers
@@ -182,11 +165,8 @@ class LocalTransfer(Transfer):
         more = False
         try:
             more = self._copy.step(TURN_BYTES)
-        except KVFerryError as error:
-            self.fail(error)
-        except Exception as error:  # a bug of ours: this read fails, the thread goes on
-            logger.exception("a copy failed")
-            self.fail(TransferError(f"the copy failed: {error!r}"))
+        except Exception as error:  # of the copy, or a bug of ours: the thread goes on
+            self.fail(as_transfer_error(error, "the copy failed"))
         finally:
             self.leave(0, 0)
         if more:
@@ -220,32 +200,31 @@ class LocalTransport(Transport, Generic[PeerT]):
     short_bytes: ClassVar[int] = SHORT_BYTES
     """Longest read that the caller of :meth:`read` copies itself."""
 
-    def __init__(self, threads: int) -> None:
-        """``threads`` movers are started."""
+    def __init__(self, threads: int, chunk_bytes: int) -> None:
+        """Args:
+        threads: movers.
+        chunk_bytes: see :class:`LocalConfig`.
+        """
+        self._chunk_bytes = chunk_bytes
+        self._regions = Regions()
         self._movers = MoverPool(self.name, threads)
         self._transfers = Transfers()
         self._peers: list[PeerT] = []
         self._lock = threading.Lock()
         self._next_look = 0.0
 
-    @property
     @abstractmethod
-    def _target_bytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of each of our regions."""
-
-    @abstractmethod
-    def _copy(self, peer: PeerT, tiles: Tiles, runs: Runs) -> Copy:
+    def _copy(self, peer: PeerT, tiles: Tiles, runs: Runs) -> ChunkedCopy:
         """What copies tiles × runs, which are inside both sides' regions."""
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
         """See :meth:`Transport.read`. A short one is over when this returns."""
-        if not isinstance(peer, self.peer_class):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._target_bytes)
-        read = LocalTransfer(self._copy(peer, tiles, runs), self._transfers, self._movers, peer)
-        if not peer.begin(read) or not self._transfers.add(read):
+        ours = own_peer(peer, self.peer_class)
+        check_bounds(tiles, runs, ours.region_bytes, self._regions.nbytes)
+        read = LocalTransfer(self._copy(ours, tiles, runs), self._transfers, self._movers, ours)
+        if not ours.begin(read) or not self._transfers.add(read):
             return read
         if after is None and read.nbytes <= self.short_bytes:
             read.turn()
@@ -293,6 +272,21 @@ class LocalTransport(Transport, Generic[PeerT]):
         for peer in peers:
             if peer.error() is not None:
                 peer.close()
+
+
+def decode_here(kind: type[HereT], endpoint: bytes, transport: str) -> HereT:
+    """An endpoint of this host.
+
+    Raises:
+        DecodeError: see :func:`~kvferry.transports.decoding.decode_as`.
+        PeerLostError: it is of another host.
+    """
+    described = decode_as(kind, endpoint, transport, VERSION)
+    if described.host != boot_id():
+        raise PeerLostError(
+            f"the peer runs on another host, where {transport} does not reach; use tcp"
+        )
+    return described
 
 
 def boot_id() -> str:

@@ -69,9 +69,14 @@ class MoverPool:
 def start_after(after: Waitable | None, transfer: Transfer, start: Callable[[], object]) -> None:
     """Calls ``start`` once ``after`` has happened: at once for ``None``, else from a thread.
 
-    The wait has a thread of its own: on a mover it would hold up transfers that are ready. If it
-    fails, so does the transfer; if the transfer was stopped meanwhile, ``start`` is not called.
+    A transfer of no bytes is done now, without a start. The wait has a thread of its own: on a
+    mover it would hold up transfers that are ready. If it fails, so does the transfer; if the
+    transfer was stopped meanwhile, ``start`` is not called.
     """
+    if not transfer.nbytes:
+        transfer.enter()
+        transfer.leave(0, 0)
+        return
     if after is None:
         start()
         return

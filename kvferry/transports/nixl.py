@@ -7,10 +7,16 @@ more (:mod:`~kvferry.transports.nixl_agents` says why), the transport fences: RE
 complete end with their agent. With other backends it does not: a read that failed or was cancelled
 stays running until its READs are done, which from a peer that has merely stopped may be never, and
 it is given staging memory only.
+
+One thread makes the progress that readers of our memory wait for, where a backend needs ours, and
+looks after READs that are under way. NIXL wakes nobody, so it looks again and again, ever less
+often while nothing happens, and not at all where nothing can.
 """
 
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from functools import partial
 
 import msgspec
 
@@ -20,29 +26,38 @@ from kvferry.layouts.arrays import MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import warm
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.mailbox import Mailbox
 from kvferry.transports.base import (
     Addressing,
     ByteArray,
+    DeviceTransport,
     Peer,
     Transfer,
     Transfers,
     Transport,
     TransportOptions,
     Waitable,
+    own_peer,
 )
-from kvferry.transports.device import DeviceTransport
 from kvferry.transports.movers import start_after
-from kvferry.transports.nixl_agents import AgentOptions, memory_kind
-from kvferry.transports.nixl_reader import NixlPeer, NixlRead
+from kvferry.transports.nixl_agents import (
+    Agent,
+    AgentOptions,
+    Region,
+    decode_endpoint,
+    encode_endpoint,
+    memory_kind,
+)
+from kvferry.transports.nixl_reader import SHORT_BYTES, NixlPeer, NixlRead, SharedAgent
 from kvferry.transports.nixl_segments import cut_requests
-from kvferry.transports.nixl_service import NixlService
-from kvferry.transports.nixl_wire import Region, decode_endpoint, encode_endpoint
-from kvferry.transports.regions import Regions, private_memory
+from kvferry.transports.regions import Regions, keep_for_ever, private_memory
 
 logger = logging.getLogger(__name__)
 
-_kept: list[Sequence[ByteArray]] = []
-"""Memory of closed transports in which bytes may still land; kept while the process lives."""
+_BUSY_S = 2e-5
+"""A look at the serving agent that took longer found something to do: look again at once."""
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
+"""Pauses between two looks; they double while nothing happens."""
 
 
 class NixlExtraConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,10 +100,11 @@ class NixlTransport(Transport):
     name = "nixl"
     addressing = Addressing.SEGMENTS
     fences = True
-    least_segment_bytes = 16 << 10
-    """Over UCX on a host of two cores, cells whose source is dense over 16 times as much: placing
-    moves at 0.24 of the rate of staging with segments of 512 bytes over shared memory, 0.43 with
-    4 KiB, 0.92 with 16 KiB; over TCP at 0.10, 0.56 and 1.01."""
+    least_segment_bytes = 32 << 10
+    """Over UCX on a host of two cores, where the source is dense: placing moves at 0.07 of the rate
+    of staging with segments of 512 bytes over shared memory, 0.36 with 4 KiB, 0.75 with 16 KiB and
+    1.06 with 32 KiB; over TCP at 0.10, 0.64, 0.93 and 0.91, and at 1.13 with 64 KiB. Where the
+    source is scattered too they are alike up to 2 KiB, and placing is ahead with longer ones."""
     ExtraConfig = NixlExtraConfig
 
     def __init__(self, extra: NixlExtraConfig, stall_timeout_s: float) -> None:
@@ -97,7 +113,17 @@ class NixlTransport(Transport):
         self._transfers = Transfers()
         options = AgentOptions(extra.backends, extra.backend_params, extra.num_threads)
         self.fences = options.fenced
-        self._service = NixlService(options, self._regions, extra.max_agents, stall_timeout_s)
+        self._serving: Agent = Agent(options)
+        self._lock = threading.Lock()
+        """Of the serving agent."""
+        self._serves = False
+        self._make = partial(SharedAgent, options, self._regions, stall_timeout_s)
+        self._agents: tuple[SharedAgent, ...] = ()
+        """Those that read."""
+        self._joins = threading.Lock()
+        """Guards the choice of one."""
+        self._pause_s = _SHORTEST_S
+        self._thread = Mailbox("nixl", self._look).start()
 
     @classmethod
     def open(cls, options: TransportOptions) -> "NixlTransport":
@@ -126,14 +152,17 @@ class NixlTransport(Transport):
         Raises:
             TransferError: NIXL cannot register the memory.
         """
-        region = self._regions.add(memory, serve=serve)
-        if serve:
-            self._service.serve(region)
-        return region
+        return self._serve(self._regions.add(memory, serve=serve), serve)
 
     def endpoint(self) -> bytes:
-        """See :meth:`Transport.endpoint`."""
-        agent, metadata = self._service.metadata()
+        """See :meth:`Transport.endpoint`.
+
+        Raises:
+            TransferError: the transport is closed.
+        """
+        with self._lock:
+            self._check_open()
+            agent, metadata = self._serving.name, self._serving.metadata()
         known = self._regions
         regions = tuple(
             Region(span.address if served else 0, served, memory_kind(span), device)
@@ -146,30 +175,35 @@ class NixlTransport(Transport):
     def connect(self, endpoint: bytes) -> NixlPeer:
         """Takes note of a peer; NIXL connects at the first read, and where nobody is, that fails.
 
+        The peer is read from by an agent of its own as long as there may be one more.
+
         Raises:
             DecodeError: the endpoint does not decode.
         """
-        return self._service.connect(decode_endpoint(endpoint))
+        described = decode_endpoint(endpoint)
+        with self._joins:
+            agent = min(self._agents, key=partial(_load_of, described.agent), default=None)
+            if agent is None or (agent.names and len(self._agents) < self._extra.max_agents):
+                agent = self._make()
+                self._agents = (*self._agents, agent)
+            peer = NixlPeer(described, agent, self._wake)
+            agent.join(peer)
+            return peer
 
     def read(
         self, peer: Peer, tiles: Tiles, runs: Runs, *, after: Waitable | None = None
     ) -> Transfer:
-        """See :meth:`Transport.read`."""
-        if not isinstance(peer, NixlPeer):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        kinds = peer.kinds, tuple(memory_kind(span) for span in self._regions.spans)
+        """See :meth:`Transport.read`. A short one is often over when this returns."""
+        ours = own_peer(peer, NixlPeer)
+        check_bounds(tiles, runs, ours.region_bytes, self._regions.nbytes)
+        kinds = ours.kinds, tuple(memory_kind(span) for span in self._regions.spans)
         requests = cut_requests(
             tiles, runs, kinds, self._extra.chunk_bytes, self._extra.max_descriptors
         )
         read = NixlRead(num_bytes(tiles, runs), self._transfers, requests)
         if not self._transfers.add(read):
             return read
-        if not read.nbytes:
-            read.enter()
-            read.leave(0, 0)
-        else:
-            start_after(after, read, lambda: self._service.start(peer, read))
+        start_after(after, read, lambda: self._start(ours, read))
         return read
 
     def poll(self) -> list[Transfer]:
@@ -181,16 +215,86 @@ class NixlTransport(Transport):
         their agent has ended.
         """
         self._transfers.cancel(transfer)
-        self._service.wake()
+        self._wake()
 
     def close(self) -> None:
         """See :meth:`Transport.close`. READs under way end with their agents."""
         if not self._transfers.close():
             return
-        self._service.close()
-        if self._service.may_be_written:
-            _kept.append(self._regions.arrays)
+        self._thread.close()
+        for agent in self._agents:
+            agent.close()
+        with self._lock:
+            self._serving.destroy([])
+        if any(agent.may_be_written for agent in self._agents):
+            keep_for_ever(self._regions.arrays)
             logger.error("READs may still land; the memory is kept until the process ends")
+
+    def _serve(self, region: int, serve: bool) -> int:
+        """Lets peers read a region of ours if they may; returns its id.
+
+        Raises:
+            TransferError: it cannot be registered, or the transport is closed.
+        """
+        if serve:
+            span, device = self._regions.spans[region], int(self._regions.devices[region])
+            with self._lock:
+                self._check_open()
+                self._serving.register(span, device)
+            self._serves = True
+            self._wake()
+        return region
+
+    def _check_open(self) -> None:
+        if self._transfers.closed:
+            raise TransferError("the transport is closed")
+
+    def _start(self, peer: NixlPeer, read: NixlRead) -> None:
+        peer.turns.append(read)
+        if peer.lost is not None:
+            peer.refuse_turns()
+        elif read.nbytes > SHORT_BYTES or not peer.agent.post_now(peer):
+            self._wake()
+
+    def _wake(self) -> None:
+        """Has the thread look now."""
+        self._thread.post(self._hurry)
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _hurry(self) -> None:
+        self._pause_s = _SHORTEST_S
+
+    def _look(self) -> float | None:
+        """One look at everything; seconds until the next."""
+        progressed, under_way = False, False
+        for agent in self._agents:
+            ended, more = agent.look()
+            progressed |= ended
+            under_way |= more
+        if self._serves:
+            progressed |= self._make_progress()
+        if progressed:
+            self._pause_s = _SHORTEST_S
+            return 0.0
+        if not under_way:
+            return _LONGEST_S if self._serves else None
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, _LONGEST_S)
+        return pause_s
+
+    def _make_progress(self) -> bool:
+        """For those who read our memory; whether there was any to make."""
+        began = time.perf_counter()
+        with self._lock:
+            self._serving.serve()
+        return time.perf_counter() - began > _BUSY_S
+
+
+def _load_of(name: str, agent: SharedAgent) -> tuple[bool, int]:
+    """Connections to one serving agent are better kept apart: they would end together."""
+    names = agent.names
+    return name in names, len(names)
 
 
 class NixlDeviceTransport(NixlTransport, DeviceTransport):
@@ -206,7 +310,4 @@ class NixlDeviceTransport(NixlTransport, DeviceTransport):
 
     def register_device(self, memory: MemorySpan, *, serve: bool = True) -> int:
         """See :meth:`DeviceTransport.register_device`."""
-        region = self._regions.add_device(memory, serve=serve)
-        if serve:
-            self._service.serve(region)
-        return region
+        return self._serve(self._regions.add_device(memory, serve=serve), serve)

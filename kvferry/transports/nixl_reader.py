@@ -33,9 +33,8 @@ import numpy.typing as npt
 
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, StalledError
 from kvferry.transports.base import Peer, Transfer, Transfers
-from kvferry.transports.nixl_agents import Agent, AgentOptions, Handle, Rows
+from kvferry.transports.nixl_agents import Agent, AgentOptions, Endpoint, Handle, Rows
 from kvferry.transports.nixl_segments import Request, Segments
-from kvferry.transports.nixl_wire import Endpoint
 from kvferry.transports.regions import Regions
 
 logger = logging.getLogger(__name__)

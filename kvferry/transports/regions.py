@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later."""
 _MADV_COLLAPSE = 25
 """Linux 6.1 and later."""
+_kept: list[ByteArray] = []
 
 
 def private_memory(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
@@ -44,6 +46,11 @@ def private_memory(nbytes: int, *, huge_pages: bool = True) -> ByteArray:
     # One call takes a fifth of the time of a fault per page, and none is left for the first load.
     _advise(memory, _MADV_POPULATE_WRITE)
     return memory
+
+
+def keep_for_ever(memories: Iterable[ByteArray]) -> None:
+    """Keeps memory while the process lives, because something may still land in it."""
+    _kept.extend(memories)
 
 
 def make_huge(memory: ByteArray) -> None:

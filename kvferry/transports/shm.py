@@ -10,17 +10,18 @@ import logging
 import msgspec
 
 from kvferry.config import parse_struct
-from kvferry.errors import (
-    KVFerryError,
-    PeerLostError,
-    TransferError,
-)
-from kvferry.layouts.copier import CopyJob, Int64s, warm
+from kvferry.errors import KVFerryError, PeerLostError, TransferError
+from kvferry.layouts.copier import CopyJob, warm
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import ByteArray, TransportOptions
-from kvferry.transports.decoding import decode_as
-from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport, boot_id
-from kvferry.transports.regions import Regions
+from kvferry.transports.local import (
+    LocalConfig,
+    LocalEndpoint,
+    LocalPeer,
+    LocalTransport,
+    boot_id,
+    decode_here,
+)
 from kvferry.transports.shm_segment import OwnedSegment, PeerSegment, sweep_dead_segments
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,10 @@ class SharedRegion(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
 
-class ShmEndpoint(msgspec.Struct, frozen=True, kw_only=True):
+class ShmEndpoint(LocalEndpoint, frozen=True, kw_only=True):
     """What a reader needs to map a rank's memory."""
 
     transport: str = "shm"
-    version: int = VERSION
-    host: str
-    """Boot id of the host: the names mean nothing on another."""
     regions: tuple[SharedRegion, ...]
 
 
@@ -80,11 +78,9 @@ class ShmTransport(LocalTransport[ShmPeer]):
     ExtraConfig = ShmExtraConfig
 
     def __init__(self, options: TransportOptions, extra: ShmExtraConfig) -> None:
-        super().__init__(options.threads)
-        self._extra = extra
-        self._regions = Regions()
-        self._shared: list[SharedRegion] = []
-        self._segments: list[OwnedSegment] = []
+        super().__init__(options.threads, extra.chunk_bytes)
+        self._segments: dict[int, OwnedSegment] = {}
+        """Region id → where it is served."""
 
     @classmethod
     def open(cls, options: TransportOptions) -> "ShmTransport":
@@ -104,9 +100,9 @@ class ShmTransport(LocalTransport[ShmPeer]):
         """See :meth:`Transport.allocate`."""
         segment = OwnedSegment.create(nbytes)
         with self._lock:
-            self._segments.append(segment)
-            self._shared.append(SharedRegion(segment.name, nbytes))
-            return self._regions.add(segment.array, serve=True), segment.array
+            region = self._regions.add(segment.array, serve=True)
+            self._segments[region] = segment
+        return region, segment.array
 
     def register(self, memory: ByteArray, *, serve: bool = True) -> int:
         """See :meth:`Transport.register`; only ``serve=False`` is possible here."""
@@ -115,14 +111,15 @@ class ShmTransport(LocalTransport[ShmPeer]):
                 "shm cannot serve memory that exists; take the memory from allocate(), or use "
                 "register(..., serve=False) for memory that is only read into"
             )
-        with self._lock:
-            self._shared.append(SharedRegion("", 0))
-            return self._regions.add(memory, serve=False)
+        return self._regions.add(memory, serve=False)
 
     def endpoint(self) -> bytes:
         """See :meth:`Transport.endpoint`."""
         with self._lock:
-            regions = tuple(self._shared)
+            regions = tuple(
+                SharedRegion(self._segments[region].name if nbytes else "", nbytes)
+                for region, nbytes in enumerate(self._regions.served_nbytes)
+            )
         return msgspec.msgpack.encode(ShmEndpoint(host=boot_id(), regions=regions))
 
     def connect(self, endpoint: bytes) -> ShmPeer:
@@ -134,7 +131,7 @@ class ShmTransport(LocalTransport[ShmPeer]):
             PeerLostError: the peer is gone, or on another host.
             SharedMemoryError: a segment cannot be mapped.
         """
-        described = _decode(endpoint)
+        described = decode_here(ShmEndpoint, endpoint, "shm")
         segments: dict[int, PeerSegment] = {}
         try:
             for region, shared in enumerate(described.regions):
@@ -149,22 +146,15 @@ class ShmTransport(LocalTransport[ShmPeer]):
         self._prefault(peer)
         return peer
 
-    @property
-    def _target_bytes(self) -> Int64s:
-        return self._regions.nbytes
-
     def _copy(self, peer: ShmPeer, tiles: Tiles, runs: Runs) -> CopyJob:
-        return CopyJob(
-            peer.addresses, self._regions.addresses, tiles, runs, self._extra.chunk_bytes
-        )
+        return CopyJob(peer.addresses, self._regions.addresses, tiles, runs, self._chunk_bytes)
 
     def close(self) -> None:
         """See :meth:`Transport.close`. Memory is unmapped when the last array of it goes."""
         super().close()
         with self._lock:
-            segments, self._segments = self._segments, []
-        for segment in segments:
-            segment.close()
+            for segment in self._segments.values():
+                segment.close()
 
     def _prefault(self, peer: ShmPeer) -> None:
         """Fills the page tables of a peer's memory a slice at a time, between reads.
@@ -186,12 +176,3 @@ class ShmTransport(LocalTransport[ShmPeer]):
                 self._movers.submit(step)
 
         self._movers.submit(step)
-
-
-def _decode(endpoint: bytes) -> ShmEndpoint:
-    described = decode_as(ShmEndpoint, endpoint, "shm", VERSION)
-    if described.host != boot_id():
-        raise PeerLostError(
-            "the peer runs on another host, where shared memory does not reach; use tcp"
-        )
-    return described

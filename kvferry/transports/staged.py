@@ -19,12 +19,7 @@ from functools import cached_property, partial
 import msgspec
 import numpy as np
 
-from kvferry.errors import (
-    HostError,
-    KVFerryError,
-    StalledError,
-    TransferError,
-)
+from kvferry.errors import HostError, StalledError
 from kvferry.layouts.arrays import HOST, MemorySpan
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.convert import convert as convert_elements
@@ -42,10 +37,13 @@ from kvferry.transports.base import (
     Transfers,
     TransferState,
     Transport,
+    TransportAround,
     TransportOptions,
     Waitable,
+    as_transfer_error,
 )
 from kvferry.transports.movers import MoverPool, start_after
+from kvferry.transports.regions import keep_for_ever
 from kvferry.transports.staging import ALIGNMENT, Claim, Slot, StagingNumbers, StagingPool
 
 logger = logging.getLogger(__name__)
@@ -53,9 +51,6 @@ logger = logging.getLogger(__name__)
 CHUNKS_AT_ONCE = 8
 """A chunk is at most this part of the staging memory, so that wire and unpacking overlap in the
 half of it that one source may fill."""
-
-_kept: list[ByteArray] = []
-"""Staging memory that was closed while something might still land: kept while the process lives."""
 
 
 class Staging(Closing):
@@ -138,7 +133,7 @@ class Staging(Closing):
         self.stop()
         self._placer.close()
         if self.pool.may_be_written:
-            _kept.append(self.memory)
+            keep_for_ever([self.memory])
 
 
 class _StagedRead(Transfer):
@@ -175,7 +170,7 @@ class NoExtraConfig(msgspec.Struct, frozen=True):
     """Staging takes no keys of its own."""
 
 
-class StagedTransport(Transport):
+class StagedTransport(TransportAround):
     """Reads through staging memory, over a transport that stays its opener's."""
 
     name = "staged"
@@ -188,7 +183,7 @@ class StagedTransport(Transport):
         inner: moves the chunks; it need not fence.
         staging: of the rank whose memory is read into; its regions are the target's.
         """
-        self._inner = inner
+        super().__init__(inner)
         self._staging = staging
         self._serial = staging.serial
         self._pool = staging.pool
@@ -204,22 +199,6 @@ class StagedTransport(Transport):
             TypeError: always.
         """
         raise TypeError("staging is made around an open transport: StagedTransport(inner, staging)")
-
-    def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
-        """As the inner transport."""
-        return self._inner.allocate(nbytes)
-
-    def register(self, memory: ByteArray, *, serve: bool = True) -> int:
-        """As the inner transport."""
-        return self._inner.register(memory, serve=serve)
-
-    def endpoint(self) -> bytes:
-        """As the inner transport."""
-        return self._inner.endpoint()
-
-    def connect(self, endpoint: bytes) -> Peer:
-        """As the inner transport, whose connections it reads over."""
-        return self._inner.connect(endpoint)
 
     def check(self, tiles: Tiles, tokens: int) -> None:
         """Checks that a chunk of one tile and so many tokens fits into the staging memory.
@@ -272,11 +251,7 @@ class StagedTransport(Transport):
         read = _StagedRead(self, num_bytes(tiles, runs), peer, source, chunks, conversion)
         if not self.transfers.add(read):
             return read
-        if not read.nbytes:
-            read.enter()
-            read.leave(0, 0)
-        else:
-            start_after(after, read, lambda: self._serial.post(partial(self._begin, read)))
+        start_after(after, read, lambda: self._serial.post(partial(self._begin, read)))
         return read
 
     def poll(self) -> list[Transfer]:
@@ -419,11 +394,3 @@ class StagedTransport(Transport):
                 assert slot.transfer is not None  # it has landed
                 read.leave(nbytes, slot.transfer.segments)
         self._serial.post(partial(self._unpacked, read, slot))
-
-
-def as_transfer_error(error: Exception, what: str) -> KVFerryError:
-    """The error of a read; for a defect of ours, which is logged, one that says so."""
-    if isinstance(error, KVFerryError):
-        return error
-    logger.error("%s", what, exc_info=error)
-    return TransferError(f"{what}: {error!r}")

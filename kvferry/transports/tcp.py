@@ -6,19 +6,16 @@ layout happens in these two passes. Only the reader's own threads write its memo
 state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
 """
 
-import ipaddress
-
 import zmq
 
 from kvferry.config import parse_struct
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import KVFerryError
 from kvferry.layouts.copier import warm
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.tcp_reader import TcpReader
 from kvferry.transports.tcp_server import TcpServer
-from kvferry.transports.wire import WireConfig, WireTransport
-from kvferry.transports.wire_reader import WireLimits
+from kvferry.transports.wire import WireConfig, WireTransport, check_host
 
 
 class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
@@ -60,10 +57,8 @@ class TcpTransport(WireTransport):
             raise
         self._port = self._server.port
         self._pool = MoverPool("tcp", options.threads)
-        limits = WireLimits(extra.chunk_bytes, extra.window_bytes, options.stall_timeout_s)
-        self._reader: TcpReader = TcpReader(
-            self._context, self._regions, self._transfers, self._pool, limits
-        )
+        side = self._reading_side(self._pool, extra, options.stall_timeout_s)
+        self._reader: TcpReader = TcpReader(self._context, side)
 
     @classmethod
     def open(cls, options: TransportOptions) -> "TcpTransport":
@@ -76,11 +71,8 @@ class TcpTransport(WireTransport):
             HostError: the host is no address of this machine.
         """
         extra = parse_struct(TcpExtraConfig, options.extra, "tcp")
-        if _is_wildcard(options.host) and not extra.advertise_host:
-            raise ConfigError(
-                f"tcp: host {options.host} listens everywhere, but peers cannot be told that; set "
-                "advertise_host to the name or address under which they reach this machine"
-            )
+        if not extra.advertise_host:
+            check_host("tcp", options.host, "advertise_host to the name or address")
         warm()
         return cls(options, extra)
 
@@ -97,10 +89,3 @@ class TcpTransport(WireTransport):
         self._pool.close()
         self._server.close()
         self._context.term()
-
-
-def _is_wildcard(host: str) -> bool:
-    try:
-        return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name
-        return False

@@ -8,18 +8,14 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
 from kvferry.mailbox import Mailbox
-from kvferry.transports.base import Transfers, TransferState
+from kvferry.transports.base import TransferState
 from kvferry.transports.decoding import decode
-from kvferry.transports.movers import MoverPool
-from kvferry.transports.regions import Regions
 from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
     MAX_CHUNK_BYTES,
@@ -35,7 +31,7 @@ from kvferry.transports.wire_messages import (
     Welcome,
     encode,
 )
-from kvferry.transports.wire_reader import WireLimits, WirePeer, WireRead, WireReader
+from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, WireReader
 from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, tcp_address, zmq_errors
 
 logger = logging.getLogger(__name__)
@@ -45,16 +41,7 @@ _LONGEST_MS = 2**31 - 1
 """The longest timeout that a ZeroMQ socket takes."""
 
 
-class TcpRead(WireRead):
-    """A read, and which chunks have come."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.missing: set[int] = set()
-        """Chunks that have not come yet."""
-
-
-class TcpPeer(WirePeer[TcpRead]):
+class TcpPeer(WirePeer):
     """A connection with the sockets that it takes, and the window of its server."""
 
     def __init__(self, endpoint: Endpoint, reader: "TcpReader", socket: Socket) -> None:
@@ -85,24 +72,16 @@ class TcpPeer(WirePeer[TcpRead]):
         return drained
 
 
-class TcpReader(WireReader[TcpPeer, TcpRead]):
+class TcpReader(WireReader[TcpPeer]):
     """The connections, and the thread that they belong to."""
 
     peer_class = TcpPeer
-    read_class = TcpRead
 
-    def __init__(
-        self,
-        context: Context,
-        regions: Regions,
-        transfers: Transfers,
-        pool: MoverPool,
-        limits: WireLimits,
-    ) -> None:
-        super().__init__(regions, transfers, pool, limits)
+    def __init__(self, context: Context, side: ReadingSide) -> None:
+        mailbox = Mailbox("tcp-reader", self.fail_stalled, poller=zmq.Poller())
+        super().__init__(mailbox, side)
         self._context = context
-        self._mailbox = Mailbox("tcp-reader", self.fail_stalled, poller=zmq.Poller())
-        self._mailbox.start()
+        mailbox.start()
 
     # Called from any thread.
 
@@ -120,7 +99,7 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
             socket.rcvhwm = 0  # the window bounds what is under way
             socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
             socket.connect_timeout = min(
-                max(1, int(self._limits.stall_timeout_s * 1000)), _LONGEST_MS
+                max(1, int(self._side.stall_timeout_s * 1000)), _LONGEST_MS
             )
             socket.tcp_keepalive = 1
             peer = TcpPeer(endpoint, self, socket)
@@ -132,10 +111,6 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
                 raise
         self.post(lambda: self._add(peer))
         return peer
-
-    def post(self, task: Callable[[], object]) -> None:
-        """See :meth:`WireReader.post`."""
-        self._mailbox.post(task)
 
     def close(self) -> None:
         """Ends the thread and the connections. Idempotent."""
@@ -181,12 +156,10 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
             )
         return message
 
-    def _send_read(self, peer: TcpPeer, read: TcpRead, message: Read) -> None:
-        assert read.plan is not None
-        read.missing = set(range(len(read.plan.chunks)))
+    def _send_read(self, peer: TcpPeer, _read: WireRead, message: Read) -> None:
         self._send(peer, message)
 
-    def _forget(self, peer: TcpPeer, read: TcpRead, state: TransferState) -> None:
+    def _forget(self, peer: TcpPeer, read: WireRead, state: TransferState) -> None:
         if peer.reads.pop(read.number, None) is not None and state is not TransferState.DONE:
             self._send(peer, Cancel(read.number))
         self.send_taken(peer)
@@ -232,16 +205,7 @@ class TcpReader(WireReader[TcpPeer, TcpRead]):
                 raise DecodeError(f"{peer.address} sent a chunk of a read that we never asked for")
             peer.take(nbytes)  # of a read that has ended
             return
-        assert read.plan is not None
-        if message.chunk not in read.missing:
-            raise DecodeError(f"{peer.address} sent chunk {message.chunk}, which is not missing")
-        if nbytes != read.plan.nbytes[message.chunk]:
-            raise DecodeError(
-                f"{peer.address} sent {nbytes} bytes for a chunk of "
-                f"{read.plan.nbytes[message.chunk]}"
-            )
-        read.missing.discard(message.chunk)
-        self._pool.submit(functools.partial(self._unpack, peer, read, message.chunk, buffer))
+        self._came(peer, read, message.chunk, buffer)
 
     def _watch(self, peer: TcpPeer) -> None:
         try:

@@ -5,26 +5,19 @@ Cut into chunks and packed as by ``tcp`` (:mod:`~kvferry.transports.wire_chunks`
 (:mod:`~kvferry.transports.ucx_reader`), which is what makes it fence. One thread owns UCX.
 """
 
-import contextlib
-import ipaddress
-import logging
 import select
-import threading
 
 import msgspec
 
 from kvferry.config import parse_struct
-from kvferry.errors import ConfigError
 from kvferry.layouts.copier import warm
+from kvferry.mailbox import Mailbox
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.movers import MoverPool
 from kvferry.transports.ucx_link import Ucx
 from kvferry.transports.ucx_reader import UcxReader
 from kvferry.transports.ucx_server import UcxServer
-from kvferry.transports.wire import WireConfig, WireTransport
-from kvferry.transports.wire_reader import WireLimits
-
-logger = logging.getLogger(__name__)
+from kvferry.transports.wire import WireConfig, WireTransport, check_host
 
 
 class UcxExtraConfig(WireConfig, frozen=True, kw_only=True):
@@ -42,18 +35,15 @@ class UcxTransport(WireTransport):
 
     def __init__(self, options: TransportOptions, extra: UcxExtraConfig) -> None:
         super().__init__(options.host)
-        limits = WireLimits(extra.chunk_bytes, extra.window_bytes, options.stall_timeout_s)
-        self._tick_s = limits.tick_s
         self._ucx = Ucx(extra.config, extra.port)
+        self._mailbox = Mailbox("ucx", self._turn, poller=select.poll())
         self._port = self._ucx.port
         self._server = UcxServer(self._regions, self._token, extra.max_readers)
         self._pool = MoverPool("ucx", options.threads)
-        self._reader: UcxReader = UcxReader(
-            self._ucx, self._regions, self._transfers, self._pool, limits
-        )
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvferry-ucx", daemon=True)
-        self._thread.start()
+        side = self._reading_side(self._pool, extra, options.stall_timeout_s)
+        self._reader: UcxReader = UcxReader(self._ucx, self._mailbox, side)
+        self._mailbox.watch(self._ucx.event_fd, lambda: None)  # the turn makes the progress
+        self._mailbox.start()
 
     @classmethod
     def open(cls, options: TransportOptions) -> "UcxTransport":
@@ -66,12 +56,7 @@ class UcxTransport(WireTransport):
             HostError: UCX finds nothing to listen on.
         """
         extra = parse_struct(UcxExtraConfig, options.extra, "ucx")
-        with contextlib.suppress(ValueError):  # a name
-            if ipaddress.ip_address(options.host).is_unspecified:
-                raise ConfigError(
-                    f"ucx: host {options.host} is everywhere, but peers cannot be told that; set "
-                    "host to the address under which they reach this machine"
-                )
+        check_host("ucx", options.host, "host to the address")
         warm()
         return cls(options, extra)
 
@@ -79,34 +64,16 @@ class UcxTransport(WireTransport):
         """See :meth:`Transport.close`."""
         if not self._transfers.close():
             return
-        self._closing = True
-        self._reader.tasks.post(lambda: None)
-        self._thread.join()
-        self._reader.tasks.close()
-        self._pool.close()
-
-    # What follows runs in the transport's thread.
-
-    def _run(self) -> None:
-        while not self._closing:
-            try:
-                if not self._round():
-                    self._sleep()
-                self._reader.fail_stalled()
-            except Exception:  # a bug must not end the thread that every read needs
-                logger.exception("the ucx thread failed; it goes on")
-        self._reader.tasks.run()
+        self._mailbox.close()  # from here on UCX is this thread's
         self._reader.lose_all()
         self._server.close()
-        self._ucx.close(lambda: self._reader.idle and self._server.idle)
+        self._ucx.close()
+        self._pool.close()
 
-    def _round(self) -> bool:
+    def _turn(self) -> float:
+        """One look at everything, by the transport's thread; seconds until the next."""
         self._ucx.progress()
-        progressed = self._reader.tasks.run()
         self._server.accept(self._ucx.arrivals())
-        return progressed | self._server.round() | self._reader.round()
-
-    def _sleep(self) -> None:
-        if self._ucx.may_sleep():
-            select.select([self._ucx.event_fd, self._reader.tasks.event_fd], [], [], self._tick_s)
-            self._reader.tasks.quiet()
+        progressed = self._server.round() | self._reader.round()
+        pause_s = self._reader.fail_stalled()
+        return pause_s if not progressed and self._ucx.may_sleep() else 0.0

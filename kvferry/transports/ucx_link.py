@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -123,8 +123,7 @@ class Link:
         framed = np.frombuffer(_LENGTH.pack(len(frame)) + frame, dtype=np.uint8)
         with ucx_errors("cannot send"):
             request = self._endpoint.stream_send(self._ucx.array(framed))
-        self._ucx.hold(request, framed)
-        return request
+        return self._ucx.hold(request, framed)
 
     def receive(self) -> bytes | None:
         """The next message, or ``None``.
@@ -163,20 +162,22 @@ class Link:
     def _expect(self, nbytes: int) -> None:
         self._buffer = np.empty(nbytes, dtype=np.uint8)
         with ucx_errors("cannot receive"):
-            self._receiving = self._endpoint.stream_recv(self._ucx.array(self._buffer))
-        self._ucx.hold(self._receiving, self._buffer)
+            request = self._endpoint.stream_recv(self._ucx.array(self._buffer))
+        self._receiving = self._ucx.hold(request, self._buffer)
 
     def send_buffer(self, tag: int, buffer: ByteArray) -> Request:
         """Sends a buffer to whoever expects ``tag``; it must stay as it is until it has left."""
         with ucx_errors("cannot send"):
-            return self._endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))
+            request = self._endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))
+        return self._ucx.hold(request, buffer)
 
     def expect(self, tag: int, buffer: ByteArray) -> Request:
         """Receives what comes under ``tag``, at most as much as fits, into ``buffer``."""
         with ucx_errors("cannot receive"):
-            return self._endpoint.tag_recv(
+            request = self._endpoint.tag_recv(
                 self._ucx.array(buffer), self._ucx.tag(tag), self._ucx.whole_tag
             )
+        return self._ucx.hold(request, buffer)
 
     def close(self) -> None:
         """Ends the connection; what is under way on it is cancelled."""
@@ -238,9 +239,10 @@ class Ucx:
         with ucx_errors(f"cannot connect to {host}:{port}"):
             return Link(self, self._api.UCXEndpoint.create(self._worker, host, port, True))
 
-    def hold(self, request: Request, buffer: ByteArray) -> None:
-        """Keeps a buffer until UCX has let go of it."""
+    def hold(self, request: Request, buffer: ByteArray) -> Request:
+        """Keeps a buffer until UCX has let go of it, whatever becomes of the connection."""
         self._held.append((request, buffer))
+        return request
 
     def progress(self) -> None:
         """Moves everything on."""
@@ -251,10 +253,10 @@ class Ucx:
         """Whether nothing is left to do before :attr:`event_fd` becomes readable."""
         return bool(self._worker.arm())
 
-    def close(self, done: Callable[[], bool]) -> None:
-        """Ends the listener and the worker, once ``done`` says that nothing is under way."""
+    def close(self) -> None:
+        """Ends the listener and the worker, once UCX has let go of all buffers."""
         for _ in range(1000):
-            if done() and not self._held:
+            if not self._held:
                 break
             self.progress()
         del self._listener, self._worker, self._context

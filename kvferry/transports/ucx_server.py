@@ -44,8 +44,8 @@ class _Reader(ServedReader):
     welcome: bool = False
     """Whether it has shown the token."""
     wants: deque[Want] = field(default_factory=deque)
-    sending: list[tuple[Request, ByteArray]] = field(default_factory=list)
-    """What has not left yet."""
+    sending: list[Request] = field(default_factory=list)
+    """Chunks that have not left yet."""
     refused: float | None = None
     """When it was refused altogether. Nothing that it says counts any more."""
 
@@ -56,13 +56,6 @@ class UcxServer(WireServer):
     def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
         super().__init__(regions, token, max_readers)
         self._readers: list[_Reader] = []
-        self._leaving: list[tuple[Request, ByteArray]] = []
-        """What connections that are gone had not sent; UCX may still look at it."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no buffer is on its way."""
-        return not self._leaving and not any(reader.sending for reader in self._readers)
 
     def accept(self, links: list[Link]) -> None:
         """Takes in connections that others have begun."""
@@ -74,7 +67,6 @@ class UcxServer(WireServer):
     def round(self) -> bool:
         """One look at every reader; whether anything went on."""
         progressed = False
-        self._leaving = [each for each in self._leaving if not each[0].completed]
         for reader in list(self._readers):
             try:
                 if reader.refused is None:
@@ -128,12 +120,12 @@ class UcxServer(WireServer):
     def _serve(self, reader: _Reader) -> bool:
         """Sends the next chunk that a reader wants, if the last ones have left."""
         before = len(reader.sending)
-        reader.sending = [each for each in reader.sending if not each[0].completed]
+        reader.sending = [each for each in reader.sending if not each.completed]
         progressed = len(reader.sending) < before
         if reader.wants and len(reader.sending) < _SENDS_AHEAD:
             want = reader.wants.popleft()
             buffer = self._pack(reader.reads.get(want.transfer), want)
-            reader.sending.append((reader.link.send_buffer(want.tag, buffer), buffer))
+            reader.sending.append(reader.link.send_buffer(want.tag, buffer))
             progressed = True
         return progressed
 
@@ -156,7 +148,6 @@ class UcxServer(WireServer):
 
     def _forget(self, reader: _Reader) -> None:
         self._readers.remove(reader)
-        self._leaving += reader.sending
         reader.link.close()
 
 

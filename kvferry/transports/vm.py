@@ -20,7 +20,7 @@ from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.decoding import decode_as
 from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport
-from kvferry.transports.regions import Regions, make_huge, private_memory
+from kvferry.transports.regions import make_huge, private_memory
 from kvferry.transports.vm_bounce import Bounce, new_bounce
 from kvferry.transports.vm_kernels import read_chunks
 from kvferry.transports.vm_process import (
@@ -138,9 +138,8 @@ class VmTransport(LocalTransport[VmPeer]):
     ExtraConfig = VmExtraConfig
 
     def __init__(self, options: TransportOptions, extra: VmExtraConfig) -> None:
-        super().__init__(options.threads)
+        super().__init__(options.threads, extra.chunk_bytes)
         self._extra = extra
-        self._regions = Regions()
         self._token = Token()
 
     @classmethod
@@ -195,10 +194,6 @@ class VmTransport(LocalTransport[VmPeer]):
         """
         return self._add_peer(VmPeer(_decode(endpoint)))
 
-    @property
-    def _target_bytes(self) -> Int64s:
-        return self._regions.nbytes
-
     def _copy(self, peer: VmPeer, tiles: Tiles, runs: Runs) -> ProcessCopy:
         return ProcessCopy(
             peer.process,
@@ -206,7 +201,7 @@ class VmTransport(LocalTransport[VmPeer]):
             self._regions.addresses,
             tiles,
             runs,
-            chunk_bytes=self._extra.chunk_bytes,
+            chunk_bytes=self._chunk_bytes,
             threads=self._movers.size,
         )
 

@@ -12,8 +12,7 @@ pays for each of them, and dense chunks come in longer ones where the source's l
 from dataclasses import dataclass
 
 from kvferry.layouts.arrays import HOST
-from kvferry.transports.base import Transport
-from kvferry.transports.device import DeviceTransport
+from kvferry.transports.base import DeviceTransport, Transport
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """What the transports tcp and ucx share: served memory, who may read it, and why not."""
 
+import contextlib
 import hmac
+import ipaddress
 import logging
 import secrets
 import time
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.errors import KVFerryError, ProtocolError, TransferError
+from kvferry.errors import ConfigError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import (
     Addressing,
@@ -21,6 +23,7 @@ from kvferry.transports.base import (
     Transport,
     Waitable,
 )
+from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions, private_memory
 from kvferry.transports.wire_chunks import ChunkPlan, check_chunks
 from kvferry.transports.wire_messages import (
@@ -36,7 +39,7 @@ from kvferry.transports.wire_messages import (
     decode_read,
     encode,
 )
-from kvferry.transports.wire_reader import WirePeer, WireReader
+from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireReader
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,22 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
 
+def check_host(transport: str, host: str, advice: str) -> None:
+    """Checks that peers can be told the host that is listened on.
+
+    Raises:
+        ConfigError: it stands for every address of this machine.
+    """
+    everywhere = host in ("", "*")
+    with contextlib.suppress(ValueError):  # a name
+        everywhere = everywhere or ipaddress.ip_address(host).is_unspecified
+    if everywhere:
+        raise ConfigError(
+            f"{transport}: host {host} is everywhere, but peers cannot be told that; set "
+            f"{advice} under which they reach this machine"
+        )
+
+
 class WireTransport(Transport):
     """A transport whose source packs chunks that the reader unpacks."""
 
@@ -71,13 +90,25 @@ class WireTransport(Transport):
 
     _port: int
     """Of the data endpoint."""
-    _reader: WireReader[Any, Any]
+    _reader: WireReader[Any]
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._token = secrets.token_bytes(16)
         self._regions = Regions()
         self._transfers = Transfers()
+
+    def _reading_side(
+        self, pool: MoverPool, extra: WireConfig, stall_timeout_s: float
+    ) -> ReadingSide:
+        return ReadingSide(
+            self._regions,
+            self._transfers,
+            pool,
+            extra.chunk_bytes,
+            extra.window_bytes,
+            stall_timeout_s,
+        )
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`."""
@@ -100,13 +131,13 @@ class WireTransport(Transport):
             )
         )
 
-    def connect(self, endpoint: bytes) -> WirePeer[Any]:
+    def connect(self, endpoint: bytes) -> WirePeer:
         """Begins a connection and returns at once; where nobody is, reads fail.
 
         Raises:
             DecodeError: the endpoint does not decode.
         """
-        peer: WirePeer[Any] = self._reader.connect(decode_endpoint(endpoint, self.name))
+        peer: WirePeer = self._reader.connect(decode_endpoint(endpoint, self.name))
         return peer
 
     def read(

@@ -5,20 +5,20 @@ Only the movers write the target memory, each chunk inside its transfer's fence
 whatever a peer sends late.
 """
 
-import logging
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from kvferry.errors import KVFerryError, PeerLostError, StalledError, TransferError
+from kvferry.errors import DecodeError, KVFerryError, PeerLostError, StalledError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
+from kvferry.mailbox import Mailbox
 from kvferry.transports.base import (
     ByteArray,
     Peer,
@@ -26,6 +26,8 @@ from kvferry.transports.base import (
     Transfers,
     TransferState,
     Waitable,
+    as_transfer_error,
+    own_peer,
 )
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
@@ -46,16 +48,17 @@ from kvferry.transports.wire_messages import (
     refused_error,
 )
 
-logger = logging.getLogger(__name__)
-
-ReadT = TypeVar("ReadT", bound="WireRead")
-PeerT = TypeVar("PeerT", bound="WirePeer[Any]")
+PeerT = TypeVar("PeerT", bound="WirePeer")
 
 
 @dataclass(frozen=True, slots=True)
-class WireLimits:
-    """How a side reads."""
+class ReadingSide:
+    """What the reading side of a transport works with."""
 
+    regions: Regions
+    transfers: Transfers
+    pool: MoverPool
+    """The threads that unpack."""
     chunk_bytes: int
     """Bytes per message of a read."""
     window_bytes: int
@@ -74,8 +77,8 @@ class WireRead(Transfer):
 
     def __init__(
         self,
-        reader: "WireReader[Any, Any]",
-        peer: "WirePeer[Any]",
+        reader: "WireReader[Any]",
+        peer: "WirePeer",
         tiles: Tiles,
         runs: Runs,
         transfers: Transfers,
@@ -86,6 +89,8 @@ class WireRead(Transfer):
         self.number = -1
         """The id under which the server knows it; -1 until it was sent."""
         self.plan: ChunkPlan | None = None
+        self.missing: set[int] = set()
+        """Chunks that were asked for and have not come yet."""
         self._reader = reader
         self._peer = peer
 
@@ -94,16 +99,16 @@ class WireRead(Transfer):
         self._reader.post(lambda: self._reader.end(self._peer, self, state))
 
 
-class WirePeer(Peer, Generic[ReadT]):
+class WirePeer(Peer):
     """A connection to one serving rank. All but ``close`` and ``take`` belongs to one thread."""
 
-    def __init__(self, endpoint: Endpoint, reader: "WireReader[Any, ReadT]") -> None:
+    def __init__(self, endpoint: Endpoint, reader: "WireReader[Any]") -> None:
         self.endpoint = endpoint
         self.region_bytes = endpoint.regions
         """By region id; 0 where nothing is served."""
-        self.reads: dict[int, ReadT] = {}
+        self.reads: dict[int, WireRead] = {}
         """Reads that the server knows."""
-        self.waiting: deque[ReadT] = deque()
+        self.waiting: deque[WireRead] = deque()
         """Reads kept back: the server takes :data:`MAX_READS` at a time."""
         self.next_number = 0
         self.progressed = time.monotonic()
@@ -126,25 +131,18 @@ class WirePeer(Peer, Generic[ReadT]):
         """A chunk was unpacked or dropped; any thread."""
 
 
-class WireReader(ABC, Generic[PeerT, ReadT]):
+class WireReader(ABC, Generic[PeerT]):
     """Owns the connections to serving ranks. All but ``read`` belongs to one thread."""
 
     peer_class: type[PeerT]
-    read_class: type[ReadT]
 
-    def __init__(
-        self, regions: Regions, transfers: Transfers, pool: MoverPool, limits: WireLimits
-    ) -> None:
-        self._regions = regions
-        self._transfers = transfers
-        self._pool = pool
-        self._limits = limits
+    def __init__(self, mailbox: Mailbox, side: ReadingSide) -> None:
+        self.post = mailbox.post
+        """Has the thread that owns the connections call a task; any thread."""
+        self._mailbox = mailbox
+        self._side = side
         self._peers: list[PeerT] = []
         self._looked = time.monotonic()
-
-    @abstractmethod
-    def post(self, task: Callable[[], object]) -> None:
-        """Has the thread that owns the connections call ``task``; any thread."""
 
     @abstractmethod
     def connect(self, endpoint: Endpoint) -> PeerT:
@@ -155,11 +153,11 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         """
 
     @abstractmethod
-    def _send_read(self, peer: PeerT, read: ReadT, message: Read) -> None:
+    def _send_read(self, peer: PeerT, read: WireRead, message: Read) -> None:
         """Asks for a read that has its plan and its number; loses the peer if that fails."""
 
     @abstractmethod
-    def _forget(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
+    def _forget(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
         """Drops a read that has ended and tells the server; loses the peer if that fails."""
 
     @abstractmethod
@@ -168,17 +166,12 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
 
     def read(self, peer: Peer, tiles: Tiles, runs: Runs, after: Waitable | None) -> Transfer:
         """See :meth:`Transport.read`; any thread."""
-        if not isinstance(peer, self.peer_class):
-            raise TypeError(f"peer: expected what connect() returned, got {peer!r}")
-        check_bounds(tiles, runs, peer.region_bytes, self._regions.nbytes)
-        read = self.read_class(self, peer, tiles, runs, self._transfers)
-        if not self._transfers.add(read):
+        ours = own_peer(peer, self.peer_class)
+        check_bounds(tiles, runs, ours.region_bytes, self._side.regions.nbytes)
+        read = WireRead(self, ours, tiles, runs, self._side.transfers)
+        if not self._side.transfers.add(read):
             return read
-        if not read.nbytes:
-            read.enter()
-            read.leave(0, 0)
-        else:
-            start_after(after, read, lambda: self.post(lambda: self._start(peer, read)))
+        start_after(after, read, lambda: self.post(lambda: self._start(ours, read)))
         return read
 
     def lose(self, peer: PeerT, error: KVFerryError) -> None:
@@ -204,23 +197,23 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         Returns the seconds after which it wants to be called again.
         """
         now = time.monotonic()
-        if now - self._looked < self._limits.tick_s:
-            return self._limits.tick_s
+        if now - self._looked < self._side.tick_s:
+            return self._side.tick_s
         self._looked = now
         for peer in list(self._peers):
             for read in [*peer.reads.values(), *peer.waiting]:
                 # A read that waits for its turn behind others of this peer is not stalled.
                 since = now - max(peer.progressed, read.progressed)
-                if since > self._limits.stall_timeout_s:
+                if since > self._side.stall_timeout_s:
                     read.fail(
                         StalledError(
                             f"{peer.address} has sent nothing for {since:.1f} s "
-                            f"(stall_timeout_s: {self._limits.stall_timeout_s})"
+                            f"(stall_timeout_s: {self._side.stall_timeout_s})"
                         )
                     )
-        return self._limits.tick_s
+        return self._side.tick_s
 
-    def _start(self, peer: PeerT, read: ReadT) -> None:
+    def _start(self, peer: PeerT, read: WireRead) -> None:
         if peer.lost is not None:
             read.fail(PeerLostError(f"the peer was lost before: {peer.lost}"))
         elif len(peer.reads) >= MAX_READS:
@@ -228,17 +221,15 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         elif not read.stopped:
             self._request(peer, read)
 
-    def _request(self, peer: PeerT, read: ReadT) -> None:
+    def _request(self, peer: PeerT, read: WireRead) -> None:
         try:
-            plan = plan_chunks(read.tiles, read.runs, self._limits.chunk_bytes)
+            plan = plan_chunks(read.tiles, read.runs, self._side.chunk_bytes)
             message = self._message(peer, plan)
         except Exception as error:  # of ours or a bug of ours: this read ends, the others go on
-            if not isinstance(error, KVFerryError):
-                logger.exception("a read cannot be planned")
-                error = TransferError(f"the read cannot be planned: {error!r}")
-            read.fail(error)
+            read.fail(as_transfer_error(error, "the read cannot be planned"))
             return
         read.plan, read.number = plan, peer.next_number
+        read.missing = set(range(len(plan.chunks)))
         read.progressed = time.monotonic()
         peer.reads[read.number] = read
         peer.next_number += 1
@@ -254,7 +245,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             encode_steps(plan.runs),
         )
 
-    def end(self, peer: PeerT, read: ReadT, state: TransferState) -> None:
+    def end(self, peer: PeerT, read: WireRead, state: TransferState) -> None:
         """A read has ended; its place at the server is free."""
         if peer.lost is not None:
             return
@@ -263,7 +254,7 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
             self._start(peer, peer.waiting.popleft())
 
     def _hello(self, peer: PeerT) -> Hello:
-        return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX, self._limits.window_bytes)
+        return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX, self._side.window_bytes)
 
     def _refused(self, peer: PeerT, message: Refused) -> None:
         if message.transfer is None:
@@ -271,7 +262,27 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         elif message.transfer in peer.reads:
             peer.reads.pop(message.transfer).fail(refused_error(message, peer.address))
 
-    def _unpack(self, peer: PeerT, read: ReadT, chunk: int, buffer: memoryview | ByteArray) -> None:
+    def _came(
+        self, peer: PeerT, read: WireRead, chunk: int, buffer: memoryview | ByteArray
+    ) -> None:
+        """A mover puts a chunk in place that has come.
+
+        Raises:
+            DecodeError: it is none that was asked for, or has come before, or has another size.
+        """
+        assert read.plan is not None
+        if chunk not in read.missing:
+            raise DecodeError(f"{peer.address} sent chunk {chunk}, which is not missing")
+        if len(buffer) != read.plan.nbytes[chunk]:
+            raise DecodeError(
+                f"{peer.address} sent {len(buffer)} bytes for a chunk of {read.plan.nbytes[chunk]}"
+            )
+        read.missing.discard(chunk)
+        self._side.pool.submit(functools.partial(self._unpack, peer, read, chunk, buffer))
+
+    def _unpack(
+        self, peer: PeerT, read: WireRead, chunk: int, buffer: memoryview | ByteArray
+    ) -> None:
         """Puts one chunk in place, on a mover."""
         data = np.frombuffer(buffer, dtype=np.uint8)
         assert read.plan is not None
@@ -281,12 +292,11 @@ class WireReader(ABC, Generic[PeerT, ReadT]):
         nbytes, segments = 0, 0
         try:
             segments = copy_tiles(
-                [data.ctypes.data], self._regions.addresses, *read.plan.unpack(chunk)
+                [data.ctypes.data], self._side.regions.addresses, *read.plan.unpack(chunk)
             )
             nbytes = data.nbytes
         except Exception as error:  # a bug of ours: this read fails, the mover goes on
-            logger.exception("unpacking failed")
-            read.fail(TransferError(f"unpacking failed: {error!r}"))
+            read.fail(as_transfer_error(error, "unpacking failed"))
         finally:
             peer.take(data.nbytes)  # first, so that the end of the read reports all of it
             read.leave(nbytes, segments)

@@ -203,8 +203,8 @@ def test_an_endpoint_cannot_claim_more_than_its_allocation_has(source, target, o
         ({"host": "another"}, PeerLostError, "use tcp"),
         ({"transport": "shm"}, DecodeError, "'shm'"),
         ({"version": 9}, DecodeError, "version 9"),
-        ({"life": "../../etc/passwd"}, BoundsError, "not a kvferry segment"),
-        ({"life": f"kvferry.1.{'0' * 16}"}, PeerLostError, "no such segment"),
+        ({"owner": "../../etc/passwd"}, BoundsError, "not a kvferry segment"),
+        ({"owner": f"kvferry.1.{'0' * 16}"}, PeerLostError, "no such segment"),
         ({"regions": (IpcRegion(b"short", 0, 1),)}, DecodeError, "5 bytes, expected 64"),
         ({"regions": (IpcRegion(b"x" * HANDLE_BYTES, 0, 1),)}, PeerLostError, "cannot be mapped"),
     ],
@@ -228,8 +228,8 @@ def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(target)
             time.sleep(0.05)
 
 
-def test_closing_gives_the_life_token_back(source):
-    name = described(source).life
+def test_closing_gives_the_owners_segment_back(source):
+    name = described(source).owner
     assert (SHM_DIR / name).exists()
     source.close()
     assert not (SHM_DIR / name).exists()

@@ -25,12 +25,18 @@ from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import PeerProcess, pattern
 from kvferry.testing.transport_scene import LARGE, SMALL
 from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
-from kvferry.transports import nixl, nixl_agents, nixl_reader
+from kvferry.transports import nixl_agents, nixl_reader, regions
 from kvferry.transports.base import Transfer, TransferState, Transport, TransportOptions
 from kvferry.transports.nixl import NixlTransport
-from kvferry.transports.nixl_agents import error_of, nixl_errors
+from kvferry.transports.nixl_agents import (
+    Endpoint,
+    Region,
+    decode_endpoint,
+    encode_endpoint,
+    error_of,
+    nixl_errors,
+)
 from kvferry.transports.nixl_segments import merge
-from kvferry.transports.nixl_wire import Endpoint, Region, decode_endpoint, encode_endpoint
 
 OVER_TCP = MappingProxyType(
     {"backend_params": {"UCX": {"engine_config": "TLS=tcp,KEEPALIVE_INTERVAL=1s"}}}
@@ -180,7 +186,7 @@ class TestBackendsWithoutProof(UnfencedTransportConformance):
         self, fresh_peer: PeerProcess, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Also after close, because no one else may ever have the memory."""
-        monkeypatch.setattr(nixl, "_kept", kept := [])
+        monkeypatch.setattr(regions, "_kept", kept := [])
         local = self.transport.open(self.options())
         scene = self.scene(local, fresh_peer, large_case(LARGE))
         self.wait(local, scene.read())
@@ -192,7 +198,7 @@ class TestBackendsWithoutProof(UnfencedTransportConformance):
         assert transfer.state is TransferState.RUNNING
         local.close()
         assert transfer.state is TransferState.RUNNING
-        assert any(memory is scene.targets[0] for memory in kept[0])
+        assert any(memory is scene.targets[0] for memory in kept)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 from kvferry.testing import TransportConformance
 from kvferry.testing.wrapped import WrappedTransport
-from kvferry.transports import staged as staged_module
+from kvferry.transports import regions
 from kvferry.transports.base import (
     Addressing,
     ByteArray,
@@ -181,7 +181,7 @@ def test_memory_into_which_something_may_land_outlives_its_staging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[ByteArray] = []
-    monkeypatch.setattr(staged_module, "_kept", kept)
+    monkeypatch.setattr(regions, "_kept", kept)
     scene = Scene()
     scene.staged.close()
     scene.staging.close()

@@ -40,8 +40,7 @@ from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox, Serial
 from kvferry.topology import BoundCopies, GroupPair
 from kvferry.topology.description import EngineDescription
-from kvferry.transports.base import Peer, Transfer, Waitable
-from kvferry.transports.staged import as_transfer_error
+from kvferry.transports.base import Peer, Transfer, Waitable, as_transfer_error
 
 logger = logging.getLogger(__name__)
 

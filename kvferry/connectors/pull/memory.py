@@ -29,8 +29,7 @@ from kvferry.topology.binding import bind_own
 from kvferry.topology.lowering import own_tiles
 from kvferry.topology.tensors import RankMemory
 from kvferry.topology.windows import num_leading_nulls
-from kvferry.transports.base import Transport
-from kvferry.transports.device import DeviceTransport
+from kvferry.transports.base import DeviceTransport, Transport
 
 BUFFER_DEVICES = ("cpu", "cuda")
 """What ``kv_buffer_device`` may be."""

@@ -37,8 +37,7 @@ from kvferry.topology import GroupGeometry
 from kvferry.topology.description import RankDescription
 from kvferry.topology.memory import locate_memory
 from kvferry.topology.tensors import RankMemory
-from kvferry.transports.base import Transport, TransportOptions
-from kvferry.transports.device import DeviceTransport
+from kvferry.transports.base import DeviceTransport, Transport, TransportOptions
 from kvferry.transports.registry import open_transport
 from kvferry.transports.staged import StagedTransport, Staging
 from kvferry.transports.staging import StagingNumbers
