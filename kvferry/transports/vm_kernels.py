@@ -109,7 +109,7 @@ def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tu
 def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
     """Whether single segments into their places cost less than long spans by the bounce."""
     segments, spans, nbytes, read = 0, 0, 0, 0
-    segment, left, each_segments, span, low, each_spans = 0, 0, 0, 0, 0, 0
+    segment, left, each_segments, span, low, each_spans, each_read = 0, 0, 0, 0, 0, 0, 0
     end_source, end_target, end_span = 0, 0, 0
     for r in range(len(runs)):
         run = runs[r]
@@ -119,10 +119,8 @@ def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
             each_segments = 1
             for dim in range(left):
                 each_segments *= bounce.dims[dim].extent
-            span, low, outer = _lay_out(tile, run, bounce.source_dims)
-            each_spans = 1
-            for dim in range(outer):
-                each_spans *= bounce.source_dims[dim].extent
+            span, low, _, each_read = _lay_out(tile, run, bounce.source_dims)
+            each_spans = each_read // span
         adjacent = r > 0 and left == 0 and source == end_source and target == end_target
         if not adjacent:
             segments += each_segments
@@ -133,16 +131,16 @@ def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
         else:
             spans += each_spans
         end_span = source + low + span
-        read += span * each_spans
+        read += each_read
         nbytes += segment * each_segments
     # Each byte in the buffer is written and read once more, at about the speed of the call.
     return segments * SPAN_BYTES + nbytes <= spans * SPAN_BYTES + read + nbytes
 
 
 @kernel
-def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
-    """The source spans of a box: their bytes, how far below the first element the first begins
-    (0 or negative), and the number of dims around a span.
+def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int, int]:
+    """The source spans of a box: bytes of each, how far below the first element the first begins
+    (0 or negative), the number of dims around a span, and the bytes of all of them.
 
     Dims merge into the span from the innermost on, gaps included that cost less than a span.
 
@@ -173,9 +171,11 @@ def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
         span += abs(reach)
         low += min(reach, 0)
         merged += 1
+    nbytes = span
     for dim in range(count - merged):
         dims[dim] = dims[dim + merged]
-    return span, low, count - merged
+        nbytes *= dims[dim].extent
+    return span, low, count - merged, nbytes
 
 
 @kernel
@@ -224,7 +224,7 @@ def _add_run(tile: Any, number: int, run: Any, bounce: Any) -> None:
     each = run.tokens
     bounce.part[0] = run
     part = bounce.part[0]
-    while not _fits(tile, part, bounce):
+    while _lay_out(tile, part, bounce.source_dims)[3] + SPAN_BYTES > len(bounce.memory):
         if each == 1:  # one token that is larger than the buffer
             _add_segments(tile, run, bounce)
             return
@@ -238,25 +238,16 @@ def _add_run(tile: Any, number: int, run: Any, bounce: Any) -> None:
 
 
 @kernel
-def _fits(tile: Any, run: Any, bounce: Any) -> bool:
-    nbytes, _, left = _lay_out(tile, run, bounce.source_dims)
-    for dim in range(left):
-        nbytes *= bounce.source_dims[dim].extent
-    fits: bool = nbytes + SPAN_BYTES <= len(bounce.memory)
-    return fits
-
-
-@kernel
 def _add_box(tile: Any, number: int, run: Any, bounce: Any) -> None:
     """Puts a box on the bounce. In a span it lies as at the source; the spans lie side by side."""
     state, dims, strides = bounce.state[0], bounce.source_dims, bounce.strides
-    span, low, left = _lay_out(tile, run, dims)
+    span, low, left, nbytes = _lay_out(tile, run, dims)
     strides[0] = tile.source_token_stride * run.source_step
     strides[1], strides[2] = tile.source_head_stride, tile.source_element_stride
-    nbytes = span
+    stride = span
     for dim in range(left):
-        strides[dims[dim].dim] = nbytes
-        nbytes *= dims[dim].extent
+        strides[dims[dim].dim] = stride
+        stride *= dims[dim].extent
     for dim in range(left, 3):
         dims[dim].extent, dims[dim].stride = 1, 0
     full = state.used + SPAN_BYTES + nbytes > len(bounce.memory)
