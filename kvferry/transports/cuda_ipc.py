@@ -22,6 +22,7 @@ All that is CUDA lies behind :class:`~kvferry.layouts.device.CopyStream` and
 import threading
 
 import msgspec
+import numpy as np
 
 from kvferry.config import parse_struct
 from kvferry.errors import (
@@ -32,8 +33,17 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.arrays import HOST, MemorySpan
-from kvferry.layouts.chunks import ChunkedCopy, end, enter, leave, take
-from kvferry.layouts.copier import Int64s, warm
+from kvferry.layouts.chunks import (
+    CHUNK_DTYPE,
+    PROGRESS_DTYPE,
+    ChunkedCopy,
+    cancel,
+    end,
+    enter,
+    leave,
+    take,
+)
+from kvferry.layouts.copier import Int64s
 from kvferry.layouts.device import CopyStream
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.base import ByteArray, DeviceTransport, TransportOptions
@@ -195,7 +205,7 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
         """
         extra = parse_struct(CudaIpcExtraConfig, options.extra, "cuda_ipc")
         sweep_dead_segments()
-        warm()
+        _warm()
         return cls(extra, *cls.open_device(extra))
 
     @classmethod
@@ -300,6 +310,16 @@ class CudaIpcTransport(LocalTransport[CudaIpcPeer], DeviceTransport):
             if memory.nbytes:  # the others are the device's
                 self._stream.unpin(memory)
         self._stream.close()
+
+
+def _warm() -> None:
+    """Compiles what counts launches, or loads it from disk: the first read does not wait for it."""
+    progress, chunk = np.zeros(1, dtype=PROGRESS_DTYPE), np.zeros(1, dtype=CHUNK_DTYPE)[0]
+    enter(progress)
+    take(progress, 1)
+    end(progress, chunk, 0)
+    cancel(progress)
+    leave(progress, 1)
 
 
 def _placed(region: IpcRegion, allocations: dict[bytes, MemorySpan]) -> MemorySpan:

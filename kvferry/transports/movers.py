@@ -74,8 +74,8 @@ def start_after(after: Waitable | None, transfer: Transfer, start: Callable[[], 
     transfer was stopped meanwhile, ``start`` is not called.
     """
     if not transfer.nbytes:
-        transfer.enter()
-        transfer.leave(0, 0)
+        if transfer.enter():
+            transfer.leave(0, 0)
         return
     if after is None:
         start()
