@@ -226,7 +226,7 @@ def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_loa
 
 @pytest.mark.parametrize(
     ("transport", "boot_id"),
-    [("shm", "kvferry.transports.shm.boot_id"), ("vm", "kvferry.transports.vm_process.boot_id")],
+    [("shm", "kvferry.transports.local.boot_id"), ("vm", "kvferry.transports.vm_process.boot_id")],
 )
 def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, transport: str, boot_id: str
