@@ -16,9 +16,9 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from kvferry.cluster.engines import BodyFields, Engine
+from kvferry.cluster.engines import Engine
 from kvferry.cluster.openai import ApiError, Generation
-from kvferry.cluster.prefill_decode import Delta, PrefillDecode
+from kvferry.cluster.prefill_decode import Delta, PrefillDecode, TokenRequest
 from kvferry.errors import ModelError
 
 
@@ -156,7 +156,6 @@ class Answer:
         engines: PrefillDecode,
         codec: TextCodec,
         timeout_s: float,
-        named: BodyFields,
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
@@ -167,7 +166,6 @@ class Answer:
         self._engines = engines
         self._codec = codec
         self._timeout_s = timeout_s
-        self._named = named
         self._died: set[Engine] = set()
 
     def usage(self) -> dict[str, object]:
@@ -226,9 +224,14 @@ class Answer:
         only_one = len(self._prompts) * self._generation.n == 1
         request_id = self.request_id if only_one else f"{self.request_id}-{index}"
         text = self._codec.stream(self._generation.stop)
-        run = self._engines.run(
-            request_id, prompt, sampling, self._timeout_s, self._named, self._died
+        request = TokenRequest(
+            request_id=request_id,
+            died=self._died,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            generation=self._generation,
         )
+        run = self._engines.run(request, self._timeout_s)
         async with aclosing(run) as deltas:
             async for delta in deltas:
                 if sample == 0:
@@ -275,12 +278,9 @@ class WholeChoice:
 class Shape:
     """The form of one answer."""
 
-    kind: str
-    """``"completion"`` or ``"chat"``."""
+    generation: Generation
     request_id: str
     model: str
-    include_usage: bool
-    return_token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
     """Choices of a chat whose role has been sent."""
@@ -288,7 +288,7 @@ class Shape:
     @property
     def is_chat(self) -> bool:
         """Whether it is a chat's form."""
-        return self.kind == "chat"
+        return self.generation.kind == "chat"
 
     def whole(self, choices: Sequence[WholeChoice], usage: dict[str, object]) -> dict[str, Any]:
         """The answer of a request without streaming."""
@@ -301,22 +301,17 @@ class Shape:
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """The chunk of ``delta``; ``None`` when there is nothing to tell the client yet."""
         first = self.is_chat and delta.index not in self._begun
-        has_tokens = self.return_token_ids and delta.token_ids
+        has_tokens = self.generation.return_token_ids and delta.token_ids
         if not (delta.text or delta.finish_reason or first or has_tokens):
             return None
         self._begun.add(delta.index)
-        choice: dict[str, Any] = {"index": delta.index}
+        said: dict[str, Any] = {"text": delta.text}
         if self.is_chat:
             role = {"role": "assistant"} if first else {}
             content = {"content": delta.text} if delta.text or first else {}
-            choice["delta"] = {**role, **content}
-        else:
-            choice["text"] = delta.text
-        choice["logprobs"] = None
-        choice["finish_reason"] = delta.finish_reason
-        if self.return_token_ids:
-            choice["token_ids"] = list(delta.token_ids)
-        usage = {"usage": None} if self.include_usage else {}
+            said = {"delta": {**role, **content}}
+        choice = self._choice(delta.index, said, delta.token_ids, delta.finish_reason)
+        usage = {"usage": None} if self.generation.include_usage else {}
         return {**self._chunk_head(), "choices": [choice], **usage}
 
     def usage_chunk(self, usage: dict[str, object]) -> dict[str, Any]:
@@ -325,16 +320,19 @@ class Shape:
 
     def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
         text = "".join(choice.text)
-        body: dict[str, Any] = {"index": index}
-        if self.is_chat:
-            body["message"] = {"role": "assistant", "content": text}
-        else:
-            body["text"] = text
-        body["logprobs"] = None
-        body["finish_reason"] = choice.finish_reason
-        if self.return_token_ids:
-            body["token_ids"] = choice.token_ids
-        return body
+        message = {"message": {"role": "assistant", "content": text}}
+        said = message if self.is_chat else {"text": text}
+        return self._choice(index, said, choice.token_ids, choice.finish_reason)
+
+    def _choice(
+        self,
+        index: int,
+        said: dict[str, Any],
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        ids = {"token_ids": list(token_ids)} if self.generation.return_token_ids else {}
+        return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason, **ids}
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion")

@@ -22,16 +22,16 @@ from starlette.routing import Route
 from kvferry.cluster import web
 from kvferry.cluster.messages import EngineSettings, Ready
 from kvferry.cluster.metrics import EngineMetrics, Records, RequestSummary
-from kvferry.cluster.openai import ApiError
+from kvferry.cluster.openai import ApiError, parse_body
 from kvferry.cluster.process import Reporter
-from kvferry.config import EngineConfig, parse_struct, shown
+from kvferry.config import EngineConfig, shown
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
-from kvferry.errors import ConfigError, KVFerryError
+from kvferry.errors import KVFerryError
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +79,9 @@ class _Run:
     """One request under way: the engine's outputs as the event loop sees them."""
 
     def __init__(self, request_id: str, prompt_tokens: int) -> None:
-        self.request_id = request_id
         self.prompt_tokens = prompt_tokens
-        self.token_ids: list[int] = []
-        self.gaps: list[float] = []
-        self.last: EngineOutput | None = None
+        self.answer = EngineOutput(request_id=request_id)
+        """What has come so far."""
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
 
@@ -99,39 +97,37 @@ class _Run:
     async def next(self) -> EngineOutput:
         """The next output."""
         output = await self._outputs.get()
-        self.token_ids += output.token_ids
-        self.gaps += output.gaps
-        self.last = output
+        self.answer += output
         return output
 
     @property
     def is_over(self) -> bool:
         """Whether the engine has ended it."""
-        return self.last is not None and self.last.finish_reason is not None
+        return self.answer.finish_reason is not None
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage so far."""
-        cached = self.last.num_cached_tokens if self.last else 0
+        drawn = len(self.answer.token_ids)
         return {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": len(self.token_ids),
-            "total_tokens": self.prompt_tokens + len(self.token_ids),
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens": drawn,
+            "total_tokens": self.prompt_tokens + drawn,
+            "prompt_tokens_details": {"cached_tokens": self.answer.num_cached_tokens},
         }
 
     def summary(self) -> RequestSummary:
         """For whoever asks later."""
-        last = self.last or EngineOutput(request_id=self.request_id)
+        answer = self.answer
         return RequestSummary(
-            request_id=self.request_id,
+            request_id=answer.request_id,
             prompt_tokens=self.prompt_tokens,
-            token_ids=self.token_ids,
-            gaps=self.gaps,
-            finish_reason=last.finish_reason or "abort",
-            error=last.error,
-            num_cached_tokens=last.num_cached_tokens,
-            num_external_tokens=last.num_external_tokens,
-            timings=last.timings,
+            token_ids=answer.token_ids,
+            gaps=answer.gaps,
+            finish_reason=answer.finish_reason or "abort",
+            error=answer.error,
+            num_cached_tokens=answer.num_cached_tokens,
+            num_external_tokens=answer.num_external_tokens,
+            timings=answer.timings,
         )
 
 
@@ -173,7 +169,7 @@ class EngineServer:
         return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
 
     async def _complete(self, request: Request) -> Response:
-        body = _parse(await self._bodies.json(request))
+        body = parse_body(EngineRequestBody, await self._bodies.json(request))
         request_id = request.headers.get("x-request-id") or f"cmpl-{uuid.uuid4().hex}"
         if not request_id.isprintable() or len(request_id) > MAX_ID_LENGTH:
             raise ApiError(
@@ -198,7 +194,7 @@ class EngineServer:
             await web.until_disconnect(request.receive, self._rest(run))
         finally:
             self._end(run)
-        return web.json_response(self._reply(run, run.token_ids, run.usage()))
+        return web.json_response(self._reply(run, run.answer.token_ids, run.usage()))
 
     async def _next(self, run: _Run) -> EngineOutput:
         """The next output of a request.
@@ -236,7 +232,7 @@ class EngineServer:
     def _end(self, run: _Run) -> None:
         """The client has its answer, or does not want it any more."""
         if not run.is_over:
-            self._engine.abort(run.request_id)
+            self._engine.abort(run.answer.request_id)
         summary = run.summary()
         self._requests.append(summary)
         self._metrics.count(summary)
@@ -255,24 +251,23 @@ class EngineServer:
     def _reply(
         self, run: _Run, token_ids: Sequence[int], usage: Mapping[str, object] | None = None
     ) -> dict[str, Any]:
-        assert run.last is not None
         choice = {
             "index": 0,
             "text": "",
             "token_ids": token_ids,
             "logprobs": None,
-            "finish_reason": run.last.finish_reason,
+            "finish_reason": run.answer.finish_reason,
         }
         return {
             **self._head(run),
             "choices": [choice],
             "usage": usage,
-            "kv_transfer_params": run.last.kv_transfer_params,
+            "kv_transfer_params": run.answer.kv_transfer_params,
         }
 
     def _head(self, run: _Run) -> dict[str, Any]:
         return {
-            "id": run.request_id,
+            "id": run.answer.request_id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": self._model_name,
@@ -351,15 +346,6 @@ class EngineServer:
 def _snapshot(engine: Engine) -> tuple[list[TransferRecord], EngineStats]:
     """On the engine's thread, between two steps."""
     return engine.records(), engine.stats()
-
-
-def _parse(body: Any) -> EngineRequestBody:
-    if not isinstance(body, Mapping):
-        raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
-    try:
-        return parse_struct(EngineRequestBody, body, "request")
-    except ConfigError as error:
-        raise ApiError(400, str(error)) from error
 
 
 def run_engine(settings: EngineSettings, listener: socket.socket, report: Reporter) -> None:

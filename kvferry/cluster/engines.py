@@ -16,7 +16,7 @@ here it looks like a server that died. So
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from kvferry.cluster import web
 from kvferry.cluster.messages import Role
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
-from kvferry.engine.messages import SamplingParams
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for an engine to accept a connection, and to answer a health check."""
@@ -302,7 +301,8 @@ class Engine:
         try:
             response = await self.client.get(f"{self.url}/health")
             if response.status_code != 200:
-                self.down(_unhealthy(response), reached=True)
+                said = _error_in(response.content).message
+                self.down(said or f"its health check says {response.status_code}", reached=True)
                 return
             if self.max_model_len is None:
                 models = await self.client.get(f"{self.url}/v1/models")
@@ -374,10 +374,7 @@ class Engine:
     def _raise_for_status(self, status: int, content: bytes) -> None:
         if status == 200:
             return
-        try:
-            error = msgspec.json.decode(content, type=_ErrorBody).error
-        except msgspec.DecodeError:
-            error = _Error(message=content[:200].decode(errors="replace"))
+        error = _error_in(content)
         if status == 503:
             raise self.down(error.message or "says 503", reached=True)
         raise ApiError(status, self._attribute(error.message, status), code=_code(error))
@@ -396,13 +393,12 @@ class Engine:
         return message if status < 500 else f"{self.role} engine {self.name!r}: {message}"
 
 
-def _unhealthy(response: httpx.Response) -> str:
-    """Why an engine that answers calls itself unhealthy, in its own words if it has any."""
+def _error_in(content: bytes) -> _Error:
+    """What an engine's answer says is wrong: OpenAI's form, or its first words."""
     try:
-        message = msgspec.json.decode(response.content, type=_ErrorBody).error.message
+        return msgspec.json.decode(content, type=_ErrorBody).error
     except msgspec.DecodeError:
-        message = ""
-    return message or f"its health check says {response.status_code}"
+        return _Error(message=content[:200].decode(errors="replace"))
 
 
 def _code(error: _Error) -> str | None:
@@ -411,39 +407,6 @@ def _code(error: _Error) -> str | None:
 
 def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
-
-
-@dataclass(frozen=True, slots=True)
-class BodyFields:
-    """Which fields an engine's request body names beside the prompt."""
-
-    only: frozenset[str] | None = None
-    """Sampling fields to name; all of them if ``None``. An engine with defaults of its own is told
-    what the client wrote, and no more."""
-    model: str | None = None
-    """The model, where the client named one and the engine may have several."""
-
-
-def completion_body(
-    prompt: Sequence[int],
-    sampling: SamplingParams,
-    kv_transfer_params: Mapping[str, Any] | None,
-    named: BodyFields,
-) -> dict[str, Any]:
-    """The body of an engine's ``/v1/completions``."""
-    fields = {
-        name: value
-        for name, value in msgspec.to_builtins(sampling).items()
-        if value is not None
-        and value != []
-        and (named.only is None or name in named.only or name == "max_tokens")
-    }
-    body: dict[str, Any] = {"prompt": list(prompt), "return_token_ids": True, **fields}
-    if named.model is not None:
-        body["model"] = named.model
-    if kv_transfer_params is not None:
-        body["kv_transfer_params"] = dict(kv_transfer_params)
-    return body
 
 
 class NoEngineError(ApiError):

@@ -16,10 +16,8 @@ import msgspec
 
 from kvferry.cluster.messages import (
     Bound,
-    ConvertSettings,
     EngineAddress,
     EngineSettings,
-    Failed,
     Loading,
     Ready,
     Role,
@@ -182,43 +180,28 @@ class Cluster(Closing):
     # ---- start --------------------------------------------------------------------------------
 
     def _start(self, deadline: float, where: str) -> None:
-        self.model_folder = self._convert(self.config.model, deadline)
-        check_shapes(self.config, load_model_config(self.model_folder), where)
+        folder = self._convert(self.config.model, deadline)
+        check_shapes(self.config, load_model_config(folder), where)
         # All at once: no engine waits for another, so that their order does not matter.
         key = secrets.token_hex(32)
         self.engines = tuple(
             self._start_engine(engine, role, key) for engine, role in _roles(self.config)
         )
-        by_process = {engine.process: engine for engine in self.engines}
         while not all(engine.port for engine in self.engines):
-            self._take(by_process, deadline)
+            self._take(deadline)
         # The router loads its tokenizer while the engines load the model.
-        self._start_router(by_process, deadline)
+        self._start_router(deadline)
         while not all(engine.is_ready for engine in self.engines):
-            self._take(by_process, deadline)
-        self._await_router(by_process, deadline)
+            self._take(deadline)
+        self._await_router(deadline)
 
     def _convert(self, model: ModelConfig, deadline: float) -> str:
-        settings = ConvertSettings(model=model)
-        process = self._spawn("model", "convert", settings)
-        for event in self._events_until_end(process, deadline):
-            if isinstance(event, Ready) and event.folder is not None:
-                process.reap(TERM_GRACE_S)
-                self._processes.remove(process)
-                return event.folder
-        raise process.error()
-
-    def _events_until_end(
-        self, process: ChildProcess, deadline: float
-    ) -> Iterator[Loading | Bound | Ready | Failed]:
-        while True:
-            news = self._next(deadline, f"{process.name!r} is still at work")
-            if news.child is process and news.event is None:
-                return
-            if isinstance(news.event, Loading):
-                self._progress(process.name, news.event.doing, news.event.done)
-            if news.event is not None:
-                yield news.event
+        process = self._spawn("model", "convert", model)
+        while not self.model_folder:
+            self._take(deadline)
+        process.reap(TERM_GRACE_S)
+        self._processes.remove(process)
+        return self.model_folder
 
     def _start_engine(self, engine: EngineConfig, role: Role, key: str) -> RunningEngine:
         settings = EngineSettings(
@@ -232,7 +215,7 @@ class Cluster(Closing):
         process = self._spawn(engine.name, "engine", settings, engine.threads)
         return RunningEngine(engine, role, process)
 
-    def _start_router(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
+    def _start_router(self, deadline: float) -> None:
         settings = RouterSettings(
             **msgspec.structs.asdict(self.config.router),
             engines=tuple(
@@ -244,9 +227,9 @@ class Cluster(Closing):
         )
         self._router = self._spawn("router", "router", settings)
         while not self._router_port:
-            self._take(by_process, deadline)
+            self._take(deadline)
 
-    def _await_router(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
+    def _await_router(self, deadline: float) -> None:
         import httpx
 
         with httpx.Client(trust_env=False, timeout=2.0) as client:
@@ -255,7 +238,7 @@ class Cluster(Closing):
                     if client.get(f"{self.url}/health").json()["status"] == "ok":
                         return
                 with contextlib.suppress(queue.Empty):
-                    self._note(self._news.get(timeout=0.05), by_process)
+                    self._note(self._news.get(timeout=0.05))
                 if time.monotonic() > deadline:
                     raise EngineError("the router does not reach its engines in time")
 
@@ -268,33 +251,35 @@ class Cluster(Closing):
         self._processes.append(process)
         return process
 
-    def _take(self, by_process: dict[ChildProcess, RunningEngine], deadline: float) -> None:
-        waiting = [engine.name for engine in self.engines if not engine.is_ready]
-        self._note(self._next(deadline, f"not ready: {', '.join(waiting)}"), by_process)
-
-    def _next(self, deadline: float, waiting_for: str) -> News:
+    def _take(self, deadline: float) -> None:
+        """Waits for a piece of news of the start."""
         while True:
             try:
-                return self._news.get(timeout=0.5)
+                self._note(self._news.get(timeout=0.5))
+                return
             except queue.Empty:
                 if time.monotonic() > deadline:
+                    parts = [engine.name for engine in self.engines if not engine.is_ready]
                     raise EngineError(
-                        f"the cluster did not start in time; {waiting_for} (logs: {self.logs})"
+                        "the cluster did not start in time; not ready: "
+                        f"{', '.join(parts) or 'the model'} (logs: {self.logs})"
                     ) from None
 
-    def _note(self, news: News, by_process: dict[ChildProcess, RunningEngine]) -> None:
+    def _note(self, news: News) -> None:
         """Takes one piece of news of the start.
 
         Raises:
             KVFerryError: a process ended.
         """
-        engine = by_process.get(news.child)
+        engine = next((one for one in self.engines if one.process is news.child), None)
         match news.event:
             case None:
                 if news.child in self._processes:
                     raise news.child.error()
             case Loading(doing=doing, done=done):
                 self._progress(news.child.name, doing, done)
+            case Ready(folder=str(folder)):
+                self.model_folder = folder
             case Bound(port=port) if engine is not None:
                 engine.port = port
             case Bound(port=port):

@@ -11,13 +11,13 @@ import sys
 
 from kvferry.cluster.messages import (
     Bound,
-    ConvertSettings,
     EngineSettings,
     Failed,
     Ready,
     RouterSettings,
 )
 from kvferry.cluster.process import LogFormatter, Reporter, Terminated, begin, listen
+from kvferry.config import ModelConfig
 from kvferry.errors import KVFerryError
 
 logger = logging.getLogger("kvferry.cluster")
@@ -50,8 +50,7 @@ def main() -> int:
 def _convert(report: Reporter) -> None:
     from kvferry.cluster.preflight import convert
 
-    settings = begin(ConvertSettings)
-    report.send(Ready(folder=str(convert(settings.model, report.loading))))
+    report.send(Ready(folder=str(convert(begin(ModelConfig), report.loading))))
 
 
 def _router(report: Reporter) -> None:

@@ -4,15 +4,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from kvferry.config import EngineConfig, ModelConfig, RouterConfig
+from kvferry.config import EngineConfig, RouterConfig
 
 Role = Literal["prefill", "decode"]
-
-
-class ConvertSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """For the process that converts the model."""
-
-    model: ModelConfig
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """What engines and router tell of themselves: Prometheus metrics, and an engine's records."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -45,47 +46,34 @@ class EngineMetrics:
     """Counters of one engine, in a registry of their own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self._gauges = _StatsGauges()
-        self.registry.register(self._gauges)
+        registry.register(self._gauges)
         self._step_age_s = Gauge(
             "kvferry_engine_step_age_seconds",
             "For how long the step under way has run; 0 between steps",
-            registry=self.registry,
+            registry=registry,
         )
-        self._requests = Counter(
-            "kvferry_engine_requests",
-            "Ended requests",
-            ["finish_reason"],
-            registry=self.registry,
+        self._requests = counter("kvferry_engine_requests", "Ended requests", ["finish_reason"])
+        self._prompt_tokens = counter(
+            "kvferry_engine_prompt_tokens", "Prompt tokens by where their KV came from", ["source"]
         )
-        self._prompt_tokens = Counter(
-            "kvferry_engine_prompt_tokens",
-            "Prompt tokens by where their KV came from",
-            ["source"],
-            registry=self.registry,
-        )
-        self._output_tokens = Counter(
-            "kvferry_engine_output_tokens", "Tokens drawn", registry=self.registry
-        )
-        self._first_token_s = Histogram(
+        self._output_tokens = counter("kvferry_engine_output_tokens", "Tokens drawn")
+        self._first_token_s = histogram(
             "kvferry_engine_time_to_first_token_seconds",
             "From a request's arrival to its first token here",
             buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
         )
-        self._transfer_s = Histogram(
+        self._transfer_s = histogram(
             "kvferry_engine_transfer_seconds",
             "Duration of one rank's loads",
             ["peer", "ok"],
             buckets=TRANSFER_BUCKETS_S,
-            registry=self.registry,
         )
-        self._transfer_bytes = Counter(
-            "kvferry_engine_transfer_bytes",
-            "KV bytes that ranks have loaded",
-            ["peer"],
-            registry=self.registry,
+        self._transfer_bytes = counter(
+            "kvferry_engine_transfer_bytes", "KV bytes that ranks have loaded", ["peer"]
         )
 
     def count(self, request: RequestSummary) -> None:
@@ -136,18 +124,18 @@ class _StatsGauges(Collector):
         if stats is None:
             return
         scheduler = stats.scheduler
-        requests = GaugeMetricFamily(
-            "kvferry_engine_live_requests", "Live requests by state", labels=["state"]
+        states = ("running", "waiting", "loading", "lent")
+        yield _family(
+            GaugeMetricFamily("kvferry_engine_live_requests", "Live requests", labels=["state"]),
+            {state: getattr(scheduler, state) for state in states},
         )
-        for state in ("running", "waiting", "loading", "lent"):
-            requests.add_metric([state], getattr(scheduler, state))
-        yield requests
-        blocks = GaugeMetricFamily(
-            "kvferry_engine_kv_blocks", "KV blocks of the pool", labels=["state"]
+        free = scheduler.free_blocks
+        yield _family(
+            GaugeMetricFamily(
+                "kvferry_engine_kv_blocks", "KV blocks of the pool", labels=["state"]
+            ),
+            {"free": free, "used": scheduler.usable_blocks - free},
         )
-        blocks.add_metric(["free"], scheduler.free_blocks)
-        blocks.add_metric(["used"], scheduler.usable_blocks - scheduler.free_blocks)
-        yield blocks
         yield CounterMetricFamily(
             "kvferry_engine_preemptions",
             "Requests that gave their blocks up",
@@ -158,57 +146,45 @@ class _StatsGauges(Collector):
             "Requests whose KV did not come from outside",
             value=scheduler.failed_loads,
         )
-        counters = CounterMetricFamily(
-            "kvferry_engine_connector", "Counters of the connector", labels=["name"]
+        about = "of the connector"
+        yield _family(
+            CounterMetricFamily("kvferry_engine_connector", f"Counters {about}", labels=["name"]),
+            stats.connector,
         )
-        for name, value in sorted(stats.connector.items()):
-            counters.add_metric([name], value)
-        yield counters
-        gauges = GaugeMetricFamily(
-            "kvferry_engine_connector_state", "Gauges of the connector", labels=["name"]
+        yield _family(
+            GaugeMetricFamily("kvferry_engine_connector_state", f"Gauges {about}", labels=["name"]),
+            stats.connector_gauges,
         )
-        for name, value in sorted(stats.connector_gauges.items()):
-            gauges.add_metric([name], value)
-        yield gauges
 
 
-LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
+def _family(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
+    for label, value in sorted(values.items()):
+        family.add_metric([label], value)
+    return family
 
 
 class RouterMetrics:
     """Counters of one router, in a registry of their own."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self.registry = registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=registry)
+        self.requests = counter(
             "kvferry_router_requests",
             "Requests by HTTP status (200 also for a stream that broke off, see errors)",
             ["status"],
-            registry=self.registry,
         )
-        self.errors = Counter(
-            "kvferry_router_errors",
-            "Requests that failed, by error code",
-            ["code"],
-            registry=self.registry,
+        self.errors = counter(
+            "kvferry_router_errors", "Requests that failed, by error code", ["code"]
         )
-        self.prompt_tokens = Counter(
-            "kvferry_router_prompt_tokens", "Prompt tokens taken", registry=self.registry
+        self.prompt_tokens = counter("kvferry_router_prompt_tokens", "Prompt tokens taken")
+        self.completion_tokens = counter("kvferry_router_completion_tokens", "Tokens answered")
+        self.first_token_s = histogram(
+            "kvferry_router_time_to_first_token_seconds", "From the request to its first token"
         )
-        self.completion_tokens = Counter(
-            "kvferry_router_completion_tokens", "Tokens answered", registry=self.registry
-        )
-        self.first_token_s = Histogram(
-            "kvferry_router_time_to_first_token_seconds",
-            "From the request to its first token",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
-        )
-        self.total_s = Histogram(
-            "kvferry_router_request_seconds",
-            "From the request to its last token",
-            buckets=LATENCY_BUCKETS_S,
-            registry=self.registry,
+        self.total_s = histogram(
+            "kvferry_router_request_seconds", "From the request to its last token"
         )
         self.registry.register(_EngineGauges(engines))
 

@@ -87,26 +87,6 @@ class _Common(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     return_token_ids: bool | None = None
-    kv_transfer_params: Any = None
-    """Dropped: only engines may say where KV lies."""
-    # Cannot change the answer: ignored.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    # Would change the answer: refused unless neutral, see `_NEUTRAL`.
-    logit_bias: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logprobs: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    best_of: Any = None
-    response_format: Any = None
 
 
 class CompletionRequest(_Common, kw_only=True):
@@ -114,8 +94,6 @@ class CompletionRequest(_Common, kw_only=True):
 
     prompt: _Text | Annotated[list[TokenId | _Text | _TokenIds], Meta(min_length=1)]
     """A string, token ids, or a list of either."""
-    echo: Any = None
-    suffix: Any = None
 
 
 class ChatRequest(_Common, kw_only=True):
@@ -123,20 +101,21 @@ class ChatRequest(_Common, kw_only=True):
 
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
-    top_logprobs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
 
+_IGNORED = frozenset(
+    {
+        "kv_transfer_params",  # only engines may say where KV lies
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
+"""Fields that cannot change the answer."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "presence_penalty": (0,),
@@ -162,7 +141,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Field → values with which it changes nothing; ``None`` is always among them."""
+"""Field that is not served → values with which it changes nothing, as with ``None``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +158,17 @@ class Generation:
     sampling: SamplingParams
     """``max_tokens`` is 0 when the client left it open."""
     model: str | None = None
+    """The name that engines are told, if any."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
-    written: frozenset[str] = frozenset()
-    """Sampling fields that the client wrote; the others have the defaults of this API."""
+    named: frozenset[str] = frozenset()
+    """Sampling fields that engines are told beside ``max_tokens``: those that the client wrote, as
+    a foreign engine has defaults of its own."""
 
 
-def parse_completion(body: Any) -> Generation:
+def parse_completion(body: Mapping[str, Any]) -> Generation:
     """Checks the body of ``/v1/completions``.
 
     Raises:
@@ -198,7 +179,7 @@ def parse_completion(body: Any) -> Generation:
     return _generation("completion", request, max_tokens, prompts=_prompts(request.prompt))
 
 
-def parse_chat(body: Any) -> Generation:
+def parse_chat(body: Mapping[str, Any]) -> Generation:
     """Checks the body of ``/v1/chat/completions``.
 
     Raises:
@@ -210,21 +191,27 @@ def parse_chat(body: Any) -> Generation:
     return _generation("chat", request, max_tokens, messages=messages)
 
 
-def _parse(kind: type[T], body: Any) -> T:
-    if not isinstance(body, Mapping):
-        raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
+def _parse(kind: type[T], body: Mapping[str, Any]) -> T:
+    wanted = {}
+    for name, value in body.items():
+        if name in _NEUTRAL and not _is_neutral(value, _NEUTRAL[name]):
+            message = f"{name}: {shown(value)} is not supported here; leave it out"
+            raise ApiError(400, message, param=name)
+        if name not in _NEUTRAL and name not in _IGNORED:
+            wanted[name] = value
+    return parse_body(kind, wanted)
+
+
+def parse_body(kind: type[T], body: Mapping[str, Any]) -> T:
+    """A body checked against its schema.
+
+    Raises:
+        ApiError: 400, with the field, its value and its bound.
+    """
     try:
-        request = parse_struct(kind, body, "request")
+        return parse_struct(kind, body, "request")
     except ConfigError as error:
         raise ApiError(400, str(error)) from error
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(request, name, None)
-        if _is_neutral(value, neutral):
-            continue
-        raise ApiError(
-            400, f"{name}: {shown(value)} is not supported here; leave it out", param=name
-        )
-    return request
 
 
 def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
@@ -251,34 +238,23 @@ def _generation(
     options = request.stream_options
     if options is not None and not request.stream:
         raise ApiError(400, "stream_options: needs stream to be true", param="stream_options")
+    written = {
+        name: value
+        for name in SamplingParams.__struct_fields__
+        if (value := getattr(request, name, None)) is not None
+    }
     return Generation(
         kind=kind,
         prompts=prompts,
         messages=messages,
         n=n,
-        sampling=_sampling(request, max_tokens or 0),
+        sampling=SamplingParams(**{"temperature": 1.0, **written, "max_tokens": max_tokens or 0}),
         model=request.model,
         stop=(request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ()),
         stream=bool(request.stream),
         include_usage=options is not None and options.include_usage,
         return_token_ids=bool(request.return_token_ids),
-        written=frozenset(
-            name
-            for name in SamplingParams.__struct_fields__
-            if getattr(request, name, None) is not None
-        ),
-    )
-
-
-def _sampling(request: CompletionRequest | ChatRequest, max_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=max(0, request.top_k or 0),
-        seed=request.seed,
-        stop_token_ids=request.stop_token_ids or (),
-        ignore_eos=request.ignore_eos,
+        named=frozenset(written),
     )
 
 

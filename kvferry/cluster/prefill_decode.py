@@ -19,7 +19,7 @@ first one included, and its answer is relayed byte for byte::
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -30,16 +30,14 @@ from starlette.responses import Response
 
 from kvferry.cluster import web
 from kvferry.cluster.engines import (
-    BodyFields,
     Engine,
     EngineDownError,
     EnginePool,
     Forwarded,
     NoEngineError,
     Reply,
-    completion_body,
 )
-from kvferry.cluster.openai import ApiError
+from kvferry.cluster.openai import ApiError, Generation
 from kvferry.engine.messages import SamplingParams
 
 T = TypeVar("T")
@@ -108,12 +106,13 @@ class _Tries:
 
 
 @dataclass(slots=True, kw_only=True)
-class _TokenRequest(_Tries):
+class TokenRequest(_Tries):
     """A request of token ids, and the tokens that were drawn for it so far."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
-    named: BodyFields
+    generation: Generation
+    """What it is a choice of."""
     drawn: list[int] = field(default_factory=list)
 
     def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
@@ -121,11 +120,21 @@ class _TokenRequest(_Tries):
         sampling = msgspec.structs.replace(
             self.sampling, max_tokens=max_tokens, seed_offset=len(self.drawn)
         )
-        prompt = (*self.prompt, *self.drawn)
-        return completion_body(prompt, sampling, kv_transfer_params, self.named)
+        fields = {
+            name: value
+            for name, value in msgspec.to_builtins(sampling).items()
+            if value not in (None, (), []) and name in self.generation.named | {"max_tokens"}
+        }
+        body = {"prompt": [*self.prompt, *self.drawn], "return_token_ids": True, **fields}
+        if self.generation.model is not None:
+            body["model"] = self.generation.model
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = kv_transfer_params
+        return body
 
     @property
     def tokens_left(self) -> int:
+        """How many may still be drawn."""
         return self.sampling.max_tokens - len(self.drawn)
 
 
@@ -136,30 +145,15 @@ class PrefillDecode:
     prefill: EnginePool
     decode: EnginePool
 
-    async def run(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        timeout_s: float,
-        named: BodyFields,
-        died: set[Engine],
-    ) -> AsyncGenerator[Delta, None]:
+    async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Delta, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
         An engine that cannot be reached is replaced by another, and so is the first one that dies
-        before its first token; ``died`` holds those of all choices of the client's request.
+        before its first token.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
         """
-        request = _TokenRequest(
-            request_id=request_id,
-            prompt=tuple(prompt),
-            sampling=sampling,
-            named=named,
-            died=died,
-        )
         deadline = asyncio.get_running_loop().time() + timeout_s
         steps = self._steps(request)
         async with aclosing(steps):
@@ -170,7 +164,7 @@ class PrefillDecode:
                     return
                 yield delta
 
-    async def _steps(self, request: _TokenRequest) -> AsyncGenerator[Delta, None]:
+    async def _steps(self, request: TokenRequest) -> AsyncGenerator[Delta, None]:
         while True:
             reply = await self._prefill(request)
             if reply is not None:
@@ -188,7 +182,7 @@ class PrefillDecode:
                 continue
             return
 
-    async def _prefill(self, request: _TokenRequest) -> Reply | None:
+    async def _prefill(self, request: TokenRequest) -> Reply | None:
         # With one token left nothing follows, so nothing has to be kept.
         body = request.body(1, REMOTE_DECODE if request.tokens_left > 1 else None)
         return await _by_prefill(
@@ -196,7 +190,7 @@ class PrefillDecode:
         )
 
     async def _decode(
-        self, request: _TokenRequest, kv_transfer_params: dict[str, Any] | None
+        self, request: TokenRequest, kv_transfer_params: dict[str, Any] | None
     ) -> AsyncGenerator[Delta, None]:
         while True:
             engine = await self.decode.pick(request.tried)
@@ -235,7 +229,7 @@ async def _by_prefill(
             request.failed(engine, error)
 
 
-def _first_delta(reply: Reply, request: _TokenRequest) -> Delta:
+def _first_delta(reply: Reply, request: TokenRequest) -> Delta:
     token = _only_token(reply)
     request.drawn.append(token)
     details = (reply.usage or {}).get("prompt_tokens_details") or {}
@@ -285,15 +279,13 @@ class PassThrough:
     timeout_s: float
     """For a whole answer."""
 
-    async def answer(self, request: Request, path: str, body: Any) -> Response:
+    async def answer(self, request: Request, path: str, body: Mapping[str, Any]) -> Response:
         """The response for a client; an engine that goes away before its first byte is replaced.
 
         Raises:
-            ApiError: the body is no JSON object, no engine is left, or time is up.
+            ApiError: no engine is left, or time is up.
             ClientGoneError: the client went before the first byte.
         """
-        if not isinstance(body, Mapping):
-            raise ApiError(400, f"the body must be a JSON object, not {type(body).__name__}")
         asked = _BodyRequest(
             request_id=f"kvferry-{uuid.uuid4().hex}",
             path=path,

@@ -25,11 +25,12 @@ from starlette.routing import Route
 
 from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec, WholeChoice
-from kvferry.cluster.engines import BodyFields, Engine, EngineClient, EnginePool
+from kvferry.cluster.engines import Engine, EngineClient, EnginePool
 from kvferry.cluster.messages import Role, RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
+from kvferry.engine.messages import SamplingParams
 
 
 class Router:
@@ -84,7 +85,7 @@ class Router:
                 watcher.cancel()
             await self._client.aclose()
 
-    def _endpoint(self, parse: Callable[[Any], Generation]) -> Callable[[Request], Any]:
+    def _endpoint(self, parse: Callable[[dict[str, Any]], Generation]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
             try:
                 self._authorize(request)
@@ -99,7 +100,7 @@ class Router:
         return endpoint
 
     async def _respond(
-        self, request: Request, body: Any, parse: Callable[[Any], Generation]
+        self, request: Request, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
     ) -> Response:
         if not self._settings.foreign:
             assert self._codec is not None  # checked at the start
@@ -111,6 +112,10 @@ class Router:
 
     async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
         self._check_model(generation.model)
+        model_name = self._model_name(generation)
+        if not self._settings.foreign:
+            everything = frozenset(SamplingParams.__struct_fields__)
+            generation = dataclasses.replace(generation, named=everything, model=None)
         prompts = await self._encode(generation, codec)
         generation = self._fit(generation, prompts)
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
@@ -121,15 +126,8 @@ class Router:
             engines=self._prefill_decode,
             codec=codec,
             timeout_s=self._settings.request_timeout_s,
-            named=self._named_fields(generation),
         )
-        shape = Shape(
-            generation.kind,
-            answer.request_id,
-            self._model_name(generation),
-            generation.include_usage,
-            generation.return_token_ids,
-        )
+        shape = Shape(generation, answer.request_id, model_name)
         headers = {"x-request-id": answer.request_id}
         deltas = self._measured(answer)
         if not generation.stream:
@@ -164,7 +162,7 @@ class Router:
             except ApiError as error:
                 self._count_error(error)
                 raise
-            if shape.include_usage:
+            if shape.generation.include_usage:
                 yield web.sse_event(shape.usage_chunk(answer.usage()))
             yield web.SSE_DONE
 
@@ -193,16 +191,16 @@ class Router:
         if not secrets.compare_digest(shown.encode(), wanted.encode()):
             raise ApiError(401, "authorization: not the bearer token of this router")
 
-    def _named_fields(self, generation: Generation) -> BodyFields:
-        if not self._settings.foreign:
-            return BodyFields()
-        return BodyFields(only=generation.written, model=generation.model)
-
     def _model_name(self, generation: Generation) -> str:
         return self._settings.model_name or generation.model or self._first_model() or ""
 
     def _first_model(self) -> str | None:
         return next((engine.model for engine in self._engines if engine.model), None)
+
+    def _max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that every engine takes, once one has told."""
+        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        return min(limits, default=None)
 
     def _check_model(self, model: str | None) -> None:
         name = self._settings.model_name
@@ -218,9 +216,9 @@ class Router:
         texts = [message["content"] for message in generation.messages]
         texts += [prompt for prompt in generation.prompts if isinstance(prompt, str)]
         longest = max(map(len, texts), default=0)
-        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
-        if limits and longest > min(limits) * codec.longest_token:
-            raise _too_long(generation, min(limits), f"the text has {longest} characters")
+        limit = self._max_model_len()
+        if limit and longest > limit * codec.longest_token:
+            raise _too_long(generation, limit, f"the text has {longest} characters")
         if longest > _LONG_TEXT:
             # Others are served meanwhile.
             return await asyncio.to_thread(_encode, generation, codec)
@@ -228,29 +226,28 @@ class Router:
 
     def _fit(self, generation: Generation, prompts: Sequence[Sequence[int]]) -> Generation:
         """``generation`` with ``max_tokens`` filled in; refuses what cannot fit."""
-        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        limit = self._max_model_len()
         longest = max(len(prompt) for prompt in prompts)
         wanted = generation.sampling.max_tokens
-        if not limits:
+        if limit is None:
             # Nobody has been reached: the pool is about to say so.
             wanted = wanted or 1
-        elif longest >= min(limits) or longest + wanted > min(limits):
-            asked = f" and max_tokens is {wanted}" if wanted and longest < min(limits) else ""
-            raise _too_long(generation, min(limits), f"the prompt has {longest}{asked}")
+        elif longest + max(wanted, 1) > limit:
+            asked = f" and max_tokens is {wanted}" if wanted and longest < limit else ""
+            raise _too_long(generation, limit, f"the prompt has {longest}{asked}")
         else:
-            wanted = wanted or min(limits) - longest
+            wanted = wanted or limit - longest
         sampling = msgspec.structs.replace(generation.sampling, max_tokens=wanted)
         return dataclasses.replace(generation, sampling=sampling)
 
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
-        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
         model: dict[str, Any] = {
             "id": self._settings.model_name or self._first_model(),
             "object": "model",
             "created": 0,
             "owned_by": "kvferry",
-            "max_model_len": min(limits) if limits else None,
+            "max_model_len": self._max_model_len(),
         }
         return web.json_response({"object": "list", "data": [model]})
 
@@ -281,7 +278,9 @@ def _bearer(api_key: str | None) -> dict[str, str]:
     return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
-def _taken_apart(body: Any, parse: Callable[[Any], Generation]) -> Generation | None:
+def _taken_apart(
+    body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
+) -> Generation | None:
     """The request, unless its engine must see the client's own words.
 
     A seeded draw belongs to one engine as well: a foreign decode engine would begin its draws anew

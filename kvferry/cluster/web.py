@@ -43,11 +43,11 @@ class BodyReader:
         self._held = 0
         """Bytes of bodies that are arriving."""
 
-    async def json(self, request: Request) -> Any:
-        """The body, decoded.
+    async def json(self, request: Request) -> dict[str, Any]:
+        """The body, a JSON object.
 
         Raises:
-            ApiError: 400, not JSON; 408, too slow; 413, too long; 503, too much at a time.
+            ApiError: 400, none; 408, too slow; 413, too long; 503, too much at a time.
         """
         body = bytearray()
         try:
@@ -56,12 +56,12 @@ class BodyReader:
                     self._held += len(chunk)
                     body += chunk
                     self._check(len(body))
-            return msgspec.json.decode(body)
+            return msgspec.json.decode(body, type=dict[str, Any])
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise ApiError(408, message, code="timeout") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
+            raise ApiError(400, f"the body is no JSON object: {error}") from error
         finally:
             self._held -= len(body)
 
@@ -86,36 +86,23 @@ def json_response(
     )
 
 
-async def answer_api_error(_: Request, error: Exception) -> Response:
-    """Exception handler for :class:`ApiError`."""
-    assert isinstance(error, ApiError)
-    return json_response(error.body(), error.status)
+async def answer_error(_: Request, error: Exception) -> Response:
+    """The answer to a request that was broken off; the server logs what is a bug."""
+    match error:
+        case ClientGoneError() | ClientDisconnect():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        case ApiError():
+            told = error
+        case RecursionError():  # only a request's body nests so deeply
+            told = ApiError(400, "the body is nested too deeply")
+        case _:
+            told = ApiError(500, f"internal error: {error!r}", code="internal_error")
+    return json_response(told.body(), told.status)
 
 
-async def answer_client_gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
-    """Exception handler for :class:`ClientGoneError`."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def answer_bug(_: Request, error: Exception) -> Response:
-    """Exception handler for everything else; the server logs it with its traceback."""
-    failure = ApiError(500, f"internal error: {error!r}", code="internal_error")
-    return json_response(failure.body(), failure.status)
-
-
-async def answer_nested(_: Request, error: Exception) -> Response:  # noqa: ARG001
-    """Exception handler for :class:`RecursionError`: only a request's body nests so deeply."""
-    refusal = ApiError(400, "the body is nested too deeply")
-    return json_response(refusal.body(), refusal.status)
-
-
-EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = {
-    Exception: answer_bug,
-    ApiError: answer_api_error,
-    RecursionError: answer_nested,
-    ClientDisconnect: answer_client_gone,
-    ClientGoneError: answer_client_gone,
-}
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromkeys(
+    (Exception, ApiError, RecursionError, ClientDisconnect, ClientGoneError), answer_error
+)
 """For ``Starlette(exception_handlers=...)``."""
 
 

@@ -125,8 +125,8 @@ def test_what_cannot_be_sent_to_the_ranks_ends_that_request_alone(served, monkey
 
     monkeypatch.setattr(served.executor, "execute", send)
     monkeypatch.setattr(
-        "kvferry.cluster.engine_server.parse_struct",
-        lambda kind, body, _where: kind(**body),
+        "kvferry.cluster.engine_server.parse_body",
+        lambda kind, body: kind(**body),
     )
     response = served.complete(seed=2**64)
 
@@ -167,17 +167,25 @@ SERVER = """
 import asyncio, socket, sys
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from kvferry.cluster import web
 async def health(_): return Response("well")
 async def post(request: Request):
     await request.body()
     return Response("done")
-app = Starlette(routes=[Route("/health", health), Route("/post", post, methods=["POST"])])
+async def endless(_):
+    async def pieces():
+        while True:
+            yield b"x" * 65536
+    return StreamingResponse(pieces())
+app = Starlette(routes=[
+    Route("/health", health), Route("/post", post, methods=["POST"]), Route("/endless", endless)
+])
 try:
     from kvferry.cluster import connections
     connections.HEAD_TIMEOUT_S = 3.0
+    connections.TAKE_TIMEOUT_S = 1.0
 except ImportError:
     pass
 listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -245,3 +253,16 @@ def test_a_head_that_comes_byte_by_byte_is_cut_off(starved_server):
                 slow.sendall(bytes([byte]))
                 time.sleep(0.2)
         assert time.monotonic() - began < 6
+
+
+def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(starved_server):
+    port, _ = starved_server
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as deaf:
+        deaf.sendall(b"GET /endless HTTP/1.1\r\nhost: x\r\n\r\n")
+        time.sleep(2.5)
+        ended = False
+        began = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - began < 3 and not ended:
+                ended = deaf.recv(1 << 20) == b""
+        assert time.monotonic() - began < 3, "the answer goes on for ever"

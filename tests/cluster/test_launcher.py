@@ -134,6 +134,18 @@ def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(clu
     assert chunks[-1].usage.completion_tokens == 24
 
 
+@pytest.mark.parametrize("bad", [{"seed": 2**64}, {"stop_token_ids": [2**64]}])
+def test_a_request_that_cannot_be_sent_to_the_ranks_ends_no_engine(cluster, client, bad):
+    for url in (cluster.url, *(engine.url for engine in cluster.engines)):
+        body = {"prompt": [1, 2, 3], "max_tokens": 3, **bad}
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+        assert response.status_code == 400, response.text
+        assert "18446744073709551616" in response.json()["error"]["message"]
+
+    assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3}).is_success
+    assert cluster.deaths == []
+
+
 def test_kv_that_arrived_is_the_kv_that_was_lent(cluster, client):
     from kvferry.cluster import demo
 
@@ -400,14 +412,13 @@ def test_a_process_shows_its_name_to_ps_and_marks_its_start_in_the_log(cluster):
 def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypatch):
     import queue
 
-    from kvferry.cluster.messages import ConvertSettings
     from kvferry.cluster.process import ChildProcess
     from kvferry.config import ModelConfig
 
     log = tmp_path / "x.log"
     log.write_text("an error of yesterday\n")
     monkeypatch.setenv("PYTHONHOME", os.fspath(tmp_path))
-    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    settings = ModelConfig(source="tiny")
     process = ChildProcess.start("x", "convert", settings, log, queue.Queue())
     process.reap(20)
 
@@ -419,11 +430,10 @@ def test_a_death_is_told_without_the_lines_of_earlier_starts(tmp_path, monkeypat
 def test_a_kill_from_outside_points_at_the_oom_killer(tmp_path):
     import queue
 
-    from kvferry.cluster.messages import ConvertSettings
     from kvferry.cluster.process import ChildProcess
     from kvferry.config import ModelConfig
 
-    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    settings = ModelConfig(source="tiny")
     news = queue.Queue()
     process = ChildProcess.start("x", "convert", settings, tmp_path / "x.log", news)
     os.kill(process.pid, signal.SIGKILL)
@@ -437,7 +447,6 @@ def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkey
     import subprocess
 
     from kvferry.cluster import process as module
-    from kvferry.cluster.messages import ConvertSettings
     from kvferry.config import ModelConfig
 
     class DeadAtOnce(subprocess.Popen):
@@ -446,7 +455,7 @@ def test_a_child_that_dies_before_it_has_its_settings_is_reaped(tmp_path, monkey
             self.wait()
 
     monkeypatch.setattr(module.subprocess, "Popen", DeadAtOnce)
-    settings = ConvertSettings(model=ModelConfig(source="tiny"))
+    settings = ModelConfig(source="tiny")
     process = module.ChildProcess.start("x", "convert", settings, tmp_path / "x.log", queue.Queue())
     process.reap(20)
 
