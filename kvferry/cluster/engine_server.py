@@ -29,7 +29,7 @@ from kvferry.connectors.base import TransferRecord
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
-from kvferry.engine.messages import EngineOutput, SamplingParams, Temperature, TokenId
+from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import KVFerryError
 
@@ -66,7 +66,7 @@ class EngineRequestBody(SamplingParams, frozen=True, kw_only=True):
     return_token_ids: bool = True
     """Accepted for vLLM's sake; ids are always returned, as there is no text."""
     kv_transfer_params: dict[str, Any] | None = None
-    model: str | None = None
+    model: ModelName | None = None
 
     def sampling(self) -> SamplingParams:
         """How the tokens are drawn."""

@@ -18,6 +18,7 @@ from msgspec import Meta
 from kvferry.config import parse_struct, shown
 from kvferry.engine.messages import (
     MaxTokens,
+    ModelName,
     SamplingParams,
     Seed,
     StopTokenIds,
@@ -74,7 +75,7 @@ _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 class _Common(msgspec.Struct, kw_only=True):
     """Fields of both request kinds."""
 
-    model: Annotated[str, Meta(max_length=1024)] | None = None
+    model: ModelName | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None

@@ -24,6 +24,7 @@ Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+ModelName = Annotated[str, Meta(max_length=1024)]
 StopTokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=256)]
 
 

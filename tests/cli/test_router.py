@@ -34,7 +34,7 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
     assert health.status_code == 503
     assert [engine["url"] for engine in health.json()["engines"]] == ["http://127.0.0.1:9"] * 2
     assert answer.status_code == 503
-    assert "no prefill engine can serve this" in answer.json()["error"]["message"]
+    assert "no decode engine can serve this" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

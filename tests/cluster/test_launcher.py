@@ -146,6 +146,26 @@ def test_a_request_that_cannot_be_sent_to_the_ranks_ends_no_engine(cluster, clie
     assert cluster.deaths == []
 
 
+NONSENSE = [
+    {"do_remote_prefill": True, "ticket": "\x00" * 100, "remote_port": 2**64},
+    {"do_remote_prefill": True, "ticket": 2**64, "remote_block_ids": [-1, 2**70]},
+    {"do_remote_prefill": 1e300, "do_remote_decode": 2**64, "remote_engine_id": "\x1b[2J"},
+    {"do_remote_decode": True, "keep_first_token": [[2**64]]},
+]
+
+
+@pytest.mark.parametrize("params", NONSENSE)
+def test_transfer_parameters_that_make_no_sense_end_no_engine(cluster, client, params):
+    for engine in cluster.engines:
+        body = {"prompt": [1, 2, 3], "max_tokens": 3, "kv_transfer_params": params}
+        response = httpx.post(f"{engine.url}/v1/completions", json=body, timeout=60)
+        assert response.status_code in (200, 400, 500), response.text
+        assert httpx.get(f"{engine.url}/health", timeout=60).status_code == 200
+
+    assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3}).is_success
+    assert cluster.deaths == []
+
+
 def test_kv_that_arrived_is_the_kv_that_was_lent(cluster, client):
     from kvferry.cluster import demo
 
