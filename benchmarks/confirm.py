@@ -9,11 +9,13 @@ The source's control server runs in a process of its own, as in an engine. Two c
 """
 
 import multiprocessing
+import secrets
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 import msgspec
 
@@ -30,6 +32,9 @@ from kvferry.topology.description import (
 )
 
 LEASES = 64
+
+Leases: TypeAlias = list[tuple[str, bytes]]
+"""Ids and secrets."""
 
 
 def describe(engine_id: str) -> EngineDescription:
@@ -75,21 +80,22 @@ def serve(pipe: Connection) -> None:
         while (count := pipe.recv()) > 0:
             leases.sweep()
             granted = [leases.grant(f"request-{index}", 128) for index in range(count)]
-            pipe.send([lease.lease_id for lease in granted if isinstance(lease, Lease)])
+            ids = [lease.lease_id for lease in granted if isinstance(lease, Lease)]
+            pipe.send({lease_id: server.secret(lease_id) for lease_id in ids})
 
 
-def one_by_one(client: ControlClient, address: str, lease_ids: list[str]) -> list[float]:
+def one_by_one(client: ControlClient, address: str, leases: Leases) -> list[float]:
     """Seconds of each round trip, one after the other."""
     seconds = []
-    for lease_id in lease_ids:
+    for lease_id, secret in leases:
         began = time.perf_counter()
-        answer = client.finish(address, "benchmark", lease_id, rank=0, ok=True).result()
+        answer = _finish(client, address, lease_id, secret).result()
         seconds.append(time.perf_counter() - began)
         assert answer is FinishAnswer.HELD
     return seconds
 
 
-def all_at_once(client: ControlClient, address: str, lease_ids: list[str]) -> list[float]:
+def all_at_once(client: ControlClient, address: str, leases: Leases) -> list[float]:
     """Seconds of each round trip, from its own call to its own answer."""
     ended: dict[Future[FinishAnswer], float] = {}
 
@@ -97,9 +103,9 @@ def all_at_once(client: ControlClient, address: str, lease_ids: list[str]) -> li
         ended[future] = time.perf_counter()
 
     began: dict[Future[FinishAnswer], float] = {}
-    for lease_id in lease_ids:
+    for lease_id, secret in leases:
         start = time.perf_counter()
-        future = client.finish(address, "benchmark", lease_id, rank=0, ok=True)
+        future = _finish(client, address, lease_id, secret)
         began[future] = start
         future.add_done_callback(note)
     assert {future.result() for future in began} == {FinishAnswer.HELD}
@@ -108,7 +114,14 @@ def all_at_once(client: ControlClient, address: str, lease_ids: list[str]) -> li
     return [ended[future] - start for future, start in began.items()]
 
 
-CASES: dict[str, Callable[[ControlClient, str, list[str]], list[float]]] = {
+def _finish(
+    client: ControlClient, address: str, lease_id: str, secret: bytes
+) -> "Future[FinishAnswer]":
+    nonce = secrets.token_bytes(8)
+    return client.finish(address, "benchmark", lease_id, secret, rank=0, ok=True, nonce=nonce)
+
+
+CASES: dict[str, Callable[[ControlClient, str, Leases], list[float]]] = {
     "one by one": one_by_one,
     "all at once": all_at_once,
 }
@@ -141,10 +154,11 @@ def measure(rounds: int = 30) -> list[ConfirmResult]:
             for number in range(rounds + 1):
                 for case, run in CASES.items():
                     ours.send(2 * LEASES)
-                    lease_ids = ours.recv()
-                    client.renew(address, "benchmark", lease_ids).result()
-                    found = run(client, address, lease_ids[:LEASES])
-                    client.release(address, "benchmark", lease_ids[LEASES:]).result()
+                    leases = ours.recv()
+                    client.renew(address, "benchmark", leases).result()
+                    read, unread = list(leases.items())[:LEASES], list(leases.items())[LEASES:]
+                    found = run(client, address, read)
+                    client.release(address, "benchmark", dict(unread)).result()
                     if number > 0:  # the first round warms up
                         seconds[case] += found
         ours.send(0)

@@ -5,6 +5,8 @@ The control channel, the publisher of KV cache events and the ``tcp`` transport 
 
 import errno
 import functools
+import ipaddress
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
@@ -133,8 +135,36 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
     return int(last.rstrip(b"\0").rpartition(b":")[2])
 
 
+def is_address(host: str) -> bool:
+    """Whether a host is given by its address, so that nothing has to be looked up."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def resolve(host: str) -> str:
+    """The address of a host, which may take as long as its name server likes.
+
+    ZeroMQ looks a name up once, on the thread that serves all its sockets, and leaves a connection
+    that shall not be made again dead where that fails.
+
+    Raises:
+        PeerLostError: the name is unknown, or the name server cannot be asked.
+    """
+    if is_address(host):
+        return host
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise PeerLostError(f"cannot resolve {host!r}: {error}") from error
+    return str(found[0][4][0])
+
+
 def connect(socket: Socket, host: str, port: int) -> None:
-    """Begins to connect a socket; returns at once.
+    """Begins to connect a socket; returns at once. A socket that does not reconnect is given an
+    address, see :func:`resolve`.
 
     Raises:
         ZMQError: the host is no name and no address.

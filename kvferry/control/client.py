@@ -19,10 +19,10 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import zmq
 
@@ -49,13 +49,23 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
-from kvferry.errors import CancelledError, IncompatibleError, KVFerryError, ProtocolError
+from kvferry.control.proofs import prove
+from kvferry.errors import (
+    CancelledError,
+    IncompatibleError,
+    KVFerryError,
+    PeerLostError,
+    ProtocolError,
+)
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
-from kvferry.zeromq import Context, split_address, tcp_address
+from kvferry.zeromq import Context, is_address, resolve, split_address, tcp_address
 
 T = TypeVar("T")
+
+_Send: TypeAlias = Callable[[Connection, Call[Any]], Ended]
+"""How a call is sent on a connection."""
 
 
 class ControlClient(Closing):
@@ -91,6 +101,8 @@ class ControlClient(Closing):
         self._closing = False
         self._connections: dict[str, Connection] = {}
         """By address."""
+        self._lookups: dict[str, list[tuple[Call[Any], _Send]]] = {}
+        """The calls that wait for their address's name to be resolved, by address."""
         self._broken: set[Connection] = set()
         """Replaced by others, and not closed yet."""
         self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
@@ -118,56 +130,81 @@ class ControlClient(Closing):
             if mismatches:
                 raise IncompatibleError(theirs.engine_id, mismatches)
             if self._peers is not None:
-                self._peers.admit(theirs)
+                self._peers.admit(theirs, asked=True)
             return theirs
 
         return self._ask(address, Call(Handshake(id=0, description=description), read))
 
     def renew(
-        self, address: str, source_incarnation: str, lease_ids: Sequence[str]
+        self, address: str, source_incarnation: str, leases: Mapping[str, bytes]
     ) -> "Future[dict[str, LeaseAnswer]]":
         """Takes leases, or extends those this engine holds, all in one message.
+
+        Args:
+            address: of the source.
+            source_incarnation: its start that granted the leases.
+            leases: lease id → the secret of its ticket; at most ``messages.MAX_ITEMS``.
 
         Returns:
             A future of the answer per lease. It raises ``HandshakeNeededError`` when either side
             was started again since the handshake.
         """
+        said = (self._engine_id, self._incarnation, source_incarnation)
         request = Renew(
             id=0,
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             source_incarnation=source_incarnation,
-            lease_ids=tuple(lease_ids),
+            leases=_proofs("Renew", leases, *said),
         )
 
         def read(reply: Reply) -> dict[str, LeaseAnswer]:
             states = expect(reply, Renewed).states
-            if states.keys() != set(request.lease_ids):
+            if states.keys() != request.leases.keys():
                 raise ProtocolError(
-                    f"renewed: answers for {len(states)} leases, asked for {len(lease_ids)}"
+                    f"renewed: answers for {len(states)} leases, asked for {len(leases)}"
                 )
             return states
 
         return self._ask(address, Call(request, read))
 
     def finish(
-        self, address: str, source_incarnation: str, lease_id: str, *, rank: int, ok: bool
+        self,
+        address: str,
+        source_incarnation: str,
+        lease_id: str,
+        secret: bytes,
+        *,
+        rank: int,
+        ok: bool,
+        nonce: bytes,
     ) -> "Future[FinishAnswer]":
         """Reports that all reads of ``rank`` for a lease are terminal, and asks for the confirm.
 
         Where several messages with finishes are under way to a source, further ones share one. The
         same report may be repeated, for example when its answer was lost.
 
+        Args:
+            address: of the source.
+            source_incarnation: its start that granted the lease.
+            lease_id: the lease.
+            secret: of its ticket.
+            rank: the rank that reports.
+            ok: whether its reads succeeded.
+            nonce: random bytes, the same whenever this report is repeated.
+
         Returns:
             A future of the answer. Only after ``HELD`` may the data be used; any error means the
             same as ``REVOKED``.
         """
+        said = (self._engine_id, self._incarnation, source_incarnation, rank, ok, nonce)
+        proof = prove(secret, "Finish", lease_id, *said)
         request = Finishes(
             id=0,
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             source_incarnation=source_incarnation,
-            items=(Finish(lease_id=lease_id, rank=rank, ok=ok),),
+            items=(Finish(lease_id=lease_id, rank=rank, ok=ok, nonce=nonce, proof=proof),),
         )
         call = Call(request, lambda reply: finish_answers(reply, 1)[0])
         return self._ask(address, call, Connection.send_finish)
@@ -176,22 +213,29 @@ class ControlClient(Closing):
         self,
         address: str,
         source_incarnation: str,
-        lease_ids: Sequence[str],
+        leases: Mapping[str, bytes],
         *,
         keep: bool = False,
     ) -> "Future[None]":
         """Gives leases up; with ``keep`` another target may take them, else they end.
 
+        Args:
+            address: of the source.
+            source_incarnation: its start that granted the leases.
+            leases: lease id → the secret of its ticket; at most ``messages.MAX_ITEMS``.
+            keep: see above.
+
         Returns:
             A future that ends when the source has noted it. It raises ``HandshakeNeededError``
             when either side was started again. Without an answer the leases expire by themselves.
         """
+        said = (self._engine_id, self._incarnation, source_incarnation, keep)
         request = Release(
             id=0,
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             source_incarnation=source_incarnation,
-            lease_ids=tuple(lease_ids),
+            leases=_proofs("Release", leases, *said),
             keep=keep,
         )
 
@@ -244,21 +288,19 @@ class ControlClient(Closing):
         self._mailbox.close()
         with self._lock:  # who has just found one broken may be moving it
             connections = [*self._connections.values(), *self._broken]
+            waiting = [call for calls in self._lookups.values() for call, _ in calls]
+            self._lookups.clear()
+        closed = CancelledError("the control client was closed")
+        self._ended.extend((call, closed) for call in waiting)
         for connection in connections:
             with connection.lock:
-                closed = CancelledError("the control client was closed")
                 self._ended.extend(connection.end(closed))
         self._context.destroy(linger=0)
         self._complete()
 
     # ---- any thread ---------------------------------------------------------------------------
 
-    def _ask(
-        self,
-        address: str,
-        call: Call[T],
-        send: Callable[[Connection, Call[T]], Ended] = Connection.send,
-    ) -> "Future[T]":
+    def _ask(self, address: str, call: Call[T], send: _Send = Connection.send) -> "Future[T]":
         split_address(address)
         try:
             self._send(address, call, send)
@@ -273,10 +315,13 @@ class ControlClient(Closing):
         return call.future
 
     def _send(
-        self, address: str, call: Call[T], send: Callable[[Connection, Call[T]], Ended]
+        self, address: str, call: Call[Any], send: _Send, resolved: str | None = None
     ) -> None:
         while True:
-            connection = self._connection(address)
+            connection = self._connection(address, resolved)
+            if connection is None:
+                self._look_up(address, call, send)
+                return
             with connection.lock:
                 if not connection.is_lost:
                     self._ended.extend(send(connection, call))
@@ -289,16 +334,53 @@ class ControlClient(Closing):
                     self._broken.add(connection)
             self._mailbox.post(partial(self._drop, connection))
 
-    def _connection(self, address: str) -> Connection:
+    def _connection(self, address: str, resolved: str | None) -> Connection | None:
+        """The connection to an address; ``None`` if there is none and its name is not resolved."""
         with self._lock:
             if self._closing:
                 raise CancelledError("the control client is closed")
             connection = self._connections.get(address)
             if connection is None:
-                connection = Connection(self._context, address, self._options)
+                host = resolved or split_address(address)[0]
+                if not is_address(host):
+                    return None
+                connection = Connection(self._context, address, host, self._options)
                 self._connections[address] = connection
                 self._mailbox.post(partial(self._watch, connection))
             return connection
+
+    def _look_up(self, address: str, call: Call[Any], send: _Send) -> None:
+        """Sends a call once the name in its address is resolved.
+
+        On a thread of its own, since that may take long; one for all calls to that address.
+        """
+        call.deadline = time.monotonic() + self._options.request_timeout_s
+        with self._lock:
+            waiting = self._lookups.get(address)
+            if waiting is not None:
+                waiting.append((call, send))
+                return
+            self._lookups[address] = [(call, send)]
+        threading.Thread(
+            target=self._resolve, args=(address,), name="kvferry-lookup", daemon=True
+        ).start()
+
+    def _resolve(self, address: str) -> None:
+        error, resolved = None, None
+        try:
+            resolved = resolve(split_address(address)[0])
+        except PeerLostError as unknown:
+            error = unknown
+        with self._lock:
+            waiting = self._lookups.pop(address, [])
+        for call, send in waiting:
+            try:
+                if error is not None:
+                    raise error
+                self._send(address, call, send, resolved)
+            except KVFerryError as failed:
+                self._ended.append((call, failed))
+        self._complete()
 
     def _receive(self, connection: Connection) -> None:
         with connection.lock:
@@ -338,7 +420,22 @@ class ControlClient(Closing):
             with connection.lock:
                 self._ended.extend(connection.expire(now))
                 next_look = min(next_look, connection.next_look)
+        next_look = min(next_look, self._expire_lookups(now))
         self._complete()
+        return next_look
+
+    def _expire_lookups(self, now: float) -> float:
+        next_look = math.inf
+        with self._lock:
+            for address, waiting in self._lookups.items():
+                lost = PeerLostError(
+                    f"{address}: cannot resolve {split_address(address)[0]!r} within "
+                    f"request_timeout_s ({self._options.request_timeout_s} s)"
+                )
+                while waiting and waiting[0][0].deadline <= now:
+                    self._ended.append((waiting.pop(0)[0], lost))
+                if waiting:
+                    next_look = min(next_look, waiting[0][0].deadline)
         return next_look
 
     def _watch(self, connection: Connection) -> None:
@@ -415,3 +512,8 @@ def fetch_descriptions(
             except KVFerryError as error:
                 found.append(error)
     return found
+
+
+def _proofs(action: str, leases: Mapping[str, bytes], *said: object) -> dict[str, bytes]:
+    """The proof for each lease of one message."""
+    return {lease_id: prove(secret, action, lease_id, *said) for lease_id, secret in leases.items()}

@@ -37,8 +37,6 @@ from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, split_addr
 
 T = TypeVar("T")
 
-MOST_FINISHES = 1024
-"""Finishes that share one message."""
 MOST_MESSAGES = 4
 """Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
@@ -103,12 +101,18 @@ class Connection:
     anything.
     """
 
-    def __init__(self, context: Context, address: str, options: ControlOptions) -> None:
+    def __init__(self, context: Context, address: str, host: str, options: ControlOptions) -> None:
         """Begins to connect.
+
+        Args:
+            context: of the socket.
+            address: ``host:port`` as the caller knows it.
+            host: its host, resolved.
+            options: timeouts, limits, keys.
 
         Raises:
             ConfigError: a CURVE key is wrong.
-            PeerLostError: ``address`` names no host.
+            PeerLostError: ZeroMQ does not take the address.
         """
         self.address = address
         self.lock = threading.Lock()
@@ -129,7 +133,7 @@ class Connection:
             configure(self._socket, options, is_server=False)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
             self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(options.request_timeout_s * 1000))
-            connect(self._socket, *split_address(address))
+            connect(self._socket, host, split_address(address)[1])
         except zmq.ZMQError as error:
             self._close()
             raise PeerLostError(f"{address}: {error}") from error
@@ -178,7 +182,7 @@ class Connection:
             batch: list[Call[FinishAnswer]] = []
             while (
                 self._waiting
-                and len(batch) < MOST_FINISHES
+                and len(batch) < messages.MAX_ITEMS
                 and _finishes(self._waiting[0]).source_incarnation == source
             ):
                 batch.append(self._waiting.popleft())

@@ -5,9 +5,11 @@ monotonic clock, the source's:
 
     grant ──> untaken ──renew/finish──> held ──every rank finished──> done
                  │  <──given up with keep──┘ │
-                 │  <──holder restarted──────┤
-                 │      other target takes over once the holder stopped renewing
+                 │      another target takes over once the holder stopped renewing,
+                 │      another start of the holder's engine at once
                  └──────────── release / expiry / revoke ─────────> released, expired, revoked
+
+A renewed lease expires all the same once it is ``max_age_s`` old.
 
 A lease of blocks that cannot be read yet stays untaken until :meth:`LeaseTable.ready`: nobody takes
 it, and nothing that was read under it counts.
@@ -20,7 +22,9 @@ once (:class:`~kvferry.control.tickets.SeenTickets` sees to it).
 So ``HELD`` in answer to a finish proves that the blocks were kept while that rank was reading:
 they are freed only after :meth:`LeaseTable.sweep` returned the lease, a lease is returned only
 once it has ended, and an ended lease confirms nothing but repetitions of reports that were
-confirmed while it was held.
+confirmed while it was held. A report's nonce tells its repetition from another's report.
+
+Who may speak of a lease is not judged here, see :mod:`kvferry.control.proofs`.
 """
 
 import enum
@@ -39,6 +43,8 @@ from kvferry.errors import BoundsError
 
 Target: TypeAlias = tuple[str, str]
 """A target engine: its engine id and its incarnation."""
+Report: TypeAlias = tuple[bool, bytes]
+"""What one rank reported: whether its reads succeeded, and the report's nonce."""
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -85,8 +91,8 @@ class EndedLease:
     outcome: LeaseOutcome
     target: Target | None
     """Its last holder."""
-    reports: dict[int, bool]
-    """Rank of the holder → whether its reads succeeded."""
+    reports: dict[int, Report]
+    """What each rank of the holder reported."""
 
 
 @dataclass(slots=True)
@@ -102,8 +108,8 @@ class _Open:
     holder: Target | None = None
     heard: float = 0.0
     """Clock reading of the holder's last renewal."""
-    reports: dict[int, bool] = field(default_factory=dict)
-    """Rank of the holder → whether its reads succeeded."""
+    reports: dict[int, Report] = field(default_factory=dict)
+    """What each rank of the holder reported."""
     former: set[Target] = field(default_factory=set)
     """Targets that have lost it."""
 
@@ -137,6 +143,7 @@ class LeaseTable:
         duration_s: float = 30.0,
         max_blocks: int,
         takeover_after_s: float | None = None,
+        max_age_s: float = 1800.0,
         remembered: int = 16384,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,12 +152,14 @@ class LeaseTable:
         max_blocks: blocks that leases may pin together, those not yet swept included.
         takeover_after_s: seconds of the holder's silence after which another target may take a
             lease; half of ``duration_s`` unless given.
+        max_age_s: seconds after which a lease expires however often it is renewed.
         remembered: ended leases whose late messages are still answered as before.
         clock: seconds that never run backwards; the only judge of expiry.
         """
         self.duration_s = duration_s
         self.max_blocks = max_blocks
         self._takeover_after_s = duration_s / 2 if takeover_after_s is None else takeover_after_s
+        self._max_age_s = max_age_s
         self._remembered = remembered
         self._clock = clock
         self._lock = threading.Lock()
@@ -173,6 +182,7 @@ class LeaseTable:
             duration_s=options.lease_duration_s,
             max_blocks=options.leased_blocks_cap(num_blocks),
             takeover_after_s=options.takeover_after_s,
+            max_age_s=options.max_lease_age_s,
             remembered=options.remembered_leases,
             clock=clock,
         )
@@ -196,8 +206,9 @@ class LeaseTable:
                 )
             lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
             now = self._clock()
-            self._open[lease.lease_id] = _Open(lease, now, now + self.duration_s, ready)
-            heapq.heappush(self._deadlines, (now + self.duration_s, lease.lease_id))
+            deadline = now + min(self.duration_s, self._max_age_s)
+            self._open[lease.lease_id] = _Open(lease, now, deadline, ready)
+            heapq.heappush(self._deadlines, (deadline, lease.lease_id))
             self._pinned += num_blocks
             return lease
 
@@ -227,12 +238,13 @@ class LeaseTable:
         *,
         rank: int,
         ok: bool,
+        nonce: bytes,
         world_size: int,
     ) -> FinishAnswer:
         """Notes that all reads of one rank of the target are terminal; answers the confirm.
 
         The first report of a rank stands. A repetition of it gets the same answer, also after the
-        lease is done; a report that contradicts it gets ``REVOKED``. An untaken lease is taken by
+        lease is done; any other report of that rank gets ``REVOKED``. An untaken lease is taken by
         the report: its blocks were kept all the time.
 
         Args:
@@ -241,6 +253,7 @@ class LeaseTable:
             incarnation: the target's current incarnation; the caller has made sure of that.
             rank: which of the target's ranks reports.
             ok: whether its reads succeeded.
+            nonce: random, the same in repetitions of this report.
             world_size: ranks of the *target*; the lease is done when each has reported.
 
         Raises:
@@ -252,12 +265,12 @@ class LeaseTable:
             now = self._clock()
             entry = self._live(lease_id, now)
             if entry is None:
-                return self._late_finish(lease_id, target, rank, ok)
+                return self._late_finish(lease_id, target, rank, (ok, nonce))
             if not entry.ready or target in entry.former or entry.holder not in (None, target):
                 return FinishAnswer.REVOKED
             if entry.holder is None:
                 entry.take(target, now)
-            answer = self._report(entry, rank, ok)
+            answer = self._report(entry, rank, (ok, nonce))
             if self._is_done(entry, world_size):
                 self._end(entry, LeaseOutcome.DONE)
             return answer
@@ -296,19 +309,6 @@ class LeaseTable:
                 entry = self._open.get(lease_id)
                 if entry is not None:
                     self._end(entry, LeaseOutcome.REVOKED)
-
-    def drop_older(self, engine_id: str, incarnation: str) -> None:
-        """An engine came back as ``incarnation``: leases of its older starts lose their holder.
-
-        The memory those starts were reading into is gone, or belongs to a process that must not
-        be trusted any more; neither can confirm a read. The leases keep their deadline, so that
-        another target, the restarted engine included, may still take them.
-        """
-        with self._lock:
-            for entry in self._open.values():
-                holder = entry.holder
-                if holder is not None and holder[0] == engine_id and holder[1] != incarnation:
-                    entry.drop_holder()
 
     def sweep(self) -> list[EndedLease]:
         """The leases that ended since the last call, each exactly once: free their blocks."""
@@ -371,27 +371,32 @@ class LeaseTable:
             return LeaseAnswer.REVOKED
         if not entry.ready:
             return LeaseAnswer.PENDING
-        if entry.holder not in (None, target):
-            if now - entry.heard < self._takeover_after_s:
+        if entry.holder is not None and entry.holder != target:
+            # Another start of the same engine was given the same request: the one before is gone,
+            # or somebody has sent them both the request, and then either may have it.
+            is_other = entry.holder[0] != target[0]
+            if is_other and now - entry.heard < self._takeover_after_s:
                 return LeaseAnswer.TAKEN
             entry.drop_holder()
         if entry.holder is None:
             entry.take(target, now)
         entry.heard = now
-        entry.deadline = now + self.duration_s
+        entry.deadline = min(now + self.duration_s, entry.granted + self._max_age_s)
         return LeaseAnswer.HELD
 
-    def _report(self, entry: _Open, rank: int, ok: bool) -> FinishAnswer:
-        first = entry.reports.setdefault(rank, ok)
-        return FinishAnswer.HELD if first == ok else FinishAnswer.REVOKED
+    def _report(self, entry: _Open, rank: int, report: Report) -> FinishAnswer:
+        first = entry.reports.setdefault(rank, report)
+        return FinishAnswer.HELD if first == report else FinishAnswer.REVOKED
 
     def _is_done(self, entry: _Open, world_size: int) -> bool:
         return len(entry.reports) == world_size
 
-    def _late_finish(self, lease_id: str, target: Target, rank: int, ok: bool) -> FinishAnswer:
+    def _late_finish(
+        self, lease_id: str, target: Target, rank: int, report: Report
+    ) -> FinishAnswer:
         """Answers a report on an ended lease: only a repetition of a confirmed one is confirmed."""
         ended = self._done_by(lease_id, target)
-        is_held = ended is not None and ended.reports.get(rank) == ok
+        is_held = ended is not None and ended.reports.get(rank) == report
         return FinishAnswer.HELD if is_held else FinishAnswer.REVOKED
 
     def _done_by(self, lease_id: str, target: Target) -> EndedLease | None:

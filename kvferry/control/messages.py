@@ -15,18 +15,29 @@ request             who sends it                        answer
 :class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
-Any request may be answered by :class:`ErrorReply`, whose ``name`` is a class of
-:mod:`kvferry.errors`. ``engine_id`` and ``incarnation`` always speak of the target (the engine
-whose blocks are filled), ``source_incarnation`` of the engine whose blocks are read.
+A request about leases proves for each of them that its sender was given the ticket, see
+:mod:`kvferry.control.proofs`. Any request may be answered by :class:`ErrorReply`, whose ``name``
+is a class of :mod:`kvferry.errors`. ``engine_id`` and ``incarnation`` always speak of the target
+(the engine whose blocks are filled), ``source_incarnation`` of the engine whose blocks are read.
 """
 
 import enum
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from kvferry.topology.description import EngineDescription
 from kvferry.transports.decoding import decode
+
+MAX_ITEMS = 1024
+"""Leases or finishes that one message names at most."""
+MAX_ID_CHARS = 256
+"""Characters of the longest id that a message names."""
+
+Id: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
+Proof: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
+Proofs: TypeAlias = Annotated[dict[Id, Proof], msgspec.Meta(max_length=MAX_ITEMS)]
+"""Lease id → the proof that the sender may speak of it."""
 
 
 class LeaseAnswer(enum.StrEnum):
@@ -64,39 +75,42 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Takes leases (the first time) and extends them, all of one target at one source."""
 
     id: int
-    engine_id: str
-    incarnation: str
-    source_incarnation: str
-    lease_ids: tuple[str, ...]
+    engine_id: Id
+    incarnation: Id
+    source_incarnation: Id
+    leases: Proofs
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """All reads of one rank for one lease are terminal."""
 
-    lease_id: str
+    lease_id: Id
     rank: int
     ok: bool
     """Whether they all succeeded; a rank that needed nothing says true."""
+    nonce: Proof
+    """Random, of this report and its repetitions: nobody else's report is taken for one."""
+    proof: Proof
 
 
 class Finishes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Finishes of ranks of one target, together."""
 
     id: int
-    engine_id: str
-    incarnation: str
-    source_incarnation: str
-    items: tuple[Finish, ...]
+    engine_id: Id
+    incarnation: Id
+    source_incarnation: Id
+    items: Annotated[tuple[Finish, ...], msgspec.Meta(max_length=MAX_ITEMS)]
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The target gives leases up: it needs nothing of them any more and counts no read."""
 
     id: int
-    engine_id: str
-    incarnation: str
-    source_incarnation: str
-    lease_ids: tuple[str, ...]
+    engine_id: Id
+    incarnation: Id
+    source_incarnation: Id
+    leases: Proofs
     keep: bool = False
     """Whether another target engine may take the leases; otherwise their blocks are freed."""
 

@@ -49,6 +49,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     takeover_after_s: float | None = None
     """Seconds without renewal after which another target may take a lease over; half of
     ``lease_duration_s`` unless given."""
+    max_lease_age_s: float = 1800.0
+    """Seconds after which a lease ends however often it is renewed."""
     max_leased_blocks: int | None = None
     """KV blocks that leases may pin together; three quarters of the pool unless given."""
     request_timeout_s: float = 5.0
@@ -67,7 +69,7 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Keys; without them the channel is neither encrypted nor authenticated."""
 
     def __post_init__(self) -> None:
-        for field in ("lease_duration_s", "request_timeout_s", "heartbeat_s"):
+        for field in ("lease_duration_s", "max_lease_age_s", "request_timeout_s", "heartbeat_s"):
             value = getattr(self, field)
             if not 0 < value < 1e6:
                 raise ValueError(f"{field}: {value} is not a number of seconds above 0")

@@ -1,153 +1,177 @@
-"""What an engine knows of the other engines: one :class:`Peer` each, in one :class:`PeerTable`."""
+"""What an engine knows of the other engines: one :class:`Peer` for each start of each, in one
+:class:`PeerTable`.
+"""
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
-
-import msgspec
 
 from kvferry.control.messages import PeerStatus
 from kvferry.errors import HandshakeNeededError, IncompatibleError
 from kvferry.topology.description import EngineDescription
 
+MAX_ERROR_CHARS = 1000
+"""Characters of an error that are kept of a peer."""
+
 
 @dataclass(slots=True)
 class Peer:
-    """One other engine."""
+    """One start of another engine. Nothing that it sent is kept but its names and its size."""
 
-    description: EngineDescription
-    """Without groups and ranks where the peer was refused."""
+    engine_id: str
+    incarnation: str
+    world_size: int
+    """Ranks of the engine."""
     state: Literal["ready", "refused"]
     """Refused peers are kept to be shown; nothing is exchanged with them."""
     since: float
-    """Clock reading at which this incarnation was first seen."""
+    """Clock reading at which it was first seen."""
     last_seen: float
     """Clock reading of its last message."""
     last_error: str = ""
-    superseded: deque[str] = field(default_factory=lambda: deque(maxlen=8))
-    """Incarnations that this one has replaced."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the engine."""
-        return len(self.description.ranks)
+    is_trusted: bool = False
+    """Whether it has shown a ticket of ours, or we asked it for KV: who has done neither makes
+    room first."""
 
 
 class PeerTable:
-    """All engines that one engine has shaken hands with. Thread-safe."""
+    """All engines that one engine has shaken hands with. Thread-safe.
+
+    Anybody may shake hands under any name, so a handshake takes nothing from anybody: two starts
+    of one engine stand side by side until one of them is silent. What they may do is decided lease
+    by lease, see :mod:`kvferry.control.proofs`.
+    """
 
     def __init__(
         self,
         *,
         max_peers: int = 1024,
-        twin_silence_s: float = 30.0,
+        silence_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        max_peers: peers remembered; the one silent for longest makes room.
-        twin_silence_s: seconds for which the newest start of an engine must have been silent
-            before an earlier start is listened to again.
+        max_peers: peers remembered. First refused ones make room, then such as have shown no
+            ticket or are silent, the longest silent one first.
+        silence_s: seconds without a message after which a peer counts as silent; a start that
+            has a successor is dropped then.
         clock: seconds that never run backwards.
         """
         self._max_peers = max_peers
-        self._twin_silence_s = twin_silence_s
+        self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[tuple[str, str], Peer] = {}
 
-    def admit(self, description: EngineDescription) -> bool:
-        """Applies a handshake that both sides agreed on; says whether an older start was replaced.
+    def admit(self, description: EngineDescription, *, asked: bool = False) -> None:
+        """Applies a handshake that both sides agreed on.
+
+        Args:
+            description: of the other engine.
+            asked: whether we asked for the handshake, at the address of a ticket or of ``peers``.
 
         Raises:
-            IncompatibleError: a later start of the same engine id is alive: two engines use one id.
+            IncompatibleError: this start has shaken hands with another number of ranks.
         """
-        engine_id, incarnation = description.engine_id, description.incarnation
+        key, ranks = _key(description), len(description.ranks)
         with self._lock:
             now = self._clock()
-            peer = self._peers.get(engine_id)
-            if peer is None or peer.state == "refused":
-                self._peers[engine_id] = Peer(description, "ready", now, now)
-                self._make_room()
-                return False
-            if peer.description.incarnation == incarnation:
-                peer.description, peer.last_seen = description, now
-                return False
-            if incarnation in peer.superseded and now - peer.last_seen < self._twin_silence_s:
-                peer.last_error = f"start {incarnation} came back beside its successor"
-                mismatch = (
-                    f"engine_id: {engine_id!r} runs as {peer.description.incarnation}, and its "
-                    f"earlier start {incarnation} is still alive; give each engine its own "
-                    "engine_id"
-                )
-                raise IncompatibleError(engine_id, [mismatch])
-            replaced = Peer(description, "ready", now, now, superseded=peer.superseded)
-            replaced.superseded.append(peer.description.incarnation)
-            self._peers[engine_id] = replaced
-            return True
+            peer = self._peers.get(key)
+            if peer is not None and peer.state == "ready":
+                if peer.world_size != ranks:
+                    mismatch = (
+                        f"ranks: start {key[1]} of engine {key[0]!r} shook hands with "
+                        f"{peer.world_size} ranks, now it describes {ranks}; give each engine its "
+                        "own engine_id"
+                    )
+                    raise IncompatibleError(key[0], [mismatch])
+                peer.last_seen = now
+            else:
+                peer = Peer(*key, ranks, "ready", now, now)
+                self._enter(peer)
+            peer.is_trusted |= asked
 
     def refuse(self, description: EngineDescription, reason: str) -> None:
-        """Notes a peer that does not fit; a peer of that id that fits stays as it is."""
+        """Notes a peer that does not fit; a start that fits stays as it is."""
+        key, reason = _key(description), reason[:MAX_ERROR_CHARS]
         with self._lock:
             now = self._clock()
-            peer = self._peers.get(description.engine_id)
+            peer = self._peers.get(key)
             if peer is not None and peer.state == "ready":
                 peer.last_error = reason
-                return
-            # Who can claim to be anybody must not fill our memory with descriptions.
-            short = msgspec.structs.replace(description, groups=(), ranks=())
-            self._peers[description.engine_id] = Peer(short, "refused", now, now, reason)
-            self._make_room()
+            else:
+                self._enter(Peer(*key, len(description.ranks), "refused", now, now, reason))
 
     def current(self, engine_id: str, incarnation: str) -> Peer:
         """The peer that speaks, if this start of it has shaken hands; marks it as seen.
 
         Raises:
-            HandshakeNeededError: it is unknown, or known as another start.
+            HandshakeNeededError: it has not, or it was dropped since.
         """
         with self._lock:
-            peer = self._peers.get(engine_id)
+            peer = self._peers.get((engine_id, incarnation))
             if peer is None or peer.state != "ready":
                 raise HandshakeNeededError(
-                    f"engine_id: {engine_id!r} has not shaken hands with this engine; do so first"
-                )
-            if peer.description.incarnation != incarnation:
-                raise HandshakeNeededError(
-                    f"incarnation: engine {engine_id!r} is known as "
-                    f"{peer.description.incarnation}, this message is from {incarnation}; "
-                    "handshake again"
+                    f"engine_id: start {incarnation} of {engine_id!r} has not shaken hands with "
+                    "this engine; do so first"
                 )
             peer.last_seen = self._clock()
             return peer
 
     def forget(self, engine_id: str) -> None:
-        """Drops all state of a peer; unknown ids are ignored."""
+        """Drops all starts of an engine; unknown ids are ignored."""
         with self._lock:
-            self._peers.pop(engine_id, None)
+            for key in [key for key in self._peers if key[0] == engine_id]:
+                del self._peers[key]
 
     def snapshot(self) -> tuple[PeerStatus, ...]:
         """Every peer, in the order in which they came."""
         with self._lock:
             now = self._clock()
+            newest = {peer.engine_id: peer for peer in self._peers.values()}
             return tuple(
                 PeerStatus(
-                    engine_id=engine_id,
-                    incarnation=peer.description.incarnation,
+                    engine_id=peer.engine_id,
+                    incarnation=peer.incarnation,
                     state=peer.state,
                     age_s=now - peer.since,
                     last_seen_s=now - peer.last_seen,
                     ranks=peer.world_size,
-                    last_error=peer.last_error,
+                    last_error=peer.last_error or _twin(peer, newest[peer.engine_id]),
                 )
-                for engine_id, peer in self._peers.items()
+                for peer in self._peers.values()
             )
 
-    def _make_room(self) -> None:
-        while len(self._peers) > self._max_peers:
-            # Refused ones go first: however many of them knock, they displace nobody who fits.
-            _, _, engine_id = min(
-                (peer.state == "ready", peer.last_seen, name) for name, peer in self._peers.items()
+    def _enter(self, peer: Peer) -> None:
+        self._peers.pop((peer.engine_id, peer.incarnation), None)  # so that it is the newest
+        gone = peer.since - self._silence_s
+        for key, other in list(self._peers.items()):
+            if other.engine_id == peer.engine_id and other.last_seen <= gone:
+                del self._peers[key]
+        self._peers[peer.engine_id, peer.incarnation] = peer
+        if len(self._peers) > self._max_peers:
+            # Whoever knocks, however often, displaces nobody who reads or is read from.
+            least = min(
+                self._peers.values(),
+                key=lambda one: (
+                    one.is_trusted and one.last_seen > gone,
+                    one.state == "ready",
+                    one.last_seen,
+                ),
             )
-            del self._peers[engine_id]
+            del self._peers[least.engine_id, least.incarnation]
+
+
+def _key(description: EngineDescription) -> tuple[str, str]:
+    return description.engine_id, description.incarnation
+
+
+def _twin(peer: Peer, newest: Peer) -> str:
+    """What there is to say of a start that was heard after its engine was started again."""
+    if peer is newest or peer.last_seen <= newest.since:
+        return ""
+    return (
+        f"it was heard beside start {newest.incarnation} of the same engine_id; give each engine "
+        "its own engine_id"
+    )

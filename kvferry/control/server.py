@@ -24,11 +24,13 @@ from kvferry.control.messages import (
     DescriptionRequest,
     ErrorEvent,
     ErrorReply,
+    Finish,
     FinishAnswer,
     Finishes,
     FinishReply,
     Handshake,
     HandshakeReply,
+    LeaseAnswer,
     Refused,
     Release,
     Released,
@@ -42,6 +44,7 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions, CurveKeys, configure
 from kvferry.control.peers import Peer, PeerTable
+from kvferry.control.proofs import LeaseKey
 from kvferry.errors import (
     DecodeError,
     HandshakeNeededError,
@@ -114,9 +117,10 @@ class ControlService:
         self.role = role
         self.leases = leases
         self.peers = PeerTable(
-            max_peers=options.max_peers, twin_silence_s=options.lease_duration_s, clock=clock
+            max_peers=options.max_peers, silence_s=options.lease_duration_s, clock=clock
         )
         """The engines that have shaken hands with this one."""
+        self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
         self._list_transfers: TransferLister = tuple
         self._started = time.monotonic()
@@ -146,6 +150,10 @@ class ControlService:
         nothing.
         """
         self._list_transfers = lister
+
+    def secret(self, lease_id: str) -> bytes:
+        """What the ticket of a lease carries, so that its bearer may speak of the lease."""
+        return self._key.secret(lease_id)
 
     def note_error(self, kind: str, message: str) -> None:
         """Adds an error to the counters and to the last errors of the status."""
@@ -189,17 +197,18 @@ class ControlService:
             case Handshake():
                 return self._shake_hands(request)
             case Renew():
-                self._target(request)
-                states = self.leases.renew(
-                    request.engine_id, request.incarnation, request.lease_ids
-                )
-                return Renewed(id=request.id, states=states)
+                held = self._proven(request)
+                states = self.leases.renew(request.engine_id, request.incarnation, held)
+                lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
+                return Renewed(id=request.id, states=lost | states)
             case Finishes():
                 return FinishReply(id=request.id, answers=self._finish(request))
             case Release():
-                self._target(request)
                 self.leases.release(
-                    request.engine_id, request.incarnation, request.lease_ids, keep=request.keep
+                    request.engine_id,
+                    request.incarnation,
+                    self._proven(request),
+                    keep=request.keep,
                 )
                 return Released(id=request.id)
             case DescriptionRequest():
@@ -219,7 +228,6 @@ class ControlService:
             except IncompatibleError as error:
                 mismatches = list(error.mismatches)
             else:
-                self.leases.drop_older(theirs.engine_id, theirs.incarnation)
                 return HandshakeReply(id=request.id, description=ours)
         reason = str(IncompatibleError(theirs.engine_id, mismatches))
         self.peers.refuse(theirs, reason)
@@ -247,6 +255,35 @@ class ControlService:
             )
         return self.peers.current(request.engine_id, request.incarnation)
 
+    def _proven(self, request: Renew | Release) -> list[str]:
+        """The leases of which the sender may speak.
+
+        Raises:
+            HandshakeNeededError: see :meth:`_target`.
+        """
+        peer, action = self._target(request), type(request).__name__
+        said: tuple[object, ...] = (peer.engine_id, peer.incarnation, self.incarnation)
+        if isinstance(request, Release):
+            said += (request.keep,)
+        return [
+            lease_id
+            for lease_id, proof in request.leases.items()
+            if self._is_proven(peer, proof, action, lease_id, *said)
+        ]
+
+    def _is_proven(
+        self, peer: Peer, proof: bytes, action: str, lease_id: str, *said: object
+    ) -> bool:
+        if self._key.accepts(proof, action, lease_id, *said):
+            peer.is_trusted = True
+            return True
+        self.note_error(
+            "authority",
+            f"{action} of engine {peer.engine_id!r} for lease {lease_id}: it does not prove that "
+            "the engine was given the lease's ticket",
+        )
+        return False
+
     def _finish(self, request: Finishes) -> tuple[FinishAnswer, ...]:
         try:
             peer = self._target(request)
@@ -256,16 +293,20 @@ class ControlService:
             return (FinishAnswer.REVOKED,) * len(request.items)
         for item in request.items:  # all of them before any is applied
             check_rank(request.engine_id, item.rank, peer.world_size)
-        return tuple(
-            self.leases.finish(
-                item.lease_id,
-                request.engine_id,
-                request.incarnation,
-                rank=item.rank,
-                ok=item.ok,
-                world_size=peer.world_size,
-            )
-            for item in request.items
+        return tuple(self._finish_one(peer, item) for item in request.items)
+
+    def _finish_one(self, peer: Peer, item: Finish) -> FinishAnswer:
+        said = (peer.engine_id, peer.incarnation, self.incarnation, item.rank, item.ok, item.nonce)
+        if not self._is_proven(peer, item.proof, "Finish", item.lease_id, *said):
+            return FinishAnswer.REVOKED
+        return self.leases.finish(
+            item.lease_id,
+            peer.engine_id,
+            peer.incarnation,
+            rank=item.rank,
+            ok=item.ok,
+            nonce=item.nonce,
+            world_size=peer.world_size,
         )
 
     def _refusal(self, request_id: int, error: KVFerryError) -> ErrorReply:

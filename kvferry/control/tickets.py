@@ -3,7 +3,8 @@
 A ticket is MessagePack of named fields in base64url, a dot, and an HMAC-SHA256 of these bytes under
 the cluster's key; without a key there is no dot. The router and the client carry it, so the target
 trusts nothing else of what they send: host, port and block ids come from the verified ticket. This
-protects against clients, not against a hostile engine, which knows the key.
+protects against clients, not against a hostile engine, which knows the key. Whoever sees a ticket
+can speak of its lease, and of no other.
 
 A ticket carries durations, never times, because two machines' clocks need not agree: whether a
 lease has expired is the source's to say.
@@ -20,10 +21,11 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvferry.control.proofs import PROOF_BYTES
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
 from kvferry.transports.decoding import decode
 
-TICKET_VERSION = 2
+TICKET_VERSION = 3
 """The version that this release writes and reads."""
 MAX_TICKET_CHARS = 1 << 20
 """Characters of the longest ticket that is looked at."""
@@ -49,6 +51,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The source engine."""
     incarnation: Name
     """The start of the source engine that granted the lease."""
+    secret: Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
+    """Proves to the source that the target was given this ticket."""
     host: Name
     """Address of the source's control channel."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]

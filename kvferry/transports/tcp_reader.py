@@ -32,7 +32,15 @@ from kvferry.transports.wire_messages import (
     encode,
 )
 from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, WireReader
-from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, tcp_address, zmq_errors
+from kvferry.zeromq import (
+    CONNECTION_LOST,
+    Context,
+    Socket,
+    connect,
+    resolve,
+    tcp_address,
+    zmq_errors,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +94,12 @@ class TcpReader(WireReader[TcpPeer]):
     # Called from any thread.
 
     def connect(self, endpoint: Endpoint) -> TcpPeer:
-        """Begins a connection; returns at once.
+        """Begins a connection; returns at once, or when the endpoint's name is resolved.
 
         Raises:
             PeerLostError, HostError: see the message.
         """
+        host = resolve(endpoint.host)
         address = tcp_address(endpoint.host, endpoint.port)
         with zmq_errors(f"cannot connect to {address}"):
             socket = self._context.socket(zmq.DEALER)
@@ -104,7 +113,7 @@ class TcpReader(WireReader[TcpPeer]):
             socket.tcp_keepalive = 1
             peer = TcpPeer(endpoint, self, socket)
             try:
-                connect(socket, endpoint.host, endpoint.port)
+                connect(socket, host, endpoint.port)
             except zmq.ZMQError:
                 peer.monitor.close()
                 socket.close()

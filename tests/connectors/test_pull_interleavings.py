@@ -170,6 +170,20 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     pair.settle()
 
 
+def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = open_engine("p", SOURCE, lease_duration_s=0.6)
+    pair = Pair(producer, open_engine("d", TARGET, progress_timeout_s=1.0), 20.0)
+    request = pair.decode(pair.prefill("r", 21))
+    hung: Any = pair.consumer.workers[0]
+    monkeypatch.setattr(hung, "start_load_kv", lambda *_: None)
+    pair.run(lambda: not producer.held, "the source's blocks")
+    assert request.stage is Stage.LOADING  # its own blocks stay: the rank may come to life
+    errors = pair.consumer.scheduler._server.status().errors  # type: ignore[attr-defined]
+    assert any("progress_timeout_s: 1" in event.message for event in errors)
+
+
 def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_waited_for(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

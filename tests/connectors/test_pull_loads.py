@@ -125,6 +125,7 @@ class Scene:
                 lease_id=lease_id,
                 engine_id="p",
                 incarnation=incarnation,
+                secret=bytes(16),
                 host="127.0.0.1",
                 port=1,
                 request_id=lease_id,

@@ -3,6 +3,7 @@
 import itertools
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlServer
 from kvferry.topology import EngineGeometry, ParallelShape
@@ -138,6 +140,34 @@ class Served:
     def grant(self, num_blocks: int = 1, request_id: str = "r") -> str:
         """Grants a lease; returns its id."""
         return self.leases.grant(request_id, num_blocks).lease_id
+
+    def keys(self, *lease_ids: str) -> dict[str, bytes]:
+        """What the tickets of leases carry."""
+        return {lease_id: self.server.secret(lease_id) for lease_id in lease_ids}
+
+    def renew(self, client: ControlClient, *lease_ids: str) -> "Future[dict[str, LeaseAnswer]]":
+        """A client renews leases of which it has the tickets."""
+        return client.renew(self.address, self.incarnation, self.keys(*lease_ids))
+
+    def finish(
+        self,
+        client: ControlClient,
+        lease_id: str,
+        *,
+        rank: int = 0,
+        ok: bool = True,
+        nonce: bytes = b"n",
+    ) -> "Future[FinishAnswer]":
+        """A rank of a client reports on a lease of which it has the ticket."""
+        secret = self.server.secret(lease_id)
+        return client.finish(
+            self.address, self.incarnation, lease_id, secret, rank=rank, ok=ok, nonce=nonce
+        )
+
+    def release(self, client: ControlClient, *lease_ids: str, keep: bool = False) -> "Future[None]":
+        """A client gives up leases of which it has the tickets."""
+        keys = self.keys(*lease_ids)
+        return client.release(self.address, self.incarnation, keys, keep=keep)
 
 
 @pytest.fixture(scope="session")

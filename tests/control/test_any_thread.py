@@ -39,11 +39,11 @@ def ask(client, served, number):
     """One call of a kind that depends on ``number``, and the answer that it must get."""
     if number % 3 == 0:
         lease_id = served.grant(0)
-        renewed = client.renew(served.address, served.incarnation, [lease_id])
+        renewed = served.renew(client, lease_id)
         return renewed, {lease_id: LeaseAnswer.HELD}
     known = number % 3 == 1
     lease_id = served.grant(0) if known else f"unknown-{number}"
-    finished = client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
+    finished = served.finish(client, lease_id)
     return finished, FinishAnswer.HELD if known else FinishAnswer.REVOKED
 
 
@@ -144,9 +144,7 @@ def test_every_call_that_is_made_while_the_client_is_closed_ends(met):
         try:
             while not asked or not isinstance(asked[-1].exception(WAIT), CancelledError):
                 asked.append(client.status(served.address))
-                asked.append(
-                    client.finish(served.address, served.incarnation, "lease", rank=0, ok=True)
-                )
+                asked.append(served.finish(client, "lease"))
         except BaseException as error:
             failures.append(error)
 
@@ -172,7 +170,7 @@ def busy(met):
         over.wait(2 * WAIT)
 
     with source() as (router, address):
-        held = client.finish(address, "i", "lease", rank=0, ok=True)
+        held = client.finish(address, "i", "lease", b"s", rank=0, ok=True, nonce=b"n")
         held.add_done_callback(hold)
         answer_one(router)
         assert entered.wait(WAIT)
@@ -208,7 +206,7 @@ def is_pumped(client, future, wait_s=WAIT):
 def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
     served, client = busy
     threads = []
-    finished = client.finish(served.address, served.incarnation, served.grant(0), rank=0, ok=True)
+    finished = served.finish(client, served.grant(0))
     finished.add_done_callback(lambda future: threads.append(threading.current_thread()))
     assert is_pumped(client, finished)
     assert threads == [threading.current_thread()]
@@ -217,7 +215,7 @@ def test_who_pumps_gets_an_answer_that_the_clients_thread_has_no_time_for(busy):
 
 def test_a_broken_connection_is_replaced_by_whoever_sends_next(busy, serve):
     served, client = busy
-    open_call = client.finish(served.address, served.incarnation, "lost", rank=0, ok=True)
+    open_call = served.finish(client, "lost")
     assert is_pumped(client, open_call)
     served.server.close()
     again = serve(engine_id=served.description.engine_id, port=served.server.port)
@@ -235,7 +233,7 @@ def test_answers_that_came_in_time_are_found_by_a_thread_that_wakes_late(serve, 
     client.handshake(served.address, description).result(WAIT)
     status = client.status(served.address)
     status.add_done_callback(lambda future: time.sleep(1.0))  # on the client's thread, or on ours
-    finished = client.finish(served.address, served.incarnation, served.grant(0), rank=0, ok=True)
+    finished = served.finish(client, served.grant(0))
     assert finished.result(WAIT) == FinishAnswer.HELD
 
 
@@ -246,7 +244,8 @@ from kvferry.control.options import ControlOptions
 
 options = ControlOptions(request_timeout_s=1.0, heartbeat_s=60.0)
 with ControlClient(engine_id="d", incarnation="d1", options=options) as client:
-    print(client.finish(sys.argv[1], "p1", "lease", rank=0, ok=True).result(), flush=True)
+    held = client.finish(sys.argv[1], "p1", "lease", b"s", rank=0, ok=True, nonce=b"n")
+    print(held.result(), flush=True)
 """
 
 
@@ -269,13 +268,15 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
 def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
     """The first finds answers that came in time, the second those that ZeroMQ had not read yet."""
     with zmq.Context() as context, source() as (router, address):
-        connection = Connection(context, address, ControlOptions(request_timeout_s=1.0))
+        connection = Connection(
+            context, address, "127.0.0.1", ControlOptions(request_timeout_s=1.0)
+        )
         request = messages.Finishes(
             id=0,
             engine_id="d",
             incarnation="d1",
             source_incarnation="p1",
-            items=(messages.Finish(lease_id="lease", rank=0, ok=True),),
+            items=(messages.Finish(lease_id="lease", rank=0, ok=True, nonce=b"n", proof=b"p"),),
         )
         calls = [Call(request, lambda reply: reply) for _ in range(3)]
 

@@ -36,15 +36,18 @@ WAIT = 20
 def requests(describe, hybrid):
     """One good request of each kind."""
     header = {"id": 7, "engine_id": "d", "incarnation": "i", "source_incarnation": "s"}
-    items = tuple(Finish(lease_id=f"lease-{rank}", rank=rank, ok=True) for rank in range(3))
+    items = tuple(
+        Finish(lease_id=f"lease-{rank}", rank=rank, ok=True, nonce=b"n" * 8, proof=b"p" * 16)
+        for rank in range(3)
+    )
     windows = {"layer_indices": (0, 2), "sliding_window": 40, "layer_split": (2, 0)}
     rest = {"layer_indices": (1, 3, 4, 5), "layer_split": (2, 2)}
     return [
         Handshake(id=7, description=describe("d", "i", tp=2)),
         Handshake(id=7, description=hybrid("h", [windows, rest], pp=2)),
-        Renew(**header, lease_ids=("a", "b")),
+        Renew(**header, leases={"a": b"p" * 16, "b": b"q" * 16}),
         Finishes(**header, items=items),
-        Release(**header, lease_ids=("a",), keep=True),
+        Release(**header, leases={"a": b"p" * 16}, keep=True),
         StatusRequest(id=7),
         DescriptionRequest(id=7),
     ]
@@ -66,7 +69,7 @@ def confirm_works(served, describe):
     client = served.client(description)
     client.handshake(served.address, description).result(WAIT)
     lease_id = served.grant()
-    future = client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
+    future = served.finish(client, lease_id)
     assert future.result(WAIT) == FinishAnswer.HELD
     client.close()
 
@@ -168,7 +171,7 @@ def test_a_bug_in_an_answer_is_noted_and_the_next_request_is_served(serve, descr
     client = served.client(description)
     client.handshake(served.address, description).result(WAIT)
     with pytest.raises(Exception, match="a bug of ours"):
-        client.renew(served.address, served.incarnation, ["a"]).result(WAIT)
+        served.renew(client, "a").result(WAIT)
     del served.leases.renew
     confirm_works(served, describe)
     assert served.server.status().counters["errors.internal"] == 1

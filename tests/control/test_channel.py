@@ -1,16 +1,18 @@
 """A served engine and its clients, over real sockets."""
 
 import contextlib
+import gc
 import socket
 import threading
 import time
+import tracemalloc
 
 import msgspec
 import pytest
 import zmq
 
 from kvferry.control import messages
-from kvferry.control.client import fetch_status
+from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.connection import MOST_MESSAGES
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, TransferStatus
@@ -39,11 +41,11 @@ def target(served, describe, engine_id="decode-0", incarnation="d1", **shape):
 
 
 def renew(client, served, *lease_ids):
-    return client.renew(served.address, served.incarnation, lease_ids).result(WAIT)
+    return served.renew(client, *lease_ids).result(WAIT)
 
 
 def finish(client, served, lease_id, rank=0, ok=True):
-    future = client.finish(served.address, served.incarnation, lease_id, rank=rank, ok=ok)
+    future = served.finish(client, lease_id, rank=rank, ok=ok)
     return future.result(WAIT)
 
 
@@ -161,27 +163,86 @@ def test_a_restarted_target_must_shake_hands_again_and_its_old_reads_do_not_coun
     assert finish(before, served, lease_id, rank=0) == FinishAnswer.HELD
     description = describe("decode-0", "d2", tp=2)
     after = served.client(description)
-    with pytest.raises(HandshakeNeededError, match="known as d1"):
+    with pytest.raises(HandshakeNeededError, match="start d2 of 'decode-0' has not shaken hands"):
         renew(after, served, lease_id)
     assert finish(after, served, lease_id, rank=1) == FinishAnswer.REVOKED
     after.handshake(served.address, description).result(WAIT)
-    assert finish(before, served, lease_id, rank=1) == FinishAnswer.REVOKED
-    with pytest.raises(HandshakeNeededError, match="known as d2"):
-        renew(before, served, lease_id)
     assert renew(after, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    assert finish(before, served, lease_id, rank=1) == FinishAnswer.REVOKED
+    assert renew(before, served, lease_id) == {lease_id: LeaseAnswer.REVOKED}
     for rank in range(2):
         assert served.leases.sweep() == []
         assert finish(after, served, lease_id, rank=rank) == FinishAnswer.HELD
 
 
-def test_a_second_live_engine_of_the_same_id_is_refused(serve, describe):
+def test_a_handshake_under_the_name_of_a_living_engine_takes_nothing_from_it(serve, describe):
     served = serve()
-    first = describe("decode-0", "d1")
-    client = served.client(first)
-    client.handshake(served.address, first).result(WAIT)
-    target(served, describe, incarnation="d2")
-    with pytest.raises(IncompatibleError, match="its own engine_id"):
-        client.handshake(served.address, first).result(WAIT)
+    real = target(served, describe, incarnation="d1")
+    lease_id = served.grant()
+    assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    stranger = target(served, describe, incarnation="fresh", tp=2)
+    assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    forged = stranger.renew(served.address, served.incarnation, {lease_id: b"guessed"})
+    assert forged.result(WAIT) == {lease_id: LeaseAnswer.REVOKED}
+    (status,) = [peer for peer in served.server.status().peers if peer.incarnation == "d1"]
+    assert "give each engine its own engine_id" in status.last_error
+    assert finish(real, served, lease_id) == FinishAnswer.HELD
+
+
+def test_what_the_status_shows_is_not_enough_to_speak_of_a_lease(serve, describe):
+    served = serve()
+    client = target(served, describe, incarnation="d1", tp=2)
+    lease_id = served.grant()
+    renew(client, served, lease_id)
+    shown = fetch_status("127.0.0.1", served.server.port)
+    assert served.server.secret(lease_id).hex() not in str(shown)
+    (peer,), (lease,) = shown.peers, shown.leases
+    # A forger says what D's ranks would, under D's name and start, and knows all that is shown.
+    forger = ControlClient(engine_id=peer.engine_id, incarnation=peer.incarnation)
+    with forger:
+        for rank in range(2):
+            forged = forger.finish(
+                served.address,
+                shown.incarnation,
+                lease.lease_id,
+                b"guessed",
+                rank=rank,
+                ok=True,
+                nonce=b"forged",
+            )
+            assert forged.result(WAIT) is FinishAnswer.REVOKED
+        forger.release(served.address, shown.incarnation, {lease_id: b"guessed"}).result(WAIT)
+    assert served.leases.sweep() == []
+    assert [finish(client, served, lease_id, rank=rank) for rank in range(2)] == ["held", "held"]
+    counters = served.server.status().counters
+    assert counters["errors.authority"] == 3
+
+
+def test_strangers_handshakes_leave_a_reader_its_place_and_nothing_in_memory(serve, describe):
+    served = serve(options=ControlOptions(max_peers=100))
+    real = target(served, describe, incarnation="d1")
+    lease_id = served.grant()
+    assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    stranger = describe("stranger", "0")
+    noise = msgspec.structs.replace(
+        stranger.ranks[0], endpoints={"shm": b"", "tcp": bytes(2 << 20)}
+    )
+    client = served.client(stranger)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(120):
+            knocks = msgspec.structs.replace(
+                stranger, engine_id=f"stranger-{number}", ranks=(noise,)
+            )
+            client.handshake(served.address, knocks).result(WAIT)
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 4 << 20  # one message's worth and a few names, of the 240 MiB that came
+    assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
+    assert len(served.server.status().peers) == 100
 
 
 def test_a_restarted_source_answers_under_the_same_port_and_confirms_nothing_old(serve, describe):
@@ -196,7 +257,7 @@ def test_a_restarted_source_answers_under_the_same_port_and_confirms_nothing_old
         renew(client, served, lease_id)
     assert finish(client, served, lease_id) == FinishAnswer.REVOKED
     with pytest.raises(HandshakeNeededError):
-        client.release(served.address, served.incarnation, [lease_id]).result(WAIT)
+        served.release(client, lease_id).result(WAIT)
     description = describe("decode-0", "d1")
     found = client.handshake(again.address, description).result(WAIT)
     assert found.incarnation == "second"
@@ -227,8 +288,8 @@ def test_released_leases_end_or_are_left_to_another_target(serve, describe):
     ended, kept = served.grant(), served.grant()
     renew(one, served, ended, kept)
     assert renew(two, served, ended, kept) == dict.fromkeys((ended, kept), LeaseAnswer.TAKEN)
-    one.release(served.address, served.incarnation, [ended]).result(WAIT)
-    one.release(served.address, served.incarnation, [kept], keep=True).result(WAIT)
+    served.release(one, ended).result(WAIT)
+    served.release(one, kept, keep=True).result(WAIT)
     assert renew(two, served, ended, kept) == {ended: LeaseAnswer.REVOKED, kept: LeaseAnswer.HELD}
 
 
@@ -248,7 +309,9 @@ def test_finishes_that_wait_together_share_a_message_and_each_gets_its_own_answe
         router.rcvtimeo = WAIT * 1000
         address = f"127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
         futures = [
-            client.finish(address, "i", f"lease-{number}", rank=0, ok=number % 2 == 0)
+            client.finish(
+                address, "i", f"lease-{number}", b"s", rank=0, ok=number % 2 == 0, nonce=b"n"
+            )
             for number in range(1000)
         ]
         asked = [router.recv_multipart() for _ in range(MOST_MESSAGES)]
@@ -428,13 +491,13 @@ def test_an_answer_that_is_none_is_dropped_and_the_thread_goes_on(serve, describ
         router.send_multipart([who, messages.encode(messages.Released(id=asked.id))])
         with pytest.raises(ProtocolError, match="expected StatusReply, the peer answered Released"):
             future.result(WAIT)
-        future = client.renew(f"127.0.0.1:{port}", "i", ["a"])
+        future = client.renew(f"127.0.0.1:{port}", "i", {"a": b"s"})
         who, payload = router.recv_multipart()
         asked = messages.decode_request(payload)
         router.send_multipart([who, messages.encode(messages.Renewed(id=asked.id, states={}))])
         with pytest.raises(ProtocolError, match="0 leases, asked for 1"):
             future.result(WAIT)
-        future = client.finish(f"127.0.0.1:{port}", "i", "a", rank=0, ok=True)
+        future = client.finish(f"127.0.0.1:{port}", "i", "a", b"s", rank=0, ok=True, nonce=b"n")
         who, payload = router.recv_multipart()
         asked = messages.decode_request(payload)
         odd = messages.FinishReply(id=asked.id, answers=(FinishAnswer.HELD,) * 2)
@@ -456,7 +519,7 @@ def test_a_message_over_the_limit_is_refused_before_it_is_sent(serve, describe):
     description = describe("decode-0")
     client = served.client(description, ControlOptions(max_message_bytes=1000))
     with pytest.raises(ProtocolError, match="max_message_bytes"):
-        client.renew(served.address, served.incarnation, ["x" * 40] * 100).result(WAIT)
+        served.renew(client, *(f"{number:040}" for number in range(100))).result(WAIT)
 
 
 def test_closing_the_client_cancels_what_is_open_and_refuses_what_comes(serve, describe):
@@ -466,10 +529,16 @@ def test_closing_the_client_cancels_what_is_open_and_refuses_what_comes(serve, d
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         address = f"127.0.0.1:{mute.getsockname()[1]}"
-        futures = [client.status(address), client.finish(address, "i", "l", rank=0, ok=True)]
+        futures = [
+            client.status(address),
+            client.finish(address, "i", "l", b"s", rank=0, ok=True, nonce=b"n"),
+        ]
         client.close()
         client.close()
-        futures += [client.status(address), client.finish(address, "i", "l", rank=0, ok=True)]
+        futures += [
+            client.status(address),
+            client.finish(address, "i", "l", b"s", rank=0, ok=True, nonce=b"n"),
+        ]
         for future in futures:
             with pytest.raises(CancelledError):
                 future.result(WAIT)
@@ -481,7 +550,7 @@ def test_an_address_that_is_none_is_the_callers_mistake(serve, describe, address
     with pytest.raises(ValueError, match="address"):
         client.status(address)
     with pytest.raises(ValueError, match="address"):
-        client.finish(address, "i", "l", rank=0, ok=True)
+        client.finish(address, "i", "l", b"s", rank=0, ok=True, nonce=b"n")
 
 
 def test_a_callback_that_raises_harms_nobody(serve, describe, caplog):
@@ -505,9 +574,7 @@ def test_many_clients_ask_at_once(serve, describe):
     for index in range(50):
         for client in clients:
             lease_id = leases[client][index]
-            client.renew(served.address, served.incarnation, [lease_id])
-            futures.append(
-                client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
-            )
+            served.renew(client, lease_id)
+            futures.append(served.finish(client, lease_id))
     assert {future.result(WAIT) for future in futures} == {FinishAnswer.HELD}
     assert len(served.leases.sweep()) == 200

@@ -25,7 +25,7 @@ def test_a_cluster_with_one_pair_of_keys_speaks(serve, describe):
     client = served.client(description, options)
     client.handshake(served.address, description).result(WAIT)
     lease_id = served.grant()
-    answer = client.finish(served.address, served.incarnation, lease_id, rank=0, ok=True)
+    answer = served.finish(client, lease_id)
     assert answer.result(WAIT) == "held"
     assert fetch_status("127.0.0.1", served.server.port, WAIT, options.curve).ready
 

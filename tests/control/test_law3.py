@@ -7,7 +7,7 @@ ahead of it and drifts, and the targets act whenever they like, which covers eve
 """
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -33,6 +33,7 @@ from kvferry.control.messages import (
     Renew,
 )
 from kvferry.control.options import ControlOptions
+from kvferry.control.proofs import prove
 from kvferry.control.server import ControlService
 
 DURATION = 30.0
@@ -60,10 +61,14 @@ class Granted:
     lease_id: str
     incarnation: str
     """Start of the source that granted it."""
+    secret: bytes
+    """What its ticket carries."""
     freed: int | None = None
     """Number of the step in which its blocks were freed."""
     holders: list[tuple[str, str]] = field(default_factory=list)
     """Targets that were told held, in the order of the first time."""
+    seen: set[tuple[tuple[str, str], int]] = field(default_factory=set)
+    """Target and rank for which somebody who saw the ticket has reported."""
 
 
 @dataclass
@@ -71,12 +76,16 @@ class Sent:
     payload: bytes
     target: tuple[str, str]
     read: Read | None = None
+    """What is reported; ``None`` also where it is not the target that reports."""
+    forged: bool = False
+    """Whether it comes from somebody who never saw the ticket."""
 
 
 class World(RuleBasedStateMachine):
     """See the top of the file."""
 
     table_class: type[LeaseTable]
+    service_class: type[ControlService]
     describe: staticmethod
 
     @initialize(drift=st.floats(0.8, 1.2))
@@ -99,7 +108,7 @@ class World(RuleBasedStateMachine):
         self.starts["p"] += 1
         self.incarnation = f"p{self.starts['p']}"
         self.table = self.table_class(duration_s=DURATION, max_blocks=1000, clock=self.clock)
-        self.service = ControlService(
+        self.service = self.service_class(
             engine_id="p",
             incarnation=self.incarnation,
             role="kv_producer",
@@ -131,11 +140,15 @@ class World(RuleBasedStateMachine):
                     and read.target == ended.target
                     and read.ended is not None
                 }
+                finished |= {rank for target, rank in lease.seen if target == ended.target}
                 assert finished == set(range(ENGINES[ended.target[0]])), "a rank is still reading"
+            if ended.outcome is LeaseOutcome.RELEASED:
+                assert (ended.target, ended.lease_id) in self.given_up, "nobody gave it up"
 
     def grant(self):
         lease = self.table.grant("request", 10)
-        self.leases.append(Granted(lease.lease_id, self.incarnation))
+        secret = self.service.secret(lease.lease_id)
+        self.leases.append(Granted(lease.lease_id, self.incarnation, secret))
 
     def restart_source(self):
         self.boot_source()
@@ -148,15 +161,13 @@ class World(RuleBasedStateMachine):
     @rule(engine=engines, pick=picks, late=seldom)
     def renew(self, engine, pick, late):
         lease, target = self.pick_lease(pick), self.target(engine)
-        message = Renew(**self.header(lease, target), lease_ids=(lease.lease_id,))
-        self.post(message, target, late=late)
+        self.post(self.renewal(lease, target), target, late=late)
 
     @rule(engine=engines, pick=picks, keep=st.booleans(), late=seldom)
     def release(self, engine, pick, keep, late):
         lease, target = self.pick_lease(pick), self.target(engine)
         self.given_up.add((target, lease.lease_id))
-        message = Release(**self.header(lease, target), lease_ids=(lease.lease_id,), keep=keep)
-        self.post(message, target, late=late)
+        self.post(self.giving_up(lease, target, keep), target, late=late)
 
     @rule(engine=engines, rank=st.integers(0, 2), pick=picks, at_once=st.booleans())
     def begin_read(self, engine, rank, pick, at_once):
@@ -181,14 +192,44 @@ class World(RuleBasedStateMachine):
     def finish(self, read, *, ok, late):
         self.step += 1
         read.ended = self.step
-        item = Finish(lease_id=read.lease_id, rank=read.rank, ok=ok)
-        message = Finishes(**self.header(self.find(read.lease_id), read.target), items=(item,))
+        lease, nonce = self.find(read.lease_id), f"{read.target}{read.rank}".encode()
+        message = self.report(lease, read.target, read.rank, ok, nonce)
         self.post(message, read.target, read, late=late)
 
     def shake_hands(self, engine, late=False):
         target = self.target(engine)
         description = self.descriptions(*target, tp=ENGINES[engine])
         self.post(Handshake(id=1, description=description), target, late=late)
+
+    # ---- strangers -------------------------------------------------------------------------
+
+    @rule(
+        kind=st.sampled_from(("renew", "finish", "release")),
+        engine=engines,
+        rank=st.integers(0, 2),
+        pick=picks,
+    )
+    def forge(self, kind, engine, rank, pick):
+        """Somebody who knows every name and number, and not the ticket, speaks for a target."""
+        lease, target = self.pick_lease(pick), self.target(engine)
+        wrong = replace(lease, secret=bytes(len(lease.secret)))
+        match kind:
+            case "renew":
+                message = self.renewal(wrong, target)
+            case "finish":
+                message = self.report(wrong, target, rank % ENGINES[engine], True, b"forged")
+            case _:
+                message = self.giving_up(wrong, target, False)
+        self.hand_over(Sent(messages.encode(message), target, forged=True))
+
+    @rule(engine=engines, rank=st.integers(0, 2), pick=picks)
+    def report_with_a_ticket_that_was_seen(self, engine, rank, pick):
+        """Somebody who saw the ticket reports for a rank: the load may fail, and that is all."""
+        lease, target = self.pick_lease(pick), self.target(engine)
+        rank %= ENGINES[engine]
+        lease.seen.add((target, rank))
+        message = self.report(lease, target, rank, True, b"seen")
+        self.hand_over(Sent(messages.encode(message), target))
 
     # ---- between them ----------------------------------------------------------------------
 
@@ -239,13 +280,15 @@ class World(RuleBasedStateMachine):
     def hand_over(self, sent):
         self.step += 1
         reply = messages.decode_reply(self.service.handle(sent.payload))
-        if isinstance(reply, messages.Renewed):
+        if sent.forged:
+            assert "held" not in messages.encode(reply).decode("latin-1"), "a stranger was believed"
+        elif isinstance(reply, messages.Renewed):
             for lease_id, answer in reply.states.items():
                 if answer is LeaseAnswer.HELD:
                     self.check_held(lease_id, sent.target)
         elif isinstance(reply, messages.FinishReply):
             (answer,) = reply.answers
-            if answer is FinishAnswer.HELD:
+            if answer is FinishAnswer.HELD and sent.read is not None:
                 self.check_confirmed(sent)
         elif isinstance(reply, ErrorReply):
             assert reply.name == "HandshakeNeededError", reply
@@ -274,6 +317,22 @@ class World(RuleBasedStateMachine):
             "source_incarnation": lease.incarnation,
         }
 
+    def renewal(self, lease, target):
+        return Renew(**self.header(lease, target), leases=self.proofs("Renew", lease, target))
+
+    def giving_up(self, lease, target, keep):
+        proofs = self.proofs("Release", lease, target, keep)
+        return Release(**self.header(lease, target), leases=proofs, keep=keep)
+
+    def report(self, lease, target, rank, ok, nonce):
+        (proof,) = self.proofs("Finish", lease, target, rank, ok, nonce).values()
+        item = Finish(lease_id=lease.lease_id, rank=rank, ok=ok, nonce=nonce, proof=proof)
+        return Finishes(**self.header(lease, target), items=(item,))
+
+    def proofs(self, action, lease, target, *said):
+        said = (*target, lease.incarnation, *said)
+        return {lease.lease_id: prove(lease.secret, action, lease.lease_id, *said)}
+
     def pick_lease(self, pick):
         return self.leases[-1 - pick % min(2, len(self.leases))]
 
@@ -294,10 +353,15 @@ class World(RuleBasedStateMachine):
             assert all(lease.freed is not None for lease in self.leases)
 
 
-def play(table_class, describe, examples, phases=tuple(Phase)):
-    machine = type(
-        "Machine", (World,), {"table_class": table_class, "describe": staticmethod(describe)}
-    )
+def play(classes, describe, examples, phases=tuple(Phase)):
+    """Plays with a table, or a table and a service."""
+    table_class, service_class = (*classes, ControlService)[:2]
+    own = {
+        "table_class": table_class,
+        "service_class": service_class,
+        "describe": staticmethod(describe),
+    }
+    machine = type("Machine", (World,), own)
     # The same examples in every run, and some that show each mutation early.
     machine = seed(1)(machine)
     run_state_machine_as_test(
@@ -315,13 +379,13 @@ def play(table_class, describe, examples, phases=tuple(Phase)):
 
 
 def test_a_confirmed_read_ended_before_its_blocks_were_freed(describe):
-    play(LeaseTable, describe, examples=300)
+    play((LeaseTable,), describe, examples=300)
 
 
 class HeldAfterTheEnd(LeaseTable):
     """Mutation: a late report is confirmed although the lease has ended."""
 
-    def _late_finish(self, lease_id, target, rank, ok):
+    def _late_finish(self, lease_id, target, rank, report):
         return FinishAnswer.HELD
 
 
@@ -332,9 +396,9 @@ class CountsReports(LeaseTable):
         super().__init__(**kwargs)
         self.reports = Counter()
 
-    def _report(self, entry, rank, ok):
+    def _report(self, entry, rank, report):
         self.reports[entry.lease.lease_id] += 1
-        return super()._report(entry, rank, ok)
+        return super()._report(entry, rank, report)
 
     def _is_done(self, entry, world_size):
         return self.reports[entry.lease.lease_id] >= world_size
@@ -347,9 +411,9 @@ class KeepsReports(LeaseTable):
         super().__init__(**kwargs)
         self.kept = defaultdict(dict)
 
-    def _report(self, entry, rank, ok):
+    def _report(self, entry, rank, report):
         kept = self.kept[entry.lease.lease_id]
-        kept[rank] = ok
+        kept[rank] = report
         entry.reports = kept
         return FinishAnswer.HELD
 
@@ -367,21 +431,40 @@ class GivesBack(LeaseTable):
 class FreesAtRelease(LeaseTable):
     """Mutation: a released lease is freed and still confirmed."""
 
-    def _late_finish(self, lease_id, target, rank, ok):
+    def _late_finish(self, lease_id, target, rank, report):
         ended = self._ended.get(lease_id)
         if ended is not None and ended.target == target:
             return FinishAnswer.HELD
         return FinishAnswer.REVOKED
 
 
+class ForgetsNonces(LeaseTable):
+    """Mutation: any report of a rank is taken for a repetition of its first one."""
+
+    def _report(self, entry, rank, report):
+        return super()._report(entry, rank, (report[0], b""))
+
+    def _late_finish(self, lease_id, target, rank, report):
+        return super()._late_finish(lease_id, target, rank, (report[0], b""))
+
+
+class BelievesAnybody(ControlService):
+    """Mutation: nobody has to prove anything."""
+
+    def _is_proven(self, peer, proof, action, lease_id, *said):
+        return True
+
+
 @pytest.mark.parametrize(
     ("mutation", "says"),
     [
-        (HeldAfterTheEnd, "was confirmed, its blocks were freed"),
-        (CountsReports, "a rank is still reading"),
-        (KeepsReports, "a rank is still reading"),
-        (GivesBack, "two targets hold one lease"),
-        (FreesAtRelease, "was confirmed, its blocks were freed"),
+        ((HeldAfterTheEnd,), "was confirmed, its blocks were freed"),
+        ((CountsReports,), "a rank is still reading"),
+        ((KeepsReports,), "a rank is still reading"),
+        ((GivesBack,), "two targets hold one lease"),
+        ((FreesAtRelease,), "was confirmed, its blocks were freed"),
+        ((ForgetsNonces,), "was confirmed, its blocks were freed"),
+        ((LeaseTable, BelievesAnybody), "a stranger was believed|nobody gave it up"),
     ],
 )
 def test_the_law_fails_for(mutation, says, describe):

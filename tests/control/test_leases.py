@@ -32,8 +32,8 @@ def renew(table, target, lease_id):
     return table.renew(*target, [lease_id])[lease_id]
 
 
-def finish(table, target, lease_id, rank=0, ok=True, world_size=2):
-    return table.finish(lease_id, *target, rank=rank, ok=ok, world_size=world_size)
+def finish(table, target, lease_id, rank=0, ok=True, nonce=b"n", world_size=2):
+    return table.finish(lease_id, *target, rank=rank, ok=ok, nonce=nonce, world_size=world_size)
 
 
 def outcomes(table):
@@ -177,7 +177,7 @@ def test_done_needs_every_rank_of_the_target_by_identity(table):
     assert finish(table, D1, lease_id, rank=2, ok=False, world_size=3) == FinishAnswer.HELD
     (ended,) = table.sweep()
     assert ended.outcome == LeaseOutcome.DONE
-    assert ended.reports == {0: True, 1: True, 2: False}
+    assert ended.reports == {0: (True, b"n"), 1: (True, b"n"), 2: (False, b"n")}
     assert ended.target == D1
 
 
@@ -209,35 +209,39 @@ def test_a_rank_outside_the_target_is_an_error_and_changes_nothing(table):
     assert renew(table, D2, lease_id) == LeaseAnswer.HELD
 
 
-def test_a_restarted_target_loses_its_leases_and_they_may_be_taken_at_once(table, clock):
+def test_a_lease_may_be_taken_at_once_by_another_start_of_its_holder(table, clock):
     lease_id = grant(table)
     renew(table, D1, lease_id)
     finish(table, D1, lease_id, rank=0)
     clock.now += 10
-    table.drop_older("d1", "later")
-    assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
+    assert renew(table, D2, lease_id) == LeaseAnswer.TAKEN
     assert renew(table, ("d1", "later"), lease_id) == LeaseAnswer.HELD
+    assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
     assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
     (status,) = table.snapshot()
     assert status.ranks_done == ()
 
 
-def test_a_lease_of_a_restarted_target_still_expires_at_its_old_deadline(table, clock):
+def test_only_a_repetition_of_the_same_report_is_confirmed_again(table):
     lease_id = grant(table)
-    renew(table, D1, lease_id)
-    clock.now += 29
-    table.drop_older("d1", "later")
+    for late in range(2):
+        assert finish(table, D1, lease_id, rank=0, nonce=b"one") == FinishAnswer.HELD
+        assert finish(table, D1, lease_id, rank=0, nonce=b"two") == FinishAnswer.REVOKED
+        # The second time round the lease is done.
+        assert finish(table, D1, lease_id, rank=1, nonce=b"one") == FinishAnswer.HELD, late
+
+
+def test_a_lease_ends_at_its_greatest_age_however_often_it_is_renewed(clock):
+    table = LeaseTable(duration_s=30.0, max_age_s=100.0, max_blocks=10, clock=clock)
+    lease_id = grant(table)
+    for _ in range(9):
+        clock.now += 10
+        assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+    clock.now += 9
+    assert table.sweep() == []
     clock.now += 1
-    assert [ended.lease_id for ended in table.sweep()] == [lease_id]
-
-
-def test_a_restart_leaves_the_leases_of_the_same_start_and_of_others_alone(table):
-    first, second = grant(table), grant(table)
-    renew(table, D1, first)
-    renew(table, D2, second)
-    table.drop_older(*D1)
-    table.drop_older("d3", "x")
-    assert renew(table, D1, first) == renew(table, D2, second) == LeaseAnswer.HELD
+    assert [ended.outcome for ended in table.sweep()] == [LeaseOutcome.EXPIRED]
+    assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
 
 
 def test_the_source_may_revoke_and_then_nothing_is_confirmed(table):

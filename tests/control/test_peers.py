@@ -1,4 +1,4 @@
-"""One Peer per engine id: starts, restarts, refusals, eviction."""
+"""One Peer per start of an engine: restarts, refusals, eviction."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def clock(clock_class):
 
 @pytest.fixture
 def peers(clock):
-    return PeerTable(max_peers=3, twin_silence_s=30.0, clock=clock)
+    return PeerTable(max_peers=3, silence_s=30.0, clock=clock)
 
 
 def test_an_unknown_engine_must_shake_hands_first(peers):
@@ -21,28 +21,39 @@ def test_an_unknown_engine_must_shake_hands_first(peers):
         peers.current("d", "one")
 
 
-def test_a_new_start_replaces_the_old_one(peers, describe):
-    assert not peers.admit(describe("d", "one", tp=3))
+def test_another_start_of_an_engine_takes_nothing_from_the_one_before(peers, describe, clock):
+    peers.admit(describe("d", "one", tp=3))
+    clock.now += 1
+    peers.admit(describe("d", "two"))
     assert peers.current("d", "one").world_size == 3
-    assert not peers.admit(describe("d", "one"))
-    assert peers.admit(describe("d", "two"))
-    with pytest.raises(HandshakeNeededError, match=r"known as two, this message is from one"):
-        peers.current("d", "one")
     assert peers.current("d", "two").world_size == 1
 
 
-def test_two_live_engines_of_one_id_are_told_so_instead_of_taking_turns(peers, describe, clock):
+def test_a_start_does_not_change_its_number_of_ranks(peers, describe):
+    peers.admit(describe("d", "one", tp=3))
+    peers.admit(describe("d", "one", tp=3))
+    with pytest.raises(IncompatibleError, match="with 3 ranks, now it describes 1"):
+        peers.admit(describe("d", "one"))
+    assert peers.current("d", "one").world_size == 3
+
+
+def test_a_silent_start_is_dropped_when_its_engine_comes_back(peers, describe, clock):
     peers.admit(describe("d", "one"))
-    peers.admit(describe("d", "two"))
-    clock.now += 29
-    with pytest.raises(IncompatibleError, match="give each engine its own engine_id"):
-        peers.admit(describe("d", "one"))
-    peers.current("d", "two")
-    clock.now += 29
-    with pytest.raises(IncompatibleError):
-        peers.admit(describe("d", "one"))
     clock.now += 30
-    assert peers.admit(describe("d", "one"))
+    peers.admit(describe("d", "two"))
+    assert [status.incarnation for status in peers.snapshot()] == ["two"]
+
+
+def test_two_live_engines_of_one_id_are_told_apart_and_shown(peers, describe, clock):
+    peers.admit(describe("d", "one"))
+    clock.now += 1
+    peers.admit(describe("d", "two"))
+    assert [status.last_error for status in peers.snapshot()] == ["", ""]
+    clock.now += 1
+    peers.current("d", "one")
+    (one, two) = peers.snapshot()
+    assert "heard beside start two" in one.last_error
+    assert two.last_error == ""
 
 
 def test_a_refused_peer_is_shown_and_nothing_is_exchanged_with_it(peers, describe):
@@ -51,15 +62,16 @@ def test_a_refused_peer_is_shown_and_nothing_is_exchanged_with_it(peers, describ
         peers.current("d", "one")
     (status,) = peers.snapshot()
     assert (status.state, status.last_error) == ("refused", "other weights")
-    peers.admit(describe("d", "two"))
-    (status,) = peers.snapshot()
-    assert (status.state, status.last_error, status.incarnation) == ("ready", "", "two")
-
-
-def test_a_refused_start_does_not_displace_one_that_fits(peers, describe):
     peers.admit(describe("d", "one"))
-    peers.refuse(describe("d", "two"), "other weights")
-    assert peers.current("d", "one").last_error == "other weights"
+    (status,) = peers.snapshot()
+    assert (status.state, status.last_error) == ("ready", "")
+
+
+def test_a_refusal_does_not_displace_a_start_that_fits(peers, describe):
+    peers.admit(describe("d", "one"))
+    peers.refuse(describe("d", "one"), "other weights" * 1000)
+    assert peers.current("d", "one").last_error.startswith("other weights")
+    assert len(peers.current("d", "one").last_error) == 1000
 
 
 def test_when_full_refused_peers_go_first_then_the_longest_silent(peers, describe, clock):
@@ -73,6 +85,17 @@ def test_when_full_refused_peers_go_first_then_the_longest_silent(peers, describ
     peers.current("a", "one")
     peers.admit(describe("d", "one"))
     assert [status.engine_id for status in peers.snapshot()] == ["a", "c", "d"]
+
+
+def test_strangers_displace_nobody_who_has_shown_a_ticket_or_was_asked(peers, describe, clock):
+    peers.admit(describe("reads", "one"))
+    peers.current("reads", "one").is_trusted = True
+    peers.admit(describe("lends", "one"), asked=True)
+    for number in range(1100):
+        clock.now += 0.001
+        peers.admit(describe(f"stranger-{number}", "one"))
+    left = {status.engine_id for status in peers.snapshot()}
+    assert left == {"reads", "lends", "stranger-1099"}
 
 
 def test_ages_count_from_the_first_message_of_a_start_and_from_the_last(peers, describe, clock):

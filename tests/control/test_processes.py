@@ -30,7 +30,8 @@ leases = LeaseTable(max_blocks=100, duration_s=float(sys.argv[1]))
 names = {"engine_id": "p", "incarnation": "p1", "role": "kv_producer"}
 with ControlServer(**names, leases=leases) as server:
     server.set_description(description)
-    print(server.port, *(leases.grant("r", 1).lease_id for _ in range(2)), flush=True)
+    granted = [leases.grant("r", 1).lease_id for _ in range(2)]
+    print(server.port, *(f"{id}:{server.secret(id).hex()}" for id in granted), flush=True)
     sys.stdin.readline()
     print(*sorted(ended.outcome for ended in leases.sweep()), flush=True)
 """
@@ -38,7 +39,7 @@ with ControlServer(**names, leases=leases) as server:
 
 @pytest.fixture
 def source(describe):
-    """(process, address, lease ids) of a source whose leases live ``LEASE_S``."""
+    """(process, address, ids and secrets of leases) of a source whose leases live ``LEASE_S``."""
     command = [sys.executable, "-c", SOURCE, str(LEASE_S)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -46,8 +47,9 @@ def source(describe):
         try:
             process.stdin.write(msgspec.json.encode(describe("p", "p1")).decode() + "\n")
             process.stdin.flush()
-            port, *lease_ids = process.stdout.readline().split()
-            yield process, f"127.0.0.1:{port}", lease_ids
+            port, *granted = process.stdout.readline().split()
+            pairs = (lease.split(":") for lease in granted)
+            yield process, f"127.0.0.1:{port}", {id: bytes.fromhex(key) for id, key in pairs}
         finally:
             process.kill()
 
@@ -62,23 +64,27 @@ def client(describe):
 def test_a_source_that_stalls_is_lost_and_after_it_resumes_confirms_nothing_that_ran_out(
     source, client, describe
 ):
-    process, address, (kept, early) = source
+    process, address, secrets = source
+    kept, early = secrets
+
+    def finish(lease_id):
+        return client.finish(
+            address, "p1", lease_id, secrets[lease_id], rank=0, ok=True, nonce=lease_id.encode()[:8]
+        )
+
     client.handshake(address, describe("d", "d1")).result(WAIT)
     held = dict.fromkeys((kept, early), LeaseAnswer.HELD)
-    assert client.renew(address, "p1", [kept, early]).result(WAIT) == held
-    confirmed = client.finish(address, "p1", early, rank=0, ok=True)
-    assert confirmed.result(WAIT) == FinishAnswer.HELD
+    assert client.renew(address, "p1", secrets).result(WAIT) == held
+    assert finish(early).result(WAIT) == FinishAnswer.HELD
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # till then one of its threads may still answer
     # This report waits in the source's socket and is read after the lease has run out.
     with pytest.raises(PeerLostError, match="no answer within"):
-        client.finish(address, "p1", kept, rank=0, ok=True).result(WAIT)
+        finish(kept).result(WAIT)
     assert TIMEOUT_S > LEASE_S
     os.kill(process.pid, signal.SIGCONT)
-    again = client.finish(address, "p1", kept, rank=0, ok=True)
-    assert again.result(WAIT) == FinishAnswer.REVOKED
-    repeated = client.finish(address, "p1", early, rank=0, ok=True)
-    assert repeated.result(WAIT) == FinishAnswer.HELD
+    assert finish(kept).result(WAIT) == FinishAnswer.REVOKED
+    assert finish(early).result(WAIT) == FinishAnswer.HELD
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline().split() == ["done", "expired"]
@@ -91,5 +97,5 @@ def test_a_source_that_is_killed_is_lost_at_once(source, client, describe):
     process.wait()
     began = time.monotonic()
     with pytest.raises(PeerLostError):
-        client.renew(address, "p1", ["lease"]).result(WAIT)
+        client.renew(address, "p1", {"lease": b""}).result(WAIT)
     assert time.monotonic() - began < TIMEOUT_S / 2

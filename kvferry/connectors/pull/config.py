@@ -47,6 +47,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Wait of a request for its peer's handshake and for its lease before the load fails."""
     stall_timeout_s: float = 10.0
     """Time without progress after which a read fails as stalled."""
+    progress_timeout_s: float = 60.0
+    """Time in which no rank of ours reports progress of a load, after which its lease is no longer
+    renewed: a rank that hangs must not keep the source's blocks."""
     mover_threads: int = 1
     """Threads that copy, per rank."""
     staging_bytes: int = 256 << 20
@@ -63,6 +66,7 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             "request_timeout_s",
             "handshake_timeout_s",
             "stall_timeout_s",
+            "progress_timeout_s",
         ):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} s is not positive")

@@ -17,6 +17,7 @@ digests.
 """
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -85,6 +86,8 @@ class RankLoad:
     token_digests: tuple[int, ...] | None = None
     finished: float = 0.0
     """Unix seconds at which nothing of it could change the cache any more."""
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, 8))
+    """Tells the source a repetition of our Finish from anybody else's."""
     confirms: int = 0
     """How often the source was asked for the confirm."""
     confirming: bool = False
@@ -381,8 +384,10 @@ class Loads(Closing):
             ticket.address,
             ticket.incarnation,
             ticket.lease_id,
+            ticket.secret,
             rank=self._target.rank,
             ok=load.error is None,
+            nonce=load.nonce,
         )
         future.add_done_callback(
             lambda answered: self._serial.post(partial(self._conclude, load, answered))

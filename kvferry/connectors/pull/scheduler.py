@@ -110,6 +110,7 @@ class PullScheduler(SchedulerConnector):
             addresses=extra.peers,
             renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
             handshake_timeout_s=extra.handshake_timeout_s,
+            progress_timeout_s=extra.progress_timeout_s,
             note_error=server.note_error,
         )
         return cls(context, extra, key, leases, server, client, sources)
@@ -335,6 +336,7 @@ class PullScheduler(SchedulerConnector):
                 lease_id=lease.lease_id,
                 engine_id=self._context.config.engine_id,
                 incarnation=self._context.incarnation,
+                secret=self._server.secret(lease.lease_id),
                 host=self._extra.host,
                 port=self._server.port,
                 request_id=request.request_id,

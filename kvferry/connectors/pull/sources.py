@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.control.client import ControlClient
-from kvferry.control.messages import LeaseAnswer
+from kvferry.control.messages import MAX_ITEMS, LeaseAnswer
 from kvferry.control.tickets import Ticket, check_incarnation
 from kvferry.errors import (
     HandshakeNeededError,
@@ -29,7 +30,7 @@ from kvferry.errors import (
     LeaseRevokedError,
     LeaseTakenError,
     PeerLostError,
-    TicketExpiredError,
+    StalledError,
 )
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
@@ -135,6 +136,7 @@ class Sources:
         addresses: Sequence[str],
         renew_interval: Callable[[Ticket], float],
         handshake_timeout_s: float,
+        progress_timeout_s: float,
         note_error: Callable[[str, str], None],
     ) -> None:
         """Starts the thread; handshakes begin with :meth:`describe`.
@@ -145,12 +147,14 @@ class Sources:
             addresses: ``host:port`` of the sources to shake hands with at start.
             renew_interval: seconds between two renewals of a ticket's lease.
             handshake_timeout_s: seconds a load may wait for its lease.
+            progress_timeout_s: seconds without progress after which a lease is not renewed.
             note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
         """
         self._client = client
         self._groups = tuple(groups)
         self._renew_interval = renew_interval
         self._handshake_timeout_s = handshake_timeout_s
+        self._progress_timeout_s = progress_timeout_s
         self._note_error = note_error
         self._sources = {address: Source(address, configured=True) for address in addresses}
         self._loads: dict[str, Load] = {}
@@ -190,6 +194,7 @@ class Sources:
         until they have reported, nothing may take the load for one that nobody reads.
         """
         with self._lock:
+            load.progressed = time.monotonic()
             load.state = LoadState.LOADING
 
     def refuse(self, load: Load, error: KVFerryError) -> None:
@@ -214,7 +219,7 @@ class Sources:
         self._tell_released(load.ticket)
 
     def _tell_released(self, ticket: Ticket) -> None:
-        self._client.release(ticket.address, ticket.incarnation, [ticket.lease_id])
+        self._client.release(ticket.address, ticket.incarnation, {ticket.lease_id: ticket.secret})
 
     @property
     def has_news(self) -> bool:
@@ -325,16 +330,29 @@ class Sources:
         for load in loads:
             try:
                 check_incarnation(load.ticket, description.incarnation)
-            except TicketExpiredError as error:
+                self._check_progress(load, now)
+            except KVFerryError as error:
                 self._give_up(load, error)
             else:
                 fitting.append(load)
                 load.groups = source.groups
                 load.next_renewal = now + self._renew_interval(load.ticket)
-        if fitting:
-            ids = [load.lease_id for load in fitting]
-            future = self._client.renew(source.address, description.incarnation, ids)
-            future.add_done_callback(lambda done: self._renewed(source, fitting, done))
+        for first in range(0, len(fitting), MAX_ITEMS):
+            together = fitting[first : first + MAX_ITEMS]
+            leases = {load.lease_id: load.ticket.secret for load in together}
+            future = self._client.renew(source.address, description.incarnation, leases)
+            future.add_done_callback(partial(self._renewed, source, together))
+
+    def _check_progress(self, load: Load, now: float) -> None:
+        """Raises StalledError if the ranks have long reported no progress."""
+        stood = now - load.progressed
+        if load.state is LoadState.LOADING and stood >= self._progress_timeout_s:
+            error = StalledError(
+                f"no rank has reported progress for {stood:.0f} s (progress_timeout_s: "
+                f"{self._progress_timeout_s:g}); lease {load.lease_id} is renewed no more"
+            )
+            self._note_error("load", f"request {load.request_id}: {error}")
+            raise error
 
     def _renewed(
         self, source: Source, loads: list[Load], future: "Future[dict[str, LeaseAnswer]]"

@@ -1,0 +1,47 @@
+"""Who may speak of a lease: only who was given its ticket.
+
+A ticket carries its lease's secret. A message about the lease carries no secret but a proof: an
+HMAC-SHA256 under the secret over what the message says and who says it. So whoever listens on the
+network can at most repeat a message, under the name and for the start of the engine that sent it;
+and an engine that knows a lease id, from a status report say, can do nothing to that lease.
+
+The source keeps one key for each of its starts, and derives each lease's secret from it.
+"""
+
+import hmac
+import secrets
+
+import msgspec
+
+PROOF_BYTES = 16
+"""Bytes of a secret, and of a proof."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class LeaseKey:
+    """The key of one start of a source, from which the secrets of all its leases follow."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+
+    def secret(self, lease_id: str) -> bytes:
+        """The secret that the ticket of a lease carries."""
+        return hmac.digest(self._key, lease_id.encode(), "sha256")[:PROOF_BYTES]
+
+    def accepts(self, proof: bytes, action: str, lease_id: str, *said: object) -> bool:
+        """Whether who made the proof knows the lease's secret, and said this."""
+        expected = prove(self.secret(lease_id), action, lease_id, *said)
+        return hmac.compare_digest(proof, expected)
+
+
+def prove(secret: bytes, action: str, lease_id: str, *said: object) -> bytes:
+    """The proof for one lease in one message.
+
+    Args:
+        secret: the lease's.
+        action: the kind of message.
+        lease_id: the lease.
+        said: all else that the message says of the lease, and the names of who speaks to whom.
+    """
+    return hmac.digest(secret, _encoder.encode((action, lease_id, *said)), "sha256")[:PROOF_BYTES]
