@@ -16,9 +16,9 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from kvferry.cluster.engines import Engine
+from kvferry.cluster.engines import Engine, Reply
 from kvferry.cluster.openai import ApiError, Generation
-from kvferry.cluster.prefill_decode import Delta, PrefillDecode, TokenRequest
+from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
 from kvferry.errors import ModelError
 
 
@@ -139,9 +139,14 @@ class ChoiceDelta:
     """What one choice gained."""
 
     index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    finish_reason: str | None = None
+
+    def __add__(self, later: "ChoiceDelta") -> "ChoiceDelta":
+        """This and what it gained then."""
+        token_ids = self.token_ids + later.token_ids
+        return ChoiceDelta(self.index, self.text + later.text, token_ids, later.finish_reason)
 
 
 class Answer:
@@ -232,46 +237,31 @@ class Answer:
             generation=self._generation,
         )
         run = self._engines.run(request, self._timeout_s)
-        async with aclosing(run) as deltas:
-            async for delta in deltas:
+        async with aclosing(run) as replies:
+            async for reply in replies:
                 if sample == 0:
-                    self.cached_tokens += delta.cached_tokens
-                news = _absorb(index, delta, text)
+                    self.cached_tokens += reply.cached_tokens
+                news = _absorb(index, reply, text)
                 queue.put_nowait(news)
                 if news.finish_reason is not None:
                     return
         raise ApiError(502, f"request {request_id}: the engine ended it without a finish_reason")
 
 
-def _absorb(index: int, delta: Delta, text: TextStream) -> ChoiceDelta:
+def _absorb(index: int, reply: Reply, text: TextStream) -> ChoiceDelta:
     pieces: list[str] = []
     taken = 0
-    for token in delta.token_ids:
+    for token in reply.token_ids:
         taken += 1
-        if delta.finish_reason == "stop" and taken == len(delta.token_ids):
+        if reply.finish_reason == "stop" and taken == len(reply.token_ids):
             break  # the stop token ends the text and is no part of it
         pieces.append(text.push(token))
         if text.stopped:
             break
-    if delta.finish_reason is not None:
+    if reply.finish_reason is not None:
         pieces.append(text.finish())
-    finish_reason = "stop" if text.stopped else delta.finish_reason
-    return ChoiceDelta(index, "".join(pieces), delta.token_ids[:taken], finish_reason)
-
-
-@dataclass(slots=True)
-class WholeChoice:
-    """A choice as it adds up."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def add(self, delta: ChoiceDelta) -> None:
-        """Takes news of this choice."""
-        self.text.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.finish_reason = delta.finish_reason
+    finish_reason = "stop" if text.stopped else reply.finish_reason
+    return ChoiceDelta(index, "".join(pieces), tuple(reply.token_ids[:taken]), finish_reason)
 
 
 @dataclass(slots=True)
@@ -290,11 +280,11 @@ class Shape:
         """Whether it is a chat's form."""
         return self.generation.kind == "chat"
 
-    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, object]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[ChoiceDelta], usage: dict[str, object]) -> dict[str, Any]:
         """The answer of a request without streaming."""
         return {
             **self._head("chat.completion" if self.is_chat else "text_completion"),
-            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(choices)],
+            "choices": [self._choice(choice, self._said(choice.text)) for choice in choices],
             "usage": usage,
         }
 
@@ -310,7 +300,7 @@ class Shape:
             role = {"role": "assistant"} if first else {}
             content = {"content": delta.text} if delta.text or first else {}
             said = {"delta": {**role, **content}}
-        choice = self._choice(delta.index, said, delta.token_ids, delta.finish_reason)
+        choice = self._choice(delta, said)
         usage = {"usage": None} if self.generation.include_usage else {}
         return {**self._chunk_head(), "choices": [choice], **usage}
 
@@ -318,21 +308,17 @@ class Shape:
         """The last chunk of a stream that asked for its usage."""
         return {**self._chunk_head(), "choices": [], "usage": usage}
 
-    def _whole_choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
-        text = "".join(choice.text)
-        message = {"message": {"role": "assistant", "content": text}}
-        said = message if self.is_chat else {"text": text}
-        return self._choice(index, said, choice.token_ids, choice.finish_reason)
+    def _said(self, text: str) -> dict[str, Any]:
+        return (
+            {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+        )
 
-    def _choice(
-        self,
-        index: int,
-        said: dict[str, Any],
-        token_ids: Sequence[int],
-        finish_reason: str | None,
-    ) -> dict[str, Any]:
-        ids = {"token_ids": list(token_ids)} if self.generation.return_token_ids else {}
-        return {"index": index, **said, "logprobs": None, "finish_reason": finish_reason, **ids}
+    def _choice(self, choice: ChoiceDelta, said: dict[str, Any]) -> dict[str, Any]:
+        body = {"index": choice.index, **said, "logprobs": None}
+        body["finish_reason"] = choice.finish_reason
+        if self.generation.return_token_ids:
+            body["token_ids"] = choice.token_ids
+        return body
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion")

@@ -161,9 +161,11 @@ class Reply(msgspec.Struct):
         """Why it ended, once it has."""
         return self.choices[0].finish_reason if self.choices else None
 
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that the engine had in its cache."""
+        details = (self.usage or {}).get("prompt_tokens_details") or {}
+        return int(details.get("cached_tokens") or 0)
 
 
 class Forwarded:
@@ -396,9 +398,10 @@ class Engine:
 def _error_in(content: bytes) -> _Error:
     """What an engine's answer says is wrong: OpenAI's form, or its first words."""
     try:
-        return msgspec.json.decode(content, type=_ErrorBody).error
+        error = msgspec.json.decode(content, type=Reply).error
     except msgspec.DecodeError:
-        return _Error(message=content[:200].decode(errors="replace"))
+        error = None
+    return error or _Error(message=content[:200].decode(errors="replace"))
 
 
 def _code(error: _Error) -> str | None:

@@ -55,17 +55,6 @@ REMOTE_DECODE: dict[str, Any] = {
 it that its token counts: where that one ends the answer, nothing has to be kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New tokens of an answer."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str | None = None
-    """``stop`` (the last token is a stop token) or ``length``, once it has ended."""
-    cached_tokens: int = 0
-    """Prompt tokens that the prefill engine already had; with the first token."""
-
-
 class _StartAgainError(Exception):
     """The decode engine died with the lease in its hands: prefill anew."""
 
@@ -145,11 +134,12 @@ class PrefillDecode:
     prefill: EnginePool
     decode: EnginePool
 
-    async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Delta, None]:
+    async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Reply, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
-        An engine that cannot be reached is replaced by another, and so is the first one that dies
-        before its first token.
+        Only the first reply, a prefill engine's, tells how many tokens of the prompt it had; only
+        the last one has a finish reason. An engine that cannot be reached is replaced by another,
+        and so is the first one that dies before its first token.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
@@ -159,24 +149,25 @@ class PrefillDecode:
         async with aclosing(steps):
             while True:
                 async with web.deadline(deadline, timeout_s):
-                    delta = await anext(steps, None)
-                if delta is None:
+                    reply = await anext(steps, None)
+                if reply is None:
                     return
-                yield delta
+                yield reply
 
-    async def _steps(self, request: TokenRequest) -> AsyncGenerator[Delta, None]:
+    async def _steps(self, request: TokenRequest) -> AsyncGenerator[Reply, None]:
         while True:
             reply = await self._prefill(request)
+            params = None
             if reply is not None:
-                delta = _first_delta(reply, request)
-                yield delta
-                if delta.finish_reason is not None:
+                params = reply.kv_transfer_params
+                ended = _take_first(reply, request)
+                yield reply
+                if ended:
                     return
-            params = reply.kv_transfer_params if reply is not None else None
             try:
-                async with aclosing(self._decode(request, params)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+                async with aclosing(self._decode(request, params)) as replies:
+                    async for reply in replies:
+                        yield reply
             except _StartAgainError:
                 request.attempt += 1
                 continue
@@ -191,7 +182,7 @@ class PrefillDecode:
 
     async def _decode(
         self, request: TokenRequest, kv_transfer_params: dict[str, Any] | None
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Reply, None]:
         while True:
             engine = await self.decode.pick(request.tried)
             body = request.body(request.tokens_left, kv_transfer_params)
@@ -202,7 +193,7 @@ class PrefillDecode:
                         if reply.choices:
                             began = True
                             request.drawn.extend(reply.token_ids)
-                            yield Delta(tuple(reply.token_ids), reply.finish_reason)
+                            yield reply
                 return
             except EngineDownError as error:
                 if began:
@@ -229,22 +220,17 @@ async def _by_prefill(
             request.failed(engine, error)
 
 
-def _first_delta(reply: Reply, request: TokenRequest) -> Delta:
-    token = _only_token(reply)
-    request.drawn.append(token)
-    details = (reply.usage or {}).get("prompt_tokens_details") or {}
-    ended = reply.finish_reason == "stop" or request.tokens_left == 0
-    return Delta(
-        (token,), reply.finish_reason if ended else None, int(details.get("cached_tokens") or 0)
-    )
-
-
-def _only_token(reply: Reply) -> int:
+def _take_first(reply: Reply, request: TokenRequest) -> bool:
+    """Takes the one token that a prefill engine drew; returns whether it ends the answer."""
     if len(reply.token_ids) != 1:
         raise ApiError(
             502, f"a prefill engine returned {len(reply.token_ids)} tokens where one was asked for"
         )
-    return reply.token_ids[0]
+    request.drawn += reply.token_ids
+    ended = reply.finish_reason == "stop" or request.tokens_left == 0
+    if not ended:
+        reply.choices[0].finish_reason = None  # it tells of the one token that was asked for
+    return ended
 
 
 _ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import web
-from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec, WholeChoice
+from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
 from kvferry.cluster.engines import Engine, EngineClient, EnginePool
 from kvferry.cluster.messages import Role, RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
@@ -335,8 +335,8 @@ async def _next(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
 async def _collect(
     deltas: AsyncGenerator[ChoiceDelta, None], shape: Shape, answer: Answer, count: int
 ) -> dict[str, Any]:
-    choices = [WholeChoice() for _ in range(count)]
+    choices = [ChoiceDelta(index) for index in range(count)]
     async with aclosing(deltas):
         async for delta in deltas:
-            choices[delta.index].add(delta)
+            choices[delta.index] += delta
     return shape.whole(choices, answer.usage())
