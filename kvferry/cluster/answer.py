@@ -139,14 +139,16 @@ class ChoiceDelta:
     """What one choice gained."""
 
     index: int
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    finish_reason: str | None = None
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
 
-    def __add__(self, later: "ChoiceDelta") -> "ChoiceDelta":
-        """This and what it gained then."""
-        token_ids = self.token_ids + later.token_ids
-        return ChoiceDelta(self.index, self.text + later.text, token_ids, later.finish_reason)
+    @classmethod
+    def joined(cls, deltas: "Sequence[ChoiceDelta]") -> "ChoiceDelta":
+        """All that a choice gained, at least once."""
+        text = "".join(delta.text for delta in deltas)
+        token_ids = tuple(token for delta in deltas for token in delta.token_ids)
+        return cls(deltas[-1].index, text, token_ids, deltas[-1].finish_reason)
 
 
 class Answer:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -97,7 +98,12 @@ class _Run:
     async def next(self) -> EngineOutput:
         """The next output."""
         output = await self._outputs.get()
-        self.answer += output
+        # In place: copies of all earlier tokens at each step would add up.
+        self.answer.token_ids.extend(output.token_ids)
+        self.answer.gaps.extend(output.gaps)
+        self.answer = msgspec.structs.replace(
+            output, token_ids=self.answer.token_ids, gaps=self.answer.gaps
+        )
         return output
 
     @property

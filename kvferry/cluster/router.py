@@ -335,8 +335,8 @@ async def _next(deltas: AsyncGenerator[ChoiceDelta, None]) -> ChoiceDelta:
 async def _collect(
     deltas: AsyncGenerator[ChoiceDelta, None], shape: Shape, answer: Answer, count: int
 ) -> dict[str, Any]:
-    choices = [ChoiceDelta(index) for index in range(count)]
+    gained: list[list[ChoiceDelta]] = [[] for _ in range(count)]
     async with aclosing(deltas):
         async for delta in deltas:
-            choices[delta.index] += delta
-    return shape.whole(choices, answer.usage())
+            gained[delta.index].append(delta)
+    return shape.whole([ChoiceDelta.joined(choice) for choice in gained], answer.usage())
