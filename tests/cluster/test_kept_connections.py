@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from kvferry.cluster.engines import EngineDownError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 
@@ -174,3 +175,22 @@ def test_a_server_that_closes_new_connections_too_has_failed(kept: bool) -> None
     run(talk, prefill, decode, kept=kept)
 
     assert prefill.lost == (2 if kept else 1), "sent once too often, or not often enough"
+
+
+def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefill, decode = Server("p"), Server("d")
+
+    async def refuse(*_args: object, **_kwargs: object) -> httpx.Response:
+        raise httpx.ConnectError("refused")
+
+    async def talk(router: Router, _: Ask) -> None:
+        monkeypatch.setattr(router._client._new, "send", refuse)  # its port is closed by now
+        with pytest.raises(EngineDownError) as raised:
+            await router.prefill.engines[0].complete({"prompt": [1]}, "r")
+        assert raised.value.reached
+
+    run(talk, prefill, decode)
+
+    assert prefill.lost == 1
