@@ -61,6 +61,11 @@ def _problem(tiles: Tiles, runs: Runs, side: str, sizes: Sequence[int] | Int64s 
         return f"tile {row}: {values}; each is 1 or more"
     if kind == found.TOO_FAR:
         return f"tile {row}: {side} addresses reach {ADDRESS_LIMIT:.3g} bytes or more"
+    if kind == found.TOO_MANY:
+        return (
+            f"tile {row}: the highest block and token of the {side} lie outside of its region, and "
+            f"so do those of {found.MOST_LOOKS} other tiles; copy fewer of them at a time"
+        )
     region = tile[f"{side}_region"]
     if kind == found.NO_REGION:
         return f"tile {row}: {side} region {region} is not one of the {len(region_bytes)} regions"

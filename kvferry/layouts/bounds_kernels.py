@@ -2,13 +2,15 @@
 
 from typing import Any
 
-import numpy as np
-
 from kvferry.layouts.kernels import kernel
 from kvferry.layouts.tiles import ADDRESS_LIMIT
 
 #: What :func:`find_problem` finds.
-FINE, BAD_RUN, BAD_EXTENT, TOO_FAR, NO_REGION, OUTSIDE = range(6)
+FINE, BAD_RUN, BAD_EXTENT, TOO_FAR, NO_REGION, OUTSIDE, TOO_MANY = range(7)
+
+MOST_LOOKS = 64
+"""Tiles for which every run is looked at, because their highest block and token together, which no
+run may have, would lie outside."""
 
 
 @kernel
@@ -25,32 +27,33 @@ def find_problem(
         has_sizes: whether addresses are checked, and not the extents alone.
 
     Returns:
-        What is wrong, in which row, and for :data:`OUTSIDE` the first byte and the one after the
-        last.
+        What is wrong, in which row, and for :data:`OUTSIDE` and :data:`TOO_MANY` the first byte
+        and the one after the last.
     """
-    last_block, last_token = 0.0, 0.0  # in floats, which cannot wrap
     for r in range(len(runs)):
         block, token, step = _run_side(runs[r], source)
         if runs[r].tokens < 1 or step < 1 or (has_sizes and (block < 0 or token < 0)):
             return BAD_RUN, r, 0, 0
-        last_block = max(last_block, float(block))
-        last_token = max(last_token, float(token) + (runs[r].tokens - 1.0) * step)
     for t in range(len(tiles)):
         if tiles[t].heads < 1 or tiles[t].elements < 1 or tiles[t].itemsize < 1:
             return BAD_EXTENT, t, 0, 0
     if len(runs) == 0 or not has_sizes:
         return FINE, 0, 0, 0
-    return _find_outside(tiles, runs, region_bytes, source, last_block, last_token)
+    return _find_outside(tiles, runs, region_bytes, source)
 
 
 @kernel
 def _find_outside(
-    tiles: Any, runs: Any, region_bytes: Any, source: bool, last_block: float, last_token: float
+    tiles: Any, runs: Any, region_bytes: Any, source: bool
 ) -> tuple[int, int, int, int]:
-    """The same for addresses; blocks and tokens of runs reach to ``last_block``, ``last_token``."""
-    # Tiles share one or two pairs of strides, for keys and for values; the runs are looked at once
-    # per pair: rows of (block stride, token stride, lowest, highest).
-    spans, known = np.zeros((2, 4), dtype=np.int64), 0
+    """The same for addresses.
+
+    In time linear in tiles and runs together, whoever wrote them: where all blocks and tokens
+    between the lowest and the highest lie inside, so do those of the runs. Only where they do not
+    are the runs looked at one by one, which is done for :data:`MOST_LOOKS` tiles at most.
+    """
+    first_block, last_block, first_token, last_token = _reach(runs, source)
+    looks = 0
     for t in range(len(tiles)):
         tile = tiles[t]
         region, offset, block_stride, token_stride, head_stride, element_stride = _tile_side(
@@ -64,21 +67,36 @@ def _find_outside(
             return TOO_FAR, t, 0, 0
         if region < 0 or region >= len(region_bytes):
             return NO_REGION, t, 0, 0
-        row = 0
-        while row < known and (spans[row, 0] != block_stride or spans[row, 1] != token_stride):
-            row += 1
-        if row == known:
-            known = min(known + 1, 2)
-            row = min(row, 1)
-            low, high = _span(runs, block_stride, token_stride, source)
-            spans[row, 0], spans[row, 1] = block_stride, token_stride
-            spans[row, 2], spans[row, 3] = low, high
         heads, elements = head_stride * (tile.heads - 1), element_stride * (tile.elements - 1)
-        low = offset + spans[row, 2] + min(heads, 0) + min(elements, 0)
-        high = offset + spans[row, 3] + max(heads, 0) + max(elements, 0) + tile.itemsize
-        if low < 0 or high > region_bytes[region]:
-            return OUTSIDE, t, low, high
+        before = offset + min(heads, 0) + min(elements, 0)
+        behind = offset + max(heads, 0) + max(elements, 0) + tile.itemsize
+        blocks = block_stride * int(first_block), block_stride * int(last_block)
+        tokens = token_stride * int(first_token), token_stride * int(last_token)
+        low = before + min(blocks[0], blocks[1]) + min(tokens[0], tokens[1])
+        high = behind + max(blocks[0], blocks[1]) + max(tokens[0], tokens[1])
+        if low >= 0 and high <= region_bytes[region]:
+            continue
+        if looks == MOST_LOOKS:
+            return TOO_MANY, t, low, high
+        looks += 1
+        nearest, farthest = _span(runs, block_stride, token_stride, source)
+        if before + nearest < 0 or behind + farthest > region_bytes[region]:
+            return OUTSIDE, t, before + nearest, behind + farthest
     return FINE, 0, 0, 0
+
+
+@kernel
+def _reach(runs: Any, source: bool) -> tuple[float, float, float, float]:
+    """Lowest and highest block and token of all runs; in floats, which cannot wrap."""
+    block, token, step = _run_side(runs[0], source)
+    first_block, last_block = float(block), float(block)
+    first_token, last_token = float(token), float(token)
+    for r in range(len(runs)):
+        block, token, step = _run_side(runs[r], source)
+        first_block, last_block = min(first_block, block), max(last_block, block)
+        first_token = min(first_token, token)
+        last_token = max(last_token, float(token) + (runs[r].tokens - 1.0) * step)
+    return first_block, last_block, first_token, last_token
 
 
 @kernel

@@ -39,16 +39,10 @@ logger = logging.getLogger(__name__)
 
 MAX_CHUNKS_AHEAD = 64
 """Chunks on their way to one reader, whatever their size."""
+SILENCE_S = 60.0
+"""Seconds after which a reader that takes nothing of what it reads counts as gone."""
 _MESSAGES_PER_TURN = 64
 """Requests handled before the next chunk is served."""
-
-
-@dataclass(slots=True, eq=False)
-class _ServedRead:
-    """A read under way."""
-
-    plan: ChunkPlan
-    next_chunk: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +51,8 @@ class _Reader(ServedReader):
 
     identity: bytes
     window_bytes: int
-    turns: deque[int] = field(default_factory=deque)
-    """Reads that have chunks left, next first."""
+    turns: deque[tuple[int, ChunkPlan, int]] = field(default_factory=deque)
+    """Reads that have chunks left, each with the next of them; whose turn it is stands first."""
     bytes_ahead: int = 0
     """Bytes sent and not yet taken."""
     chunks_ahead: int = 0
@@ -129,6 +123,7 @@ class TcpServer(WireServer):
         self._window_bytes = window_bytes
         self._readers: dict[bytes, _Reader] = {}
         self._queue: deque[_Reader] = deque()
+        self._next_look = 0.0
         self._buffers = _Buffers(chunk_bytes, keep=2 * window_bytes // chunk_bytes + 1)
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -196,9 +191,9 @@ class TcpServer(WireServer):
         self._send(identity, encode(Welcome(min(hello.version_max, VERSION_MAX), window)))
 
     def _start(self, reader: _Reader, message: Read) -> None:
-        plan = self._plan(reader, message)
-        reader.reads[message.transfer] = _ServedRead(plan)
-        reader.turns.append(message.transfer)
+        plan = self._plan(reader, self._readers.values(), message)
+        reader.reads[message.transfer] = plan
+        reader.turns.append((message.transfer, plan, 0))
         self._enqueue(reader)
 
     def _taken(self, reader: _Reader, message: Taken) -> None:
@@ -220,17 +215,16 @@ class TcpServer(WireServer):
     def _serve_one(self) -> float | None:
         """Sends the next chunk of the reader whose turn it is; 0 if there are more."""
         if not self._queue:
-            return None
+            return self._drop_silent()
         reader = self._queue.popleft()
         reader.queued = False
         while reader.may_be_served:
-            transfer = reader.turns.popleft()
-            read = reader.reads.get(transfer)
-            if read is None:  # cancelled
+            transfer, plan, index = reader.turns.popleft()
+            if reader.reads.get(transfer) is not plan:  # cancelled
                 continue
-            sent = self._send_chunk(reader, transfer, read)
-            if read.next_chunk < len(read.plan.chunks):
-                reader.turns.append(transfer)
+            sent = self._send_chunk(reader, transfer, plan, index)
+            if index + 1 < len(plan.chunks):
+                reader.turns.append((transfer, plan, index + 1))
             else:
                 del reader.reads[transfer]
             if sent:
@@ -240,12 +234,26 @@ class TcpServer(WireServer):
             break
         return 0.0 if self._queue else None
 
-    def _send_chunk(self, reader: _Reader, transfer: int, read: _ServedRead) -> bool:
-        index = read.next_chunk
-        read.next_chunk += 1
-        nbytes = int(read.plan.nbytes[index])
+    def _drop_silent(self) -> float | None:
+        """Drops readers that are gone: of those whose window is full, nothing else would tell.
+
+        Returns:
+            Seconds until somebody may be gone; ``None`` if nobody reads.
+        """
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + SILENCE_S / 4
+            for reader in list(self._readers.values()):
+                if reader.reads and now - reader.heard >= SILENCE_S:
+                    lost = TransferError(f"this reader was silent for {SILENCE_S:g} s")
+                    self._refuse(reader.identity, None, lost)
+                    self._forget(reader)
+        return self._next_look - now if self._readers else None
+
+    def _send_chunk(self, reader: _Reader, transfer: int, plan: ChunkPlan, index: int) -> bool:
+        nbytes = int(plan.nbytes[index])
         buffer = self._buffers.take(nbytes)
-        copy_tiles(self._regions.addresses, [buffer.ctypes.data], *read.plan.pack(index))
+        copy_tiles(self._regions.addresses, [buffer.ctypes.data], *plan.pack(index))
         reader.bytes_ahead += nbytes
         reader.chunks_ahead += 1
         if not self._send(reader.identity, encode(Chunk(transfer, index)), more=True):

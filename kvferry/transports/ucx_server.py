@@ -105,7 +105,7 @@ class UcxServer(WireServer):
             raise ProtocolError(f"{type(message).__name__} came before Hello; connect again")
         elif isinstance(message, Read):
             try:
-                reader.reads[message.transfer] = self._plan(reader, message)
+                reader.reads[message.transfer] = self._plan(reader, self._readers, message)
             except (ProtocolError, TransferError) as error:
                 self._refuse(reader, message.transfer, error)
         elif isinstance(message, Cancel):

@@ -155,14 +155,25 @@ class WireTransport(Transport):
         self._transfers.cancel(transfer)
 
 
+MAX_TABLE_BYTES = 64 << 20
+"""Bytes of tables that the reads of one reader take; one read alone may take more."""
+MAX_TABLE_BYTES_IN_ALL = 512 << 20
+"""Bytes of tables that the reads of all readers take."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class ServedReader:
     """One connection of a reader."""
 
-    reads: dict[int, Any] = field(default_factory=dict)
+    reads: dict[int, ChunkPlan] = field(default_factory=dict)
     """Reads under way, by the number that the reader gave them."""
     heard: float = field(default_factory=time.monotonic)
     """``time.monotonic()`` of its last message."""
+
+    @property
+    def table_bytes(self) -> int:
+        """What the tables of its reads take."""
+        return sum(plan.table_bytes for plan in self.reads.values())
 
 
 ReaderT = TypeVar("ReaderT", bound=ServedReader)
@@ -190,8 +201,10 @@ class WireServer:
                 f"this server {VERSION_MIN} to {VERSION_MAX}; upgrade the older side"
             )
 
-    def _plan(self, reader: ServedReader, message: Read) -> ChunkPlan:
-        """What a reader asks for, checked.
+    def _plan(
+        self, reader: ServedReader, readers: Iterable[ServedReader], message: Read
+    ) -> ChunkPlan:
+        """What a reader asks for, checked, while all ``readers`` have asked for what they have.
 
         Raises:
             ProtocolError, TransferError: it may not be served.
@@ -200,7 +213,20 @@ class WireServer:
             raise ProtocolError(f"transfer {message.transfer} is under way already")
         if len(reader.reads) >= MAX_READS:
             raise TransferError(f"{MAX_READS} reads of this reader are under way already")
-        return check_chunks(*decode_read(message), self._regions.served_nbytes)
+        plan = check_chunks(*decode_read(message), self._regions.served_nbytes)
+        if reader.reads and reader.table_bytes + plan.table_bytes > MAX_TABLE_BYTES:
+            raise TransferError(
+                f"the tables of this reader's reads take {reader.table_bytes} bytes, those of this "
+                f"read {plan.table_bytes} more, allowed are {MAX_TABLE_BYTES}; read less at a time"
+            )
+        if plan.table_bytes > MAX_TABLE_BYTES // MAX_READS:  # what is small need not be added up
+            held = sum(other.table_bytes for other in readers)
+            if held + plan.table_bytes > MAX_TABLE_BYTES_IN_ALL:
+                raise TransferError(
+                    f"the tables of all reads under way take {held} bytes, those of this read "
+                    f"{plan.table_bytes} more, allowed are {MAX_TABLE_BYTES_IN_ALL}; try again"
+                )
+        return plan
 
     def _silent_longest(self, readers: Iterable[ReaderT]) -> ReaderT:
         """Who goes when another one comes: whoever reads nothing, and was heard of last."""

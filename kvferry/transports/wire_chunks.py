@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import OrderedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,9 @@ from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
 
 Int64s = npt.NDArray[np.int64]
+
+KEPT_LENGTHS = 4
+"""Lengths of runs for which a read keeps its tables; a reader chooses how many lengths it has."""
 
 
 class ChunkPlan:
@@ -32,40 +36,59 @@ class ChunkPlan:
         """Rows of ``CHUNK_DTYPE``."""
         self.nbytes = nbytes
         """Bytes of each chunk."""
-        self._dense: dict[int, StagedChunk] = {}
+        self._dense: OrderedDict[int, StagedChunk] = OrderedDict()
         self._lock = threading.Lock()
-        self._pack_runs, self._unpack_runs = runs.copy(), runs.copy()
-        for table, side in ((self._pack_runs, "target"), (self._unpack_runs, "source")):
-            table[f"{side}_block"] = np.arange(len(runs))  # of the table, see _half
-            table[f"{side}_token"] = 0
-            table[f"{side}_step"] = 1
+        self._dense_runs: dict[str, Runs] = {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes that its tables take, at most."""
+        tiles = self.tiles.nbytes * (1 + 2 * min(KEPT_LENGTHS, len(self.runs)))
+        return tiles + 2 * self.runs.nbytes + self.chunks.nbytes + self.nbytes.nbytes
 
     def pack(self, index: int) -> tuple[Tiles, Runs]:
         """What copies a chunk from the source's regions into a dense buffer, target region 0."""
-        return self._half(index, self._dense_of(index).pack_tiles, self._pack_runs, "target")
+        return self._half(index, "target")
 
     def unpack(self, index: int) -> tuple[Tiles, Runs]:
         """What copies a chunk from a dense buffer, source region 0, into the reader's regions."""
-        return self._half(index, self._dense_of(index).unpack_tiles, self._unpack_runs, "source")
+        return self._half(index, "source")
 
-    def _dense_of(self, index: int) -> StagedChunk:
-        """All tiles times one run of the length that the chunk's runs have."""
-        first_run = int(self.chunks[index]["first_run"])
-        tokens = int(self.runs[first_run]["tokens"])
-        with self._lock:
-            if tokens not in self._dense:
-                one_run = self.runs[first_run : first_run + 1]
-                (self._dense[tokens],) = stage(self.tiles, one_run, sys.maxsize)
-            return self._dense[tokens]
-
-    def _half(self, index: int, dense: Tiles, runs: Runs, side: str) -> tuple[Tiles, Runs]:
+    def _half(self, index: int, side: str) -> tuple[Tiles, Runs]:
         first_tile, tiles, first_run, count = self.chunks[index].tolist()
-        part = dense[first_tile : first_tile + tiles].copy()
+        with self._lock:
+            dense, runs = self._dense_of(first_run), self._runs_of(side)
+        whole = dense.pack_tiles if side == "target" else dense.unpack_tiles
+        part = whole[first_tile : first_tile + tiles].copy()
         box_bytes = part[f"{side}_block_stride"]
         section = box_bytes * count
         # Blocks of the buffer are numbered by rows of the whole table, so the first is not 0.
         part[f"{side}_offset"] = np.cumsum(section) - section - first_run * box_bytes
         return part, runs[first_run : first_run + count]
+
+    # With the lock held.
+
+    def _dense_of(self, first_run: int) -> StagedChunk:
+        """All tiles times one run of the length that this run has."""
+        tokens = int(self.runs[first_run]["tokens"])
+        dense = self._dense.get(tokens)
+        if dense is None:
+            one_run = self.runs[first_run : first_run + 1]
+            (dense,) = stage(self.tiles, one_run, sys.maxsize)
+            self._dense[tokens] = dense
+            if len(self._dense) > KEPT_LENGTHS:  # chunks of one length follow each other
+                self._dense.popitem(last=False)
+        return dense
+
+    def _runs_of(self, side: str) -> Runs:
+        """The runs, with the buffer on one side; a server packs, a reader unpacks."""
+        if side not in self._dense_runs:
+            table = self.runs.copy()
+            table[f"{side}_block"] = np.arange(len(table))  # of the table, see _half
+            table[f"{side}_token"] = 0
+            table[f"{side}_step"] = 1
+            self._dense_runs[side] = table
+        return self._dense_runs[side]
 
 
 def plan_chunks(tiles: Tiles, runs: Runs, chunk_bytes: int) -> ChunkPlan:

@@ -332,9 +332,9 @@ def test_an_older_server_is_only_asked_for_what_it_understands(local, server, st
     assert "need version 2; upgrade it" in str(transfer.error)
 
 
-def test_a_host_that_zmq_cannot_parse_is_an_error_of_ours(local, server):
+def test_a_host_that_is_no_name_is_an_error_of_ours(local, server):
     endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
-    with pytest.raises(HostError, match="cannot connect"):
+    with pytest.raises(PeerLostError, match="cannot resolve 'not a host;'"):
         local.connect(encode(msgspec.structs.replace(endpoint, host="not a host;")))
 
 

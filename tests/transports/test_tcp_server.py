@@ -16,7 +16,7 @@ from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
-from kvferry.transports.wire_chunks import plan_chunks
+from kvferry.transports.wire_chunks import KEPT_LENGTHS, plan_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     SOURCE_RUN_DTYPE,
@@ -271,6 +271,76 @@ def test_a_cancelled_read_stops(reader):
     assert reader.is_silent()
     reader.send(request(2, flat_tiles(), flat_runs(1)))
     assert reader.receive() == Chunk(2, 0)
+
+
+def test_a_number_that_is_used_again_after_a_cancel_stands_for_the_new_read(reader):
+    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
+    while not reader.is_silent():
+        reader.receive()
+    reader.send(Cancel(1))
+    reader.send(request(1, flat_tiles(), flat_runs(3), per_run(3)))
+    reader.send(Taken(1 << 18, 64))
+    assert [reader.receive() for _ in range(3)] == [Chunk(1, index) for index in range(3)]
+    assert reader.is_silent()
+
+
+def many_strides(tiles, runs):
+    """A read of which every tile has another stride, so that none can borrow another's bounds."""
+    table = np.zeros(tiles, SOURCE_TILE_DTYPE)
+    for name in ("heads", "elements", "itemsize"):
+        table[name] = 1
+    table["source_block_stride"] = np.arange(tiles)
+    ends = np.zeros(runs, SOURCE_RUN_DTYPE)
+    ends["tokens"] = 1
+    cut = np.array([(0, 1, 0, 1)], CHUNK_DTYPE)
+    return Read(1, table.tobytes(), ends.tobytes(), cut.tobytes())
+
+
+def test_a_small_message_costs_the_server_no_minute(server, reader):
+    """Six megabytes, for which the tables of tiles times runs would have 5 billion entries."""
+    message = many_strides(42_000, 130_000)
+    began = time.process_time()
+    with contextlib.closing(RawReader(server)) as other:
+        reader.send(message)
+        other.send(request(1, flat_tiles(), flat_runs(1)))
+        assert other.receive() == Chunk(1, 0)
+        assert reader.receive() == Chunk(1, 0)
+    assert time.process_time() - began < 5.0  # it takes a tenth of a second, and took twenty
+
+
+def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(server, reader):
+    many = flat_runs(370_000, source_block=0, tokens=1)
+    for transfer in range(8):
+        # No chunk of it is taken, so the reads stay under way.
+        reader.send(request(transfer, flat_tiles(), many, [(0, 1, 0, 370_000)] * 8))
+    answers = []
+    while not reader.is_silent(2.0):
+        answers.append(reader.receive())
+    refused = [answer for answer in answers if isinstance(answer, Refused)]
+    assert refused
+    assert all("read less at a time" in answer.reason for answer in refused)
+    (served,) = server._server._readers.values()
+    assert served.table_bytes < 128 << 20
+    lengths = flat_runs(1000, source_block=0, tokens=1 + np.arange(1000))
+    plan = plan_chunks(flat_tiles(source_token_stride=0), lengths, 1 << 20)
+    for index in range(len(plan.chunks)):
+        plan.pack(index)
+    assert len(plan._dense) == KEPT_LENGTHS
+
+
+def test_a_reader_that_has_gone_leaves_nothing(server, reader, monkeypatch):
+    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
+    while not reader.is_silent():
+        reader.receive()
+    (served,) = server._server._readers.values()
+    assert served.reads
+    monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
+    server._server._mailbox.post(lambda: setattr(server._server, "_next_look", 0.0))
+    deadline = time.monotonic() + 10
+    while server._server._readers:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert "silent for" in reader.receive().reason
 
 
 def test_a_small_read_does_not_wait_for_a_large_one_of_another_reader(server, reader):
