@@ -144,6 +144,13 @@ def is_address(host: str) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine for itself, and no address at which another reaches it."""
+    if host == "localhost":
+        return True
+    return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
 def resolve(host: str) -> str:
     """The address of a host, which may take as long as its name server likes.
 

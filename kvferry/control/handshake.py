@@ -247,7 +247,13 @@ def _differs(
 
 
 def _compare_engines(ours: EngineDescription, theirs: EngineDescription) -> Iterator[str]:
-    if ours.engine_id == theirs.engine_id:
+    if (ours.engine_id, ours.incarnation) == (theirs.engine_id, theirs.incarnation):
+        yield (
+            f"engine_id: engine {ours.engine_id!r} is talking to itself: the address that it was "
+            "given leads back to it; set host of the other engine to an address at which this "
+            "machine reaches it (127.0.0.1 is every machine's own)"
+        )
+    elif ours.engine_id == theirs.engine_id:
         yield (
             f"engine_id: both engines are named {ours.engine_id!r}; give each engine its own "
             "engine_id"

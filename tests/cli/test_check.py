@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import secrets
 import socket
 
 import pytest
@@ -32,7 +33,7 @@ def describe(engine_id, *, weights="w0", dtype="float32", transports=("shm", "tc
     geometry = EngineGeometry(**values | shape)
     return EngineDescription(
         engine_id=engine_id,
-        incarnation=f"{engine_id}-1",
+        incarnation=secrets.token_hex(4),
         model=ModelFingerprint(
             name="tiny",
             architecture="LlamaForCausalLM",

@@ -435,6 +435,8 @@ def test_a_taken_port_is_named(open_engine: OpenEngine) -> None:
         ({"lease_duration_s": "30"}, ConfigError, "lease_duration_s"),
         ({"peers": ["nonsense"]}, ConfigError, "peers"),
         ({"curve_keys": "/nowhere/keys.json"}, ConfigError, "curve_keys"),
+        ({"host": "0.0.0.0", "cluster_key": None}, ConfigError, "insecure: true"),
+        ({"host": "decode.test", "cluster_key": None}, ConfigError, "insecure: true"),
     ],
 )
 def test_wrong_extra_keys_are_named_with_the_remedy(
@@ -456,6 +458,22 @@ def test_without_a_key_only_configured_peers_are_contacted(open_engine: OpenEngi
     pair = Pair(producer, consumer, 20.0)
     with pytest.raises(TicketError, match="not in peers"):
         pair.decode(pair.prefill("r", 21))
+
+
+def test_an_engine_without_a_key_that_only_this_machine_reaches_or_that_says_so_starts(
+    open_engine: OpenEngine,
+) -> None:
+    for host, extra in (("127.0.0.2", {}), ("localhost", {}), ("0.0.0.0", {"insecure": True})):
+        open_engine("d", TARGET, host=host, cluster_key=None, **extra).close()
+
+
+def test_a_peer_that_cannot_reach_this_engine_is_warned_of(
+    open_engine: OpenEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_engine("d", TARGET, peers=["127.0.0.1:1"])
+    assert "do not reach this one" not in caplog.text
+    open_engine("e", TARGET, peers=["127.0.0.1:1", "10.255.255.1:14579"])
+    assert "peers names 10.255.255.1:14579" in caplog.text
 
 
 # ---- what the on-call engineer sees -----------------------------------------------------------

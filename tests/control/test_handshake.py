@@ -482,6 +482,12 @@ def test_engines_of_one_name_are_a_mismatch(describe):
     assert "both engines are named 'p'" in mismatch
 
 
+def test_an_engine_that_reaches_itself_is_told_what_is_wrong_with_the_address(describe):
+    (mismatch,) = compare(describe("p", "one"), describe("p", "one"))
+    assert "engine 'p' is talking to itself" in mismatch
+    assert "set host of the other engine" in mismatch
+
+
 @pytest.mark.parametrize(
     ("theirs", "fits"),
     [((1, 1), False), ((1, 2), True), ((2, 3), True), ((4, 9), True), ((5, 9), False)],

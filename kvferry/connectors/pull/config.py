@@ -34,6 +34,8 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File that holds the secret; used instead of ``cluster_key``."""
     curve_keys: str | None = None
     """JSON file with the keys that ``kvferry keys`` made; encrypts the control channel."""
+    insecure: bool = False
+    """Whether the engine may listen beyond this machine without any key."""
     lease_duration_s: float = 30.0
     """How long a lease lives without renewal; renewed every sixth of it."""
     max_leased_blocks: int | None = None

@@ -28,7 +28,7 @@ from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign
 from kvferry.errors import ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
-from kvferry.zeromq import split_address
+from kvferry.zeromq import is_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class PullScheduler(SchedulerConnector):
             except ValueError as error:
                 raise ConfigError(f"peers: {error}") from error
         key = extra.key()
+        _check_reach(extra)
         if config.is_consumer and key is None and not extra.peers:
             logger.warning(
                 "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
@@ -449,6 +450,30 @@ class PullScheduler(SchedulerConnector):
         self._sources.close()
         self._client.close()
         self._server.close()
+
+
+def _check_reach(extra: PullConfig) -> None:
+    """Checks who can reach this engine, and whether those that should can.
+
+    Raises:
+        ConfigError: strangers can, and there is no key.
+    """
+    local = is_loopback(extra.host)
+    has_key = extra.cluster_key or extra.cluster_key_file or extra.curve_keys
+    if not (local or has_key or extra.insecure):
+        raise ConfigError(
+            f"host: {extra.host} is reached from other machines, and there is no key that tells "
+            "friend from stranger; make keys with `kvferry keys` and set cluster_key_file and "
+            "curve_keys, or say insecure: true on a network that you trust"
+        )
+    away = [peer for peer in extra.peers if not is_loopback(split_address(peer)[0])]
+    if local and away:
+        logger.warning(
+            "host: %s is this machine's own address, and peers names %s: engines on other machines "
+            "do not reach this one; set host to an address at which they do",
+            extra.host,
+            ", ".join(away),
+        )
 
 
 def _num_loadable(load: Load, request: RequestView) -> int:
