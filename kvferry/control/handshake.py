@@ -7,6 +7,8 @@ a pair. Both are pure; applying a description is :class:`kvferry.control.peers.P
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from kvferry.errors import ProtocolError
 from kvferry.layouts.convert import is_convertible, is_lossless
 from kvferry.layouts.layout import Box, CellStrides
@@ -88,6 +90,16 @@ def _check_names(description: EngineDescription) -> None:
         length = len(getattr(description, field))
         if not 1 <= length <= MAX_NAME_CHARS:
             raise ValueError(f"{field}: {length} characters, allowed are 1 to {MAX_NAME_CHARS}")
+    said = msgspec.structs.asdict(description.model) | {
+        "engine_id": description.engine_id,
+        "incarnation": description.incarnation,
+    }
+    for field, value in said.items():
+        # They reach terminals and logs, where escape sequences and new lines could forge rows.
+        if isinstance(value, str) and not value.isprintable():
+            raise ValueError(
+                f"{field}: {value[:MAX_NAME_CHARS]!r} has characters that do not print"
+            )
     if not 0 <= description.protocol_min <= description.protocol_max:
         raise ValueError(
             f"protocol_min: {description.protocol_min} to protocol_max "

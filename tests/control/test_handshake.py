@@ -594,3 +594,13 @@ def test_every_scale_has_a_tensor_that_stays_inside_its_region(describe):
         rank = replace(one.ranks[0], memory=(bad,))
         with pytest.raises(ProtocolError, match=says):
             validate(replace(one, ranks=(rank, *one.ranks[1:])))
+
+
+@pytest.mark.parametrize("field", ["engine_id", "incarnation", "model"])
+def test_names_that_would_write_on_a_terminal_are_refused(describe, fingerprint, field):
+    said = "decode-0\x1b[2J\n| forged | ready |"
+    names = {"engine_id": "d", "incarnation": "one", "model": fingerprint()}
+    names |= {field: fingerprint(name=said) if field == "model" else said}
+    with pytest.raises(ProtocolError, match="characters that do not print") as refused:
+        validate(describe(**names))
+    assert str(refused.value).isprintable()
