@@ -1,5 +1,6 @@
 """The commands and their options. What they do lives in a module each, loaded when it runs."""
 
+import enum
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +22,14 @@ app = typer.Typer(
 
 ERROR_EXIT_CODE = 2
 """The exit code when something outside the command went wrong; the message says what."""
+
+
+class DecodeOnly(enum.StrEnum):
+    """What decode servers do while no prefill server is healthy."""
+
+    FALLBACK = "fallback"
+    NEVER = "never"
+
 
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER.toml", help="The cluster file.", show_default=False)
@@ -115,11 +124,27 @@ def router(
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
+    outstanding_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Seconds that a request waits for an unhealthy server before another gets it.",
+        ),
+    ] = 5.0,
+    decode_only: Annotated[
+        DecodeOnly, typer.Option(help="Whether decode servers compute while no prefill server can.")
+    ] = DecodeOnly.FALLBACK,
 ) -> None:
     """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C."""
     from kvferry.cli.router import router as command
 
-    command(prefill, decode, tokenizer, (host, port), api_key, timeout)
+    options = {
+        "api_key": api_key,
+        "request_timeout_s": timeout,
+        "outstanding_timeout_s": outstanding_timeout,
+        "decode_only": decode_only.value,
+    }
+    command(prefill, decode, tokenizer, (host, port), options)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import typer
@@ -24,10 +25,9 @@ def router(
     decode: Sequence[str],
     tokenizer: Path | None,
     address: tuple[str, int],
-    api_key: str | None,
-    timeout_s: float,
+    options: dict[str, Any],
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM.
+    """Serves until Ctrl-C or SIGTERM; ``options`` are fields of ``RouterSettings``.
 
     Raises:
         KVFerryError: the tokenizer cannot be loaded, or the port is taken.
@@ -39,10 +39,9 @@ def router(
         engines=engines,
         model_folder=str(tokenizer) if tokenizer is not None else None,
         foreign=True,
-        api_key=api_key,
         host=host,
         port=port,
-        request_timeout_s=timeout_s,
+        **options,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
     with contextlib.closing(listen(host, port, "router")) as listener:
@@ -61,7 +60,7 @@ def router(
         async def run() -> None:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-            await serve(app, listener, stop)
+            await serve(app, listener, stop, settings.max_connections)
 
         asyncio.run(run())
 
@@ -72,7 +71,7 @@ def _addresses(role: Role, urls: Sequence[str]) -> list[EngineAddress]:
 
 def _address(role: Role, url: str) -> EngineAddress:
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable():
         raise typer.BadParameter(
             f"{url!r} is no URL of a server; write http://HOST:PORT", param_hint=f"--{role}"
         )

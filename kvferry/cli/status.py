@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.cli.console import make_console, print_json, seconds_text
-from kvferry.config import parse_struct
+from kvferry.config import parse_struct, printable
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import StatusReport
 from kvferry.control.options import CurveKeys
@@ -72,8 +72,8 @@ def show(report: StatusReport, console: Console) -> None:
     """Prints a report for people."""
     ready = "ready" if report.ready else "starting"
     console.print(
-        f"[bold]{escape(report.engine_id)}[/] ({escape(report.role)}), {ready}, "
-        f"up {seconds_text(report.uptime_s)}, incarnation {escape(report.incarnation[:8])}",
+        f"[bold]{_plain(report.engine_id)}[/] ({_plain(report.role)}), {ready}, "
+        f"up {seconds_text(report.uptime_s)}, incarnation {_plain(report.incarnation[:8])}",
         highlight=False,
     )
     for table, empty in (
@@ -88,7 +88,7 @@ def show(report: StatusReport, console: Console) -> None:
             console.print(f"[dim]{empty}[/]")
     if report.counters:
         counts = ", ".join(f"{name} {count}" for name, count in sorted(report.counters.items()))
-        console.print(f"[dim]counters:[/] {escape(counts)}", highlight=False)
+        console.print(f"[dim]counters:[/] {_plain(counts)}", highlight=False)
 
 
 def _peers(report: StatusReport) -> Table:
@@ -151,4 +151,8 @@ def _errors(report: StatusReport) -> Table:
 
 def _add_row(table: Table, *cells: str) -> None:
     # As plain text: names and errors come from other machines, and may look like markup.
-    table.add_row(*map(Text, cells))
+    table.add_row(*(Text(printable(cell)) for cell in cells))
+
+
+def _plain(text: str) -> str:
+    return escape(printable(text))

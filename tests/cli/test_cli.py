@@ -235,6 +235,18 @@ def test_status_shows_leases_and_errors(kvferry, control):
     assert "a [very] bad thing" in outcome.out
 
 
+def test_what_a_stranger_says_forges_no_row_and_moves_no_cursor(kvferry, control):
+    said = "gone\n| lease | decode-0 | held |\x1b[2J\x1b[31m"
+    control.leases.grant(said, 12)
+    control.note_error(said, said)
+
+    outcome = kvferry("status", f"127.0.0.1:{control.port}")
+
+    assert outcome.code == 0, outcome.err
+    assert "\x1b" not in outcome.out
+    assert not any(line.startswith("| lease") for line in outcome.out.splitlines())
+
+
 def test_status_as_json_is_the_report(kvferry, control):
     from kvferry.control.messages import StatusReport
 
