@@ -6,12 +6,13 @@ job. It trusts its clients: only the router may reach it.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -76,6 +77,12 @@ class EngineRequestBody(SamplingParams, frozen=True, kw_only=True):
         )
 
 
+class TakeBackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of ``POST /kvferry/take_back``: what an answer said, and nobody will use."""
+
+    kv_transfer_params: dict[str, Any]
+
+
 class _Run:
     """One request under way: the engine's outputs as the event loop sees them."""
 
@@ -85,15 +92,22 @@ class _Run:
         """What has come so far."""
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self._on_late: Callable[[EngineOutput], None] | None = None
 
     def on_output(self, output: EngineOutput) -> None:
         """Called from the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+            self._loop.call_soon_threadsafe(self._arrived, output)
         except RuntimeError:
             # The server has ended while the engine still steps: nobody waits for this.
             if not self._loop.is_closed():
                 raise
+
+    def _arrived(self, output: EngineOutput) -> None:
+        if self._on_late is not None:
+            self._on_late(output)
+        else:
+            self._outputs.put_nowait(output)
 
     async def next(self) -> EngineOutput:
         """The next output."""
@@ -105,6 +119,12 @@ class _Run:
             output, token_ids=self.answer.token_ids, gaps=self.answer.gaps
         )
         return output
+
+    def leave(self, on_late: Callable[[EngineOutput], None]) -> None:
+        """Nobody waits for outputs any more; ``on_late`` is called with those that still come."""
+        self._on_late = on_late
+        while not self._outputs.empty():
+            on_late(self._outputs.get_nowait())
 
     @property
     def is_over(self) -> bool:
@@ -171,6 +191,7 @@ class EngineServer:
             Route("/health", self._health),
             Route("/metrics", self._render_metrics),
             Route("/kvferry/records", self._tell_records),
+            Route("/kvferry/take_back", self._take_back, methods=["POST"]),
         ]
         return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
 
@@ -238,10 +259,26 @@ class EngineServer:
     def _end(self, run: _Run) -> None:
         """The client has its answer, or does not want it any more."""
         if not run.is_over:
+            run.leave(self._unwanted)
             self._engine.abort(run.answer.request_id)
         summary = run.summary()
         self._requests.append(summary)
         self._metrics.count(summary)
+
+    def _unwanted(self, output: EngineOutput) -> None:
+        """The client went away just as its answer was ready: nobody will use what was lent."""
+        if params := output.kv_transfer_params:
+            with contextlib.suppress(KVFerryError):  # the engine has ended, and its leases with it
+                self._engine.call(lambda engine: engine.take_back(params))
+
+    async def _take_back(self, request: Request) -> Response:
+        body = parse_body(TakeBackBody, await self._bodies.json(request))
+        try:
+            future = self._engine.call(lambda engine: engine.take_back(body.kv_transfer_params))
+        except KVFerryError as error:
+            raise _unavailable(error) from error
+        await asyncio.wrap_future(future)
+        return web.json_response({})
 
     async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:
         output = first

@@ -239,6 +239,8 @@ class Engine:
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests for which it has sent nothing yet."""
     _probing: asyncio.Task[None] | None = None
+    _telling: set[asyncio.Task[None]] = field(default_factory=set)
+    """Takes that are being given back."""
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
         """Runs a completion and waits for the whole of it.
@@ -297,6 +299,21 @@ class Engine:
             except BaseException:
                 await response.aclose()
                 raise
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
+        """Tells it, without waiting, that nobody will use what it lent; never raises."""
+        task = asyncio.create_task(self._take_back(kv_transfer_params, request_id))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
+        body = {"kv_transfer_params": kv_transfer_params}
+        # An engine that is gone has no leases left; another kind of server lets them expire.
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                url = f"{self.url}/kvferry/take_back"
+                response = await self.client.post(url, body, request_id, once=False)
+                await response.aclose()
 
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""

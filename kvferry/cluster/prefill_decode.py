@@ -67,6 +67,8 @@ class _Tries:
     died: set[Engine]
     """Engines that went away while the client's request was in their hands, any choice of it."""
     unreached: set[Engine] = field(default_factory=set)
+    lender: Engine | None = None
+    """The prefill engine that computed the prompt last."""
     attempt: int = 1
 
     @property
@@ -87,6 +89,11 @@ class _Tries:
         self.died.add(engine)
         if len(self.died) > 1:
             raise error
+
+    def give_back(self, kv_transfer_params: Mapping[str, Any] | None) -> None:
+        """What the lender lent may not have been fetched, and will not be."""
+        if kv_transfer_params and self.lender is not None:
+            self.lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
 
     @property
     def engine_request_id(self) -> str:
@@ -160,17 +167,26 @@ class PrefillDecode:
             params = None
             if reply is not None:
                 params = reply.kv_transfer_params
-                ended = _take_first(reply, request)
-                yield reply
-                if ended:
-                    return
+            fetched = False
             try:
+                if reply is not None:
+                    ended = _take_first(reply, request)
+                    yield reply
+                    if ended:
+                        request.give_back(params)
+                        return
                 async with aclosing(self._decode(request, params)) as replies:
                     async for reply in replies:
+                        fetched = True
                         yield reply
             except _StartAgainError:
+                request.give_back(params)
                 request.attempt += 1
                 continue
+            except BaseException:  # the client went away, time is up, no decode engine is left
+                if not fetched:
+                    request.give_back(params)
+                raise
             return
 
     async def _prefill(self, request: TokenRequest) -> Reply | None:
@@ -214,6 +230,7 @@ async def _by_prefill(
             if pool.dispensable:
                 return None
             raise
+        request.lender = engine
         try:
             return await work(engine)
         except EngineDownError as error:
@@ -308,8 +325,12 @@ class PassThrough:
             except EngineDownError as error:
                 request.failed(engine, error)
                 if error.reached:  # the lease may be in its hands: prefill anew
+                    request.give_back(params)
                     request.attempt += 1
                     params = await self._prefill(request)
+            except BaseException:  # the client went away, or time is up
+                request.give_back(params)
+                raise
 
     async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""

@@ -282,6 +282,14 @@ class SchedulerConnector(ABC):
             still land; its blocks stay until the id comes back in ``finished_recving``.
         """
 
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """What :meth:`request_finished` returned for a response will be used by nobody.
+
+        It comes from whoever was given the response, and may be anything. What is lent by it and
+        not yet fetched may end; what somebody fetches goes on. Default: nothing is done, and what
+        was lent ends as it does when nobody comes for it.
+        """
+
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """KV cache groups of which the load that just ended left tokens out, for good.
 

@@ -302,6 +302,13 @@ class LeaseTable:
                     entry.holder = target
                     self._end(entry, LeaseOutcome.RELEASED)
 
+    def withdraw(self, lease_id: str) -> None:
+        """Ends a lease that nobody has taken; others and unknown ids are left alone."""
+        with self._lock:
+            entry = self._open.get(lease_id)
+            if entry is not None and entry.holder is None:
+                self._end(entry, LeaseOutcome.RELEASED)
+
     def revoke(self, lease_ids: Iterable[str]) -> None:
         """The source takes leases back; unknown ids are ignored."""
         with self._lock:

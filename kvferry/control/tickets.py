@@ -117,7 +117,7 @@ def sign(ticket: Ticket, key: bytes | None) -> str:
     return f"{_to_text(payload)}.{_to_text(_mac(payload, key))}"
 
 
-def verify(text: str, key: bytes | None) -> Ticket:
+def verify(text: object, key: bytes | None) -> Ticket:
     """Checks a ticket's signature, then its schema, and returns it.
 
     With a key an unsigned ticket is refused. Without one every ticket that decodes is accepted,

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -144,6 +144,11 @@ class Engine(Closing):
             Whether there was such a request.
         """
         return self._scheduler.abort(request_id)
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """The ``kv_transfer_params`` of an output of ours will be used by nobody."""
+        if self.connector is not None:
+            self.connector.take_back(kv_transfer_params)
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do, be it only to hear of loads and leases."""

@@ -57,6 +57,7 @@ class FakeEngine:
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
+    taken_back: list[dict[str, Any]] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     healthy: bool = True
@@ -70,8 +71,13 @@ class FakeEngine:
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
+                Route("/kvferry/take_back", self._take_back, methods=["POST"]),
             ]
         )
+
+    async def _take_back(self, request: Request) -> Response:
+        self.taken_back.append((await request.json())["kv_transfer_params"])
+        return JSONResponse({})
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})

@@ -125,6 +125,30 @@ def test_a_client_that_leaves_ends_its_request(served):
     assert summary["finish_reason"] == "abort"
 
 
+def test_what_will_be_fetched_by_nobody_is_handed_to_the_connector(served):
+    params = {"ticket": "from e0"}
+
+    assert served.client.post("/kvferry/take_back", json={"kv_transfer_params": params}).is_success
+    assert served.client.post("/kvferry/take_back", json={"ticket": "x"}).status_code == 400
+
+    assert [call for call in served.connector.calls if call[0] == "take_back"] == [
+        ("take_back", str(params))
+    ]
+
+
+def test_what_is_lent_by_an_answer_that_nobody_waits_for_any_more_is_taken_back(served):
+    """The client goes away in the step in which the engine ends its request."""
+    held = threading.Event()
+    deliver = served.loop._deliver
+    served.loop._deliver = lambda output: held.wait(20) and deliver(output)
+    body = {"prompt": PROMPT, "max_tokens": 1, "kv_transfer_params": {"lend_steps": 1}}
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/v1/completions", json=body, timeout=0.5)
+    time.sleep(0.2)  # till the server has seen it go
+    held.set()
+    until(lambda: any(call[0] == "take_back" for call in served.connector.calls))
+
+
 def test_a_dead_rank_is_a_503_everywhere(served):
     served.executor.kill(0)
 

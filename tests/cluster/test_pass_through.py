@@ -40,6 +40,7 @@ class Server:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
+    taken_back: list[dict[str, Any]] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -48,12 +49,17 @@ class Server:
             routes=[
                 Route("/v1/models", self._models),
                 Route("/health", lambda _: Response()),
+                Route("/kvferry/take_back", self._take_back, methods=["POST"]),
                 Route("/{path:path}", self._complete, methods=["POST"]),
             ]
         )
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
+
+    async def _take_back(self, request: Request) -> Response:
+        self.taken_back.append(await request.json())
+        return JSONResponse({})
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
@@ -277,6 +283,19 @@ def test_a_client_that_goes_away_ends_the_work_of_the_server(make):
 
     assert setup.decode[0].aborted.wait(5)
     _until_idle(setup.client)
+
+
+def test_what_a_client_that_goes_away_leaves_behind_is_given_back(make):
+    setup = make()
+    setup.decode[0].hang = True
+
+    with pytest.raises(httpx.ReadTimeout):
+        setup.client.post("/v1/completions", json={"prompt": "a"}, timeout=0.3)
+
+    deadline = time.monotonic() + 5
+    while not setup.prefill[0].taken_back:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def _until_idle(client: httpx.Client) -> None:

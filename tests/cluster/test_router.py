@@ -205,6 +205,35 @@ def test_a_client_that_leaves_aborts_the_prefill(setup):
     assert setup.prefill[0].aborted.wait(5)
 
 
+def _until_taken_back(engine, params):
+    deadline = time.monotonic() + 5
+    while engine.taken_back != params:
+        assert time.monotonic() < deadline, engine.taken_back
+        time.sleep(0.02)
+
+
+def test_what_no_decode_engine_will_fetch_is_given_back_to_the_lender(setup):
+    setup.says("x" * 9)
+    setup.decode[0].hang = True
+    with pytest.raises(Exception, match="timed out"):
+        setup.client.post("/v1/completions", json={"prompt": "Hi"}, timeout=0.3)
+    lent = {"ticket": "from p0"}
+    _until_taken_back(setup.prefill[0], [lent])
+    setup.decode[0].hang = False
+    setup.decode[0].refuse = (400, "no")
+    assert setup.complete().status_code == 400
+    _until_taken_back(setup.prefill[0], [lent, lent])
+
+
+def test_what_was_fetched_is_not_given_back(setup):
+    setup.says("one two three" + "." * 40)
+    setup.decode[0].pause_s = 0.01
+    setup.complete(max_tokens=5)
+    setup.complete(stop="three")
+    assert setup.decode[0].aborted.wait(5)
+    assert setup.prefill[0].taken_back == []
+
+
 def test_a_client_that_leaves_a_stream_aborts_the_decode(setup):
     setup.says("x" * 90)
     setup.decode[0].pause_s = 0.05

@@ -409,6 +409,31 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
     assert "rope" in text
 
 
+def test_a_lease_that_nobody_will_fetch_is_taken_back(pair: Pair) -> None:
+    """Before a target has taken it; whoever writes a ticket without its secret takes nothing."""
+    source = pair.prefill("r", 21)
+    producer: Any = pair.producer
+    for nonsense in (
+        {},
+        {"ticket": 7},
+        {"ticket": "x"},
+        retold(source.response_params, secret=bytes(16)),
+        retold(source.response_params, lease_id="unknown"),
+    ):
+        producer.scheduler.take_back(nonsense)
+        assert producer.scheduler._leases.num_open == 1
+    producer.scheduler.take_back(source.response_params)
+    pair.settle()
+    used = pair.prefill("s", 21)
+    request = pair.decode(used)
+    pair.run(lambda: request.stage is Stage.LOADING, "the load")
+    producer.scheduler.take_back(used.response_params)
+    pair.finish(request)
+    assert request.error is None
+    assert not request.failed
+    pair.settle()
+
+
 # ---- configuration ----------------------------------------------------------------------------
 
 

@@ -142,6 +142,9 @@ class ScriptedScheduler(SchedulerConnector):
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         self._loading -= output.finished_recving
 
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        self.calls.append(("take_back", str(dict(kv_transfer_params))))
+
     def request_finished(
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -1,8 +1,9 @@
 """The deciding half of the PullConnector: leases out blocks, obtains leases for loads."""
 
+import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import Ticket, prompt_digest, sign
+from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
 from kvferry.errors import ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.zeromq import is_loopback, split_address
@@ -367,6 +368,17 @@ class PullScheduler(SchedulerConnector):
             "pp_size": ticket.pp,
             "ticket": sign(ticket, self._key),
         }
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """Ends the lease of a ticket of ours that no target has used; anything else is ignored."""
+        try:
+            ticket = verify(kv_transfer_params.get("ticket"), self._key)
+        except TicketError as error:
+            self._server.note_error("ticket", f"to be taken back: {error}")
+            return
+        # Without a cluster key anybody could write a ticket, but not its secret.
+        if hmac.compare_digest(ticket.secret, self._server.secret(ticket.lease_id)):
+            self._leases.withdraw(ticket.lease_id)
 
     # ---- every step ---------------------------------------------------------------------------
 
