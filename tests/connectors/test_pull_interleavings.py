@@ -170,6 +170,33 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     pair.settle()
 
 
+def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = open_engine("d", TARGET, handshake_timeout_s=1.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    scheduler: Any = consumer.scheduler
+
+    def unanswered(*_: Any) -> "Future[Any]":
+        lost: Future[Any] = Future()
+        lost.set_exception(PeerLostError("no answer"))
+        return lost
+
+    monkeypatch.setattr(scheduler._client, "handshake", unanswered)
+    first = pair.decode(pair.prefill("first", 21))
+    pair.finish(first)
+    assert "did not grant lease" in str(first.error)
+    second = pair.decode(pair.prefill("second", 21))
+    assert scheduler._loads["second"].state is LoadState.FAILED
+    pair.finish(second)
+    assert "has been silent: no answer" in str(second.error)
+    monkeypatch.undo()
+    pair.finish(pair.decode(pair.prefill("third", 21)))  # its lease is given back: an attempt
+    (source,) = scheduler._sources._sources.values()
+    pair.run(lambda: not source.silent, "an answer")
+    served(pair, "fourth")
+
+
 def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

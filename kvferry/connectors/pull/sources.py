@@ -67,13 +67,16 @@ class Source:
     groups: SourceGroups | None = None
     """Its KV cache groups, paired with ours; set with the description."""
     error: KVFerryError | None = None
-    """Why the last handshake failed; ``None`` after one that succeeded."""
+    """Why it did not answer well when it was last asked; ``None`` if it did."""
     handshake: "Future[EngineDescription] | None" = None
     """The handshake under way."""
     next_attempt: float = 0.0
     """``time.monotonic()`` before which no handshake starts."""
     stale: bool = False
     """Whether a ticket or an answer spoke of another start of this engine than we know."""
+    silent: bool = False
+    """Whether a load has waited in vain for any answer: until there is one, further loads do not
+    wait."""
     given_up: list[Ticket] = field(default_factory=list)
     """Tickets whose leases were given up before the source knew us; told after the handshake."""
 
@@ -182,7 +185,10 @@ class Sources:
                 source.stale = True
             load = Load(request_id, ticket, source, now + self._handshake_timeout_s, now)
             self._loads[load.lease_id] = load
-            if load.is_renewable:
+            if source.silent:
+                # Giving its lease back is the next attempt to reach the source.
+                self._fail(load, PeerLostError(f"{address} has been silent: {source.error}"))
+            elif load.is_renewable:
                 self._ask(source, [load], now)
             self._wake()
         return load
@@ -293,6 +299,7 @@ class Sources:
             error = future.exception()
             if error is None:
                 source.description, source.error, source.stale = future.result(), None, False
+                source.silent = False
                 source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
                 for ticket in source.given_up:
@@ -361,6 +368,7 @@ class Sources:
         with self._lock:
             error = future.exception()
             if error is None:
+                source.error = None
                 answers = future.result()
                 for load in loads:
                     self._answered(load, answers[load.lease_id])
@@ -399,6 +407,8 @@ class Sources:
             if load.state is not LoadState.WAITING or now < load.deadline:
                 continue
             source = load.source
+            if isinstance(source.error, PeerLostError):
+                source.silent = source.stale = True
             cause = f"; last error: {source.error}" if source.error is not None else ""
             self._fail(
                 load,
