@@ -33,9 +33,9 @@ from kvferry.transports.decoding import decode_as
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
 
-SHORT_BYTES = 1 << 20
-"""Up to so many bytes a read is copied by the thread that asks for it: at most about 100 µs. Waking
-a mover takes as long on an idle machine, and milliseconds while other threads run Python."""
+SHORT_BYTES = 2 << 20
+"""Up to so many bytes a read is copied by the thread that asks for it: at most about 300 µs. Waking
+a mover takes a third of that on an idle machine, and some 10 ms while other threads run Python."""
 TURN_BYTES = 32 << 20
 """Bytes that a mover copies before it looks at what else waits: some 5 ms. It does not ask for the
 interpreter lock meanwhile, and a read can be cancelled between two chunks."""

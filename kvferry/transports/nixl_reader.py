@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _READS_AHEAD = 4
 """READs posted per connection at a time; beyond, cancelling would come too late."""
-SHORT_BYTES = 1 << 20
+SHORT_BYTES = 2 << 20
 """Bytes of a read that is posted by the thread that asks for it."""
 END_S = 3.0
 """Seconds that the READs of a cancelled read have to complete before their agent is ended. Not
