@@ -165,7 +165,8 @@ class PeerProcess(Closing):
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # there will be no answer either
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            # Extra keys may be any mapping.
+            self._process.stdin.write(msgspec.json.encode(message, enc_hook=dict) + b"\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:

@@ -121,6 +121,7 @@ class Link:
     def send(self, frame: bytes) -> Request:
         """Sends a message; the request tells when it has left."""
         framed = np.frombuffer(_LENGTH.pack(len(frame)) + frame, dtype=np.uint8)
+        self._check_alive()
         with ucx_errors("cannot send"):
             request = self._endpoint.stream_send(self._ucx.array(framed))
         return self._ucx.hold(request, framed)
@@ -167,17 +168,24 @@ class Link:
 
     def send_buffer(self, tag: int, buffer: ByteArray) -> Request:
         """Sends a buffer to whoever expects ``tag``; it must stay as it is until it has left."""
+        self._check_alive()
         with ucx_errors("cannot send"):
             request = self._endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))
         return self._ucx.hold(request, buffer)
 
     def expect(self, tag: int, buffer: ByteArray) -> Request:
         """Receives what comes under ``tag``, at most as much as fits, into ``buffer``."""
+        self._check_alive()
         with ucx_errors("cannot receive"):
             request = self._endpoint.tag_recv(
                 self._ucx.array(buffer), self._ucx.tag(tag), self._ucx.whole_tag
             )
         return self._ucx.hold(request, buffer)
+
+    def _check_alive(self) -> None:
+        """UCX would not come back from a message to a connection that it has given up."""
+        if not self.alive:
+            raise PeerLostError("the connection has ended")
 
     def close(self) -> None:
         """Ends the connection; what is under way on it is cancelled."""
