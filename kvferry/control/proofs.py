@@ -1,13 +1,15 @@
 """Who may speak of a lease: only who was given its ticket.
 
-A ticket carries its lease's secret. A message about the lease carries no secret but a proof: an
-HMAC-SHA256 under the secret over what the message says and who says it. So whoever listens on the
-network can at most repeat a message, under the name and for the start of the engine that sent it;
-and an engine that knows a lease id, from a status report say, can do nothing to that lease.
+A ticket carries its lease's secret. A message about the lease carries no secret but a proof: a
+keyed BLAKE2b (RFC 7693) under the secret over what the message says and who says it. So whoever
+listens on the network can at most repeat a message, under the name and for the start of the engine
+that sent it; and an engine that knows a lease id, from a status report say, can do nothing to that
+lease.
 
 The source keeps one key for each of its starts, and derives each lease's secret from it.
 """
 
+import hashlib
 import hmac
 import secrets
 
@@ -27,7 +29,7 @@ class LeaseKey:
 
     def secret(self, lease_id: str) -> bytes:
         """The secret that the ticket of a lease carries."""
-        return hmac.digest(self._key, lease_id.encode(), "sha256")[:PROOF_BYTES]
+        return _mac(self._key, lease_id.encode())
 
     def accepts(self, proof: bytes, action: str, lease_id: str, *said: object) -> bool:
         """Whether who made the proof knows the lease's secret, and said this."""
@@ -44,4 +46,8 @@ def prove(secret: bytes, action: str, lease_id: str, *said: object) -> bytes:
         lease_id: the lease.
         said: all else that the message says of the lease, and the names of who speaks to whom.
     """
-    return hmac.digest(secret, _encoder.encode((action, lease_id, *said)), "sha256")[:PROOF_BYTES]
+    return _mac(secret, _encoder.encode((action, lease_id, *said)))
+
+
+def _mac(key: bytes, message: bytes) -> bytes:
+    return hashlib.blake2b(message, key=key, digest_size=PROOF_BYTES).digest()
