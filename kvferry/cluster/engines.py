@@ -240,7 +240,7 @@ class Engine:
     """Of requests for which it has sent nothing yet."""
     _probing: asyncio.Task[None] | None = None
     _telling: set[asyncio.Task[None]] = field(default_factory=set)
-    """Takes that are being given back."""
+    """What :meth:`take_back` has under way."""
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
         """Runs a completion and waits for the whole of it.
