@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 from starlette.applications import Starlette
@@ -36,6 +36,8 @@ from kvferry.engine.weights import load_model_config
 from kvferry.errors import KVFerryError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 REMEMBERED_REQUESTS = 4096
 """Ended requests that ``/kvferry/records`` tells of."""
@@ -273,11 +275,7 @@ class EngineServer:
 
     async def _take_back(self, request: Request) -> Response:
         body = parse_body(TakeBackBody, await self._bodies.json(request))
-        try:
-            future = self._engine.call(lambda engine: engine.take_back(body.kv_transfer_params))
-        except KVFerryError as error:
-            raise _unavailable(error) from error
-        await asyncio.wrap_future(future)
+        await self._call(lambda engine: engine.take_back(body.kv_transfer_params))
         return web.json_response({})
 
     async def _events(self, run: _Run, first: EngineOutput) -> AsyncGenerator[bytes, None]:
@@ -374,12 +372,20 @@ class EngineServer:
             self._overdue = task
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
 
-    async def _take_snapshot(self) -> None:
+    async def _call(self, function: Callable[[Engine], T]) -> T:
+        """What ``function`` returns on the engine's thread, between two steps.
+
+        Raises:
+            ApiError: 503, the engine has ended.
+        """
         try:
-            future = self._engine.call(_snapshot)
+            future = self._engine.call(function)
         except KVFerryError as error:
             raise _unavailable(error) from error
-        records, stats = await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(future)
+
+    async def _take_snapshot(self) -> None:
+        records, stats = await self._call(_snapshot)
         self._stats = stats
         for record in records:
             self._transfers.append(record)

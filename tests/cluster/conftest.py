@@ -34,6 +34,14 @@ EOS = 256
 """Id after the 256 bytes."""
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Waits for what is bound to come."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 @dataclass
 class FakeEngine:
     """Answers like an engine: the tokens that follow the prompt in its script."""

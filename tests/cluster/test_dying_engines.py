@@ -6,18 +6,12 @@ import time
 import pytest
 
 from kvferry.cluster import engines
+from tests.cluster.conftest import until
 
 
 @pytest.fixture(autouse=True)
 def _quick_probes(monkeypatch):
     monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 0.05)
-
-
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def healthy(setup, name):

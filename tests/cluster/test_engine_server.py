@@ -11,7 +11,7 @@ from kvferry.cluster import engine_server
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine import loop as loops
 from kvferry.engine.engine import Engine
-from tests.cluster.conftest import PROMPT
+from tests.cluster.conftest import PROMPT, until
 from tests.engine.toy_cache import reference_tokens
 
 
@@ -193,13 +193,6 @@ def step_age(served):
         r"^kvferry_engine_step_age_seconds (.*)$", served.client.get("/metrics").text, re.M
     )
     return float(line[1])
-
-
-def until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_metrics_and_records_do_not_wait_for_a_step(served, frozen):

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
+from tests.cluster.conftest import until
 
 ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
 EVENTS = [
@@ -292,10 +293,7 @@ def test_what_a_client_that_goes_away_leaves_behind_is_given_back(make):
     with pytest.raises(httpx.ReadTimeout):
         setup.client.post("/v1/completions", json={"prompt": "a"}, timeout=0.3)
 
-    deadline = time.monotonic() + 5
-    while not setup.prefill[0].taken_back:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: setup.prefill[0].taken_back)
 
 
 def _until_idle(client: httpx.Client) -> None:

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from tests.cluster.conftest import until
+
 
 def text_of(events):
     return "".join(e["choices"][0]["text"] for e in events if e != "[DONE]" and e.get("choices"))
@@ -205,24 +207,17 @@ def test_a_client_that_leaves_aborts_the_prefill(setup):
     assert setup.prefill[0].aborted.wait(5)
 
 
-def _until_taken_back(engine, params):
-    deadline = time.monotonic() + 5
-    while engine.taken_back != params:
-        assert time.monotonic() < deadline, engine.taken_back
-        time.sleep(0.02)
-
-
 def test_what_no_decode_engine_will_fetch_is_given_back_to_the_lender(setup):
     setup.says("x" * 9)
     setup.decode[0].hang = True
     with pytest.raises(Exception, match="timed out"):
         setup.client.post("/v1/completions", json={"prompt": "Hi"}, timeout=0.3)
     lent = {"ticket": "from p0"}
-    _until_taken_back(setup.prefill[0], [lent])
+    until(lambda: setup.prefill[0].taken_back == [lent])
     setup.decode[0].hang = False
     setup.decode[0].refuse = (400, "no")
     assert setup.complete().status_code == 400
-    _until_taken_back(setup.prefill[0], [lent, lent])
+    until(lambda: setup.prefill[0].taken_back == [lent, lent])
 
 
 def test_what_was_fetched_is_not_given_back(setup):

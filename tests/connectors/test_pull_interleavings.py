@@ -28,6 +28,14 @@ SHORT = {"lease_duration_s": 1.0}
 OpenEngine = Callable[..., FakeEngine]
 
 
+def wait_for_lease(load: Any) -> None:
+    """Neither engine is stepped meanwhile."""
+    deadline = time.monotonic() + 5.0
+    while load.state is not LoadState.READY:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 # ---- the sources' thread changes a load between two looks of the scheduler ----------------------
 
 
@@ -102,10 +110,7 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     pair = Pair(open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
     load: Any = pair.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 5.0
-    while load.state is not LoadState.READY:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_lease(load)
     pair.producer.scheduler._server.peers.forget("d")  # type: ignore[attr-defined]
     until = time.monotonic() + 1.5  # the consumer has no blocks for it yet
     while time.monotonic() < until:
@@ -148,10 +153,7 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler._loads["r"]
-    deadline = time.monotonic() + 5.0
-    while load.state is not LoadState.READY:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for_lease(load)
     late: Future[dict[str, LeaseAnswer]] = Future()
     asked = threading.Event()
 
