@@ -24,10 +24,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-import zmq
-
 from kvferry.control.connection import Call, Connection, Ended, expect, finish_answers
 from kvferry.control.handshake import compare, validate
+from kvferry.control.links import Network, ZmqNetwork
 from kvferry.control.messages import (
     DescriptionReply,
     DescriptionRequest,
@@ -60,7 +59,7 @@ from kvferry.errors import (
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
-from kvferry.zeromq import Context, is_address, resolve, split_address, tcp_address
+from kvferry.zeromq import is_address, split_address, tcp_address
 
 T = TypeVar("T")
 
@@ -84,6 +83,9 @@ class ControlClient(Closing):
         incarnation: str,
         options: ControlOptions | None = None,
         peers: PeerTable | None = None,
+        network: Network | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        mailbox: Callable[..., Mailbox] = Mailbox,
     ) -> None:
         """Args:
         engine_id: the engine that this process is part of.
@@ -91,12 +93,16 @@ class ControlClient(Closing):
         options: timeouts, limits, keys.
         peers: where to enter the engines that handshakes succeed with, ``ControlServer.peers``
             of the same engine, so that its status shows them.
+        network: makes links to servers, and is ours from now on; ZeroMQ's unless given.
+        clock: seconds that never run backwards.
+        mailbox: makes its thread.
         """
         self._engine_id = engine_id
         self._incarnation = incarnation
         self._options = options or ControlOptions()
         self._peers = peers
-        self._context: Context = zmq.Context()
+        self._network = network or ZmqNetwork(self._options)
+        self._clock = clock
         self._lock = threading.Lock()
         self._closing = False
         self._connections: dict[str, Connection] = {}
@@ -108,8 +114,8 @@ class ControlClient(Closing):
         self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
         """Calls whose futures somebody has to complete."""
         self._wakes_at = math.inf
-        """``time.monotonic()`` at which the thread wakes though nothing has come."""
-        self._mailbox = Mailbox("client", self._turn, poller=select.poll()).start()
+        """Clock reading at which the thread wakes though nothing has come."""
+        self._mailbox = mailbox("client", self._turn, poller=select.poll()).start()
 
     def handshake(
         self, address: str, description: EngineDescription
@@ -295,7 +301,7 @@ class ControlClient(Closing):
         for connection in connections:
             with connection.lock:
                 self._ended.extend(connection.end(closed))
-        self._context.destroy(linger=0)
+        self._network.close()
         self._complete()
 
     # ---- any thread ---------------------------------------------------------------------------
@@ -344,40 +350,30 @@ class ControlClient(Closing):
                 host = resolved or split_address(address)[0]
                 if not is_address(host):
                     return None
-                connection = Connection(self._context, address, host, self._options)
+                link = self._network.connect(address, host)
+                connection = Connection(link, address, self._options, self._clock)
                 self._connections[address] = connection
                 self._mailbox.post(partial(self._watch, connection))
             return connection
 
     def _look_up(self, address: str, call: Call[Any], send: _Send) -> None:
-        """Sends a call once the name in its address is resolved.
-
-        On a thread of its own, since that may take long; one for all calls to that address.
-        """
-        call.deadline = time.monotonic() + self._options.request_timeout_s
+        """Sends a call once the name in its address is resolved, for all calls to it at once."""
+        call.deadline = self._clock() + self._options.request_timeout_s
         with self._lock:
             waiting = self._lookups.get(address)
             if waiting is not None:
                 waiting.append((call, send))
                 return
             self._lookups[address] = [(call, send)]
-        threading.Thread(
-            target=self._resolve, args=(address,), name="kvferry-lookup", daemon=True
-        ).start()
+        found = self._network.look_up(split_address(address)[0])
+        found.add_done_callback(partial(self._resolved, address))
 
-    def _resolve(self, address: str) -> None:
-        error, resolved = None, None
-        try:
-            resolved = resolve(split_address(address)[0])
-        except PeerLostError as unknown:
-            error = unknown
+    def _resolved(self, address: str, found: "Future[str]") -> None:
         with self._lock:
             waiting = self._lookups.pop(address, [])
         for call, send in waiting:
             try:
-                if error is not None:
-                    raise error
-                self._send(address, call, send, resolved)
+                self._send(address, call, send, found.result())
             except KVFerryError as failed:
                 self._ended.append((call, failed))
         self._complete()
@@ -401,7 +397,7 @@ class ControlClient(Closing):
 
     def _turn(self) -> float | None:
         """Gives up calls that are overdue, once it is time for that."""
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._wakes_at:
             # Before the look: who sends a call that it does not see finds this and wakes us.
             self._wakes_at = math.inf
@@ -439,7 +435,7 @@ class ControlClient(Closing):
         return next_look
 
     def _watch(self, connection: Connection) -> None:
-        answers, monitor = connection.descriptors
+        answers, monitor = connection.link.descriptors
         self._mailbox.watch(answers, partial(self._on_answers, connection))
         self._mailbox.watch(monitor, partial(self._on_monitor, connection))
 
@@ -456,7 +452,7 @@ class ControlClient(Closing):
     def _drop(self, connection: Connection) -> None:
         if connection.is_closed:  # its descriptors may be another one's by now
             return
-        for descriptor in connection.descriptors:
+        for descriptor in connection.link.descriptors:
             self._mailbox.unwatch(descriptor)
         with self._lock:
             if self._connections.get(connection.address) is connection:

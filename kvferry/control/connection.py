@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from kvferry import errors
 from kvferry.control import messages
+from kvferry.control.links import Link
 from kvferry.control.messages import (
     ErrorReply,
     FinishAnswer,
@@ -25,7 +24,7 @@ from kvferry.control.messages import (
     Reply,
     Request,
 )
-from kvferry.control.options import ControlOptions, configure
+from kvferry.control.options import ControlOptions
 from kvferry.errors import (
     DecodeError,
     IncompatibleError,
@@ -33,7 +32,6 @@ from kvferry.errors import (
     PeerLostError,
     ProtocolError,
 )
-from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, split_address
 
 T = TypeVar("T")
 
@@ -41,8 +39,6 @@ MOST_MESSAGES = 4
 """Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
 """Seconds between the two looks for an answer after which a call is given up."""
-
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
 
 #: Errors that a server may send by name: those that are built from a message alone.
 _ERRORS: dict[str, type[KVFerryError]] = {
@@ -64,7 +60,7 @@ class Call(Generic[T]):
     """Turns a reply into the future's result, or raises what the future is to raise."""
     future: "Future[T]" = field(default_factory=Future)
     deadline: float = 0.0
-    """``time.monotonic()`` after which it counts as lost; set when it is sent or begins to wait."""
+    """Clock reading after which it counts as lost; set when it is sent or begins to wait."""
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # only we end it
@@ -86,13 +82,13 @@ Ended: TypeAlias = list[tuple[Call[Any], Reply | Exception]]
 
 
 class Connection:
-    """A DEALER socket, the monitor that tells when it breaks, and the open calls.
+    """A link to a server, and the open calls.
 
     Any thread may send and receive: whatever is called here, except the constructor, is called
     with :attr:`lock` held, which nobody keeps while waiting. No future is completed under it: the
     calls that a method has ended it returns, and its caller completes them after the lock.
 
-    One thread sleeps on :attr:`descriptors`. They are ZeroMQ's, and tell of *news* only: a
+    One thread sleeps on the link's descriptors. They are ZeroMQ's, and tell of *news* only: a
     descriptor becomes readable when ZeroMQ puts something into a socket whose owner has looked
     (``EVENTS``) and found nothing, and any use of the socket, by whichever thread, may make it
     unreadable again though an answer lies in the socket. So nobody may give the lock back before
@@ -101,19 +97,20 @@ class Connection:
     anything.
     """
 
-    def __init__(self, context: Context, address: str, host: str, options: ControlOptions) -> None:
-        """Begins to connect.
-
-        Args:
-            context: of the socket.
-            address: ``host:port`` as the caller knows it.
-            host: its host, resolved.
-            options: timeouts, limits, keys.
-
-        Raises:
-            ConfigError: a CURVE key is wrong.
-            PeerLostError: ZeroMQ does not take the address.
+    def __init__(
+        self,
+        link: Link,
+        address: str,
+        options: ControlOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Args:
+        link: to the server; from now on ours.
+        address: ``host:port`` as the caller knows it.
+        options: timeouts, limits, keys.
+        clock: seconds that never run backwards.
         """
+        self.link = link
         self.address = address
         self.lock = threading.Lock()
         self.is_closed = False
@@ -126,24 +123,8 @@ class Connection:
         self._looked = math.inf
         """When something was first seen to be overdue; infinite if nothing is."""
         self._options = options
+        self._clock = clock
         self._ids = itertools.count(1)
-        self._socket = context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
-        try:
-            configure(self._socket, options, is_server=False)
-            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(options.request_timeout_s * 1000))
-            connect(self._socket, host, split_address(address)[1])
-        except zmq.ZMQError as error:
-            self._close()
-            raise PeerLostError(f"{address}: {error}") from error
-        except BaseException:
-            self._close()
-            raise
-        self.descriptors: tuple[int, int] = (
-            self._socket.getsockopt(zmq.FD),  # type: ignore[assignment]
-            self._monitor.getsockopt(zmq.FD),
-        )
 
     # ---- sending ------------------------------------------------------------------------------
 
@@ -157,11 +138,7 @@ class Connection:
                     f"max_message_bytes: the message has {len(payload)} bytes, allowed are "
                     f"{self._options.max_message_bytes}; raise it on both sides"
                 )
-            self._socket.send(payload, zmq.NOBLOCK)
-        except zmq.Again:
-            return [(call, PeerLostError(f"{self.address}: it takes no more messages"))]
-        except zmq.ZMQError as error:
-            return [(call, PeerLostError(f"{self.address}: {error}"))]
+            self.link.send(payload)
         except (KVFerryError, ValueError, OverflowError) as error:
             return [(call, error)]
         call.deadline = self._patience_ends()
@@ -190,15 +167,14 @@ class Connection:
         return ended
 
     def _patience_ends(self) -> float:
-        return time.monotonic() + self._options.request_timeout_s
+        return self._clock() + self._options.request_timeout_s
 
     # ---- receiving ----------------------------------------------------------------------------
 
     def receive(self) -> Ended:
         """Takes all answers that have come, and sends the finishes that waited for them."""
         ended: Ended = []
-        while not self.is_closed and self._can_receive(self._socket):
-            payload = self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+        while not self.is_closed and (payload := self.link.receive()) is not None:
             try:
                 reply = messages.decode_reply(payload)
             except DecodeError:
@@ -211,14 +187,14 @@ class Connection:
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing comes any more; looks at the monitor."""
-        if not self._lost and self._can_receive(self._monitor):
-            self._lost = CONNECTION_LOST[recv_monitor_message(self._monitor)["event"]]
+        """Whether nothing comes any more."""
+        if not self._lost:
+            self._lost = self.link.why_lost()
         return bool(self._lost)
 
     @property
     def next_look(self) -> float:
-        """``time.monotonic()`` at which :meth:`expire` is to be called; infinite without calls."""
+        """Clock reading at which :meth:`expire` is to be called; infinite without calls."""
         first = itertools.chain(itertools.islice(self.calls.values(), 1), self._waiting)
         deadline = min((call.deadline for call in first), default=math.inf)
         return deadline if self._looked == math.inf else self._looked + SECOND_LOOK_S
@@ -254,18 +230,9 @@ class Connection:
         ended += [(call, reason) for call in [*self.calls.values(), *waiting]]
         self.calls.clear()
         self._lost = str(reason)
-        self._close()
-        return ended
-
-    def _close(self) -> None:
         self.is_closed = True
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close(linger=0)
-
-    @staticmethod
-    def _can_receive(socket: Socket) -> bool:
-        return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
+        self.link.close()
+        return ended
 
 
 def expect(reply: Reply, kind: type[T]) -> T:

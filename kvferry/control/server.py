@@ -123,7 +123,8 @@ class ControlService:
         self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
         self._list_transfers: TransferLister = tuple
-        self._started = time.monotonic()
+        self._clock = clock
+        self._started = clock()
         self._errors = _ErrorLog(options.remembered_errors)
         self._counts: Counter[str] = Counter()
 
@@ -184,7 +185,7 @@ class ControlService:
             incarnation=self.incarnation,
             role=self.role,
             ready=self._description is not None,
-            uptime_s=time.monotonic() - self._started,
+            uptime_s=self._clock() - self._started,
             peers=self.peers.snapshot(),
             leases=self.leases.snapshot(),
             transfers=self._transfers(),

@@ -17,6 +17,7 @@ import zmq
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import SECOND_LOOK_S, Call, Connection
+from kvferry.control.links import ZmqNetwork
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import CancelledError, PeerLostError
@@ -267,10 +268,9 @@ def test_a_process_that_was_stopped_finds_the_answers_that_came_meanwhile():
 
 def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
     """The first finds answers that came in time, the second those that ZeroMQ had not read yet."""
-    with zmq.Context() as context, source() as (router, address):
-        connection = Connection(
-            context, address, "127.0.0.1", ControlOptions(request_timeout_s=1.0)
-        )
+    options = ControlOptions(request_timeout_s=1.0)
+    with ZmqNetwork(options) as network, source() as (router, address):
+        connection = Connection(network.connect(address, "127.0.0.1"), address, options)
         request = messages.Finishes(
             id=0,
             engine_id="d",
@@ -282,7 +282,7 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
 
         def answered():
             answer_one(router)
-            assert select.select(connection.descriptors, [], [], WAIT)[0]
+            assert select.select(connection.link.descriptors, [], [], WAIT)[0]
 
         with connection.lock:
             assert [connection.send(call) for call in calls] == [[], [], []]

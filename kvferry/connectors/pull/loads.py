@@ -131,17 +131,28 @@ class RankLoad:
 class Loads(Closing):
     """Runs the loads of a rank. Every method may be called from any thread, and none waits."""
 
-    def __init__(self, target: TargetRank, client: ControlClient, digest: Digest | None) -> None:
+    def __init__(
+        self,
+        target: TargetRank,
+        client: ControlClient,
+        digest: Digest | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        mailbox: Callable[..., Mailbox] = Mailbox,
+    ) -> None:
         """Starts a thread for what is long. Memory, transports and client stay the caller's.
 
         Args:
             target: this rank.
             client: sends the Finishes.
             digest: computes the digest of loaded cells; ``None`` records none.
+            clock: seconds that never run backwards.
+            mailbox: makes the thread.
         """
         self._target = target
         self._client = client
         self._digest = digest
+        self._clock = clock
         self._known: dict[str, EngineDescription] = {}
         self._peers: dict[str, SourcePeer] = {}
         self._loads: dict[str, RankLoad] = {}
@@ -151,7 +162,7 @@ class Loads(Closing):
         self._next_progress = 0.0
         self._closed = False
         self._serial = Serial("the loads of this rank")
-        self._thread = Mailbox("loads", self._look_at_time).start()
+        self._thread = mailbox("loads", self._look_at_time).start()
 
     def meet(self, description: EngineDescription) -> None:
         """A source engine's handshake succeeded; replaces an older start of it."""
@@ -179,7 +190,7 @@ class Loads(Closing):
         """Request id → (bytes in place, bytes in all) of the loads under way, :data:`PROGRESS_S`
         ago at most; not to be changed.
         """
-        now = time.monotonic()
+        now = self._clock()
         if now >= self._next_progress:
             self._next_progress = now + PROGRESS_S
             self._progress = {

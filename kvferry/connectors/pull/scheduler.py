@@ -3,7 +3,7 @@
 import hmac
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,8 +48,12 @@ class PullScheduler(SchedulerConnector):
         server: ControlServer,
         client: ControlClient,
         sources: Sources,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes ownership of server, client and sources; use :meth:`open`."""
+        """Takes ownership of server, client and sources; use :meth:`open`.
+
+        ``clock`` is theirs: seconds that never run backwards.
+        """
         self._context = context
         self._extra = extra
         self._key = key
@@ -57,6 +61,7 @@ class PullScheduler(SchedulerConnector):
         self._server = server
         self._client = client
         self._sources = sources
+        self._clock = clock
         self._tickets = AcceptedTickets(key, extra)
         self._loads: dict[str, Load] = {}
         """Request id → its load, until the request ends or, if that is later, the load does."""
@@ -432,7 +437,7 @@ class PullScheduler(SchedulerConnector):
         for request_id, progress in reported.items():
             load = self._loads.get(request_id)
             if load is not None and load.progress != progress:
-                load.progress, load.progressed = progress, time.monotonic()
+                load.progress, load.progressed = progress, self._clock()
 
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""
@@ -442,7 +447,7 @@ class PullScheduler(SchedulerConnector):
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""
-        now = time.monotonic()
+        now = self._clock()
         return [
             TransferStatus(
                 request_id=load.request_id,

@@ -71,7 +71,7 @@ class Source:
     handshake: "Future[EngineDescription] | None" = None
     """The handshake under way."""
     next_attempt: float = 0.0
-    """``time.monotonic()`` before which no handshake starts."""
+    """Clock reading before which no handshake starts."""
     stale: bool = False
     """Whether a ticket or an answer spoke of another start of this engine than we know."""
     silent: bool = False
@@ -94,23 +94,23 @@ class Load:
     ticket: Ticket
     source: Source
     deadline: float
-    """``time.monotonic()`` by which the lease must be ours."""
+    """Clock reading by which the lease must be ours."""
     started: float
-    """``time.monotonic()`` of its arrival."""
+    """Clock reading of its arrival."""
     state: LoadState = LoadState.WAITING
     groups: SourceGroups | None = None
     """The source's KV cache groups; set before it is ``READY``."""
     error: KVFerryError | None = None
     next_renewal: float = 0.0
-    """``time.monotonic()`` of the next Renew."""
+    """Clock reading of the next Renew."""
     cancelled: bool = False
     """Whether the ranks were told to give it up."""
     filled: Filled | None = None
     """What it fills of our groups; set when the ranks begin to read."""
     progress: tuple[int, int] = (0, 0)
     """Bytes in place, and bytes in all, over all ranks."""
-    progressed: float = field(default_factory=time.monotonic)
-    """``time.monotonic()`` since when that is so."""
+    progressed: float = field(kw_only=True)
+    """Clock reading since when that is so."""
 
     @property
     def lease_id(self) -> str:
@@ -141,6 +141,8 @@ class Sources:
         handshake_timeout_s: float,
         progress_timeout_s: float,
         note_error: Callable[[str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+        mailbox: Callable[..., Mailbox] = Mailbox,
     ) -> None:
         """Starts the thread; handshakes begin with :meth:`describe`.
 
@@ -152,6 +154,8 @@ class Sources:
             handshake_timeout_s: seconds a load may wait for its lease.
             progress_timeout_s: seconds without progress after which a lease is not renewed.
             note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
+            clock: seconds that never run backwards.
+            mailbox: makes the thread.
         """
         self._client = client
         self._groups = tuple(groups)
@@ -159,12 +163,13 @@ class Sources:
         self._handshake_timeout_s = handshake_timeout_s
         self._progress_timeout_s = progress_timeout_s
         self._note_error = note_error
+        self._clock = clock
         self._sources = {address: Source(address, configured=True) for address in addresses}
         self._loads: dict[str, Load] = {}
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
         self._lock = threading.RLock()  # an answer may be there before who asks has let go
-        self._thread = Mailbox("sources", self._turn, survives=False).start()
+        self._thread = mailbox("sources", self._turn, survives=False).start()
 
     # ---- the scheduler thread -----------------------------------------------------------------
 
@@ -176,14 +181,15 @@ class Sources:
 
     def add(self, request_id: str, ticket: Ticket) -> Load:
         """Begins to obtain the lease of ``ticket`` for a request."""
-        now = time.monotonic()
+        now = self._clock()
         address = ticket.address
         with self._lock:
             source = self._sources.setdefault(address, Source(address, configured=False))
             known = source.description
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
-            load = Load(request_id, ticket, source, now + self._handshake_timeout_s, now)
+            deadline = now + self._handshake_timeout_s
+            load = Load(request_id, ticket, source, deadline, now, progressed=now)
             self._loads[load.lease_id] = load
             if source.silent:
                 # Giving its lease back is the next attempt to reach the source.
@@ -200,7 +206,7 @@ class Sources:
         until they have reported, nothing may take the load for one that nobody reads.
         """
         with self._lock:
-            load.progressed = time.monotonic()
+            load.progressed = self._clock()
             load.state = LoadState.LOADING
 
     def refuse(self, load: Load, error: KVFerryError) -> None:
@@ -252,7 +258,7 @@ class Sources:
     def _turn(self) -> float | None:
         """Does what is due; returns the seconds until something is, ``None`` until woken."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             if self._ours is not None:
                 for source in self._sources.values():
                     self._shake_hands(source, self._ours, now)
@@ -307,7 +313,7 @@ class Sources:
             else:
                 self._failed(source, "handshake", _as_ours(error))
                 refused = isinstance(error, IncompatibleError)
-                source.next_attempt = time.monotonic() + (REFUSED_RETRY_S if refused else RETRY_S)
+                source.next_attempt = self._clock() + (REFUSED_RETRY_S if refused else RETRY_S)
                 if refused:
                     self._fail_all(source, _as_ours(error))
             source.given_up.clear()  # told, or left to expire
@@ -380,7 +386,7 @@ class Sources:
                 source.stale |= forgotten
                 for load in loads:
                     if load.wants_lease:
-                        load.next_renewal = time.monotonic() + (0.0 if forgotten else RETRY_S)
+                        load.next_renewal = self._clock() + (0.0 if forgotten else RETRY_S)
                 self._wake()
 
     def _answered(self, load: Load, answer: LeaseAnswer) -> None:
@@ -390,7 +396,7 @@ class Sources:
             if load.state is LoadState.WAITING:
                 load.state = LoadState.READY
         elif answer is LeaseAnswer.PENDING:
-            load.next_renewal = time.monotonic() + PENDING_RETRY_S
+            load.next_renewal = self._clock() + PENDING_RETRY_S
             self._wake()
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))

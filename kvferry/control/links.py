@@ -1,0 +1,158 @@
+"""What a :class:`~kvferry.control.client.ControlClient` reaches servers over.
+
+A link carries bytes to one server and back, and tells when it is lost. What is said on it, and what
+its loss means, others decide: :class:`~kvferry.control.connection.Connection` knows no sockets.
+"""
+
+import threading
+from collections.abc import Hashable
+from concurrent.futures import Future
+from typing import Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvferry.control.options import ControlOptions, configure
+from kvferry.errors import PeerLostError
+from kvferry.lifetimes import Closing
+from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, resolve, split_address
+
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
+
+
+class Link(Protocol):
+    """One connection to a server: it is never made again once it is lost. Not thread-safe."""
+
+    @property
+    def descriptors(self) -> tuple[Hashable, Hashable]:
+        """What :meth:`Mailbox.watch` takes: the first has news when something may have come, the
+        second when the link may be lost. Any use of the link may take the news away.
+        """
+
+    def send(self, payload: bytes) -> None:
+        """Sends a message; never waits.
+
+        Raises:
+            PeerLostError: it cannot be sent.
+        """
+
+    def receive(self) -> bytes | None:
+        """The next message that has come; ``None`` if there is none."""
+
+    def why_lost(self) -> str:
+        """Why nothing comes any more; empty as long as something may."""
+
+    def close(self) -> None:
+        """Drops it, with what was not sent yet."""
+
+
+class Network(Protocol):
+    """Makes links. All methods may be called from any thread."""
+
+    def connect(self, address: str, host: str) -> Link:
+        """Begins to connect; returns at once.
+
+        Args:
+            address: ``host:port`` as the caller knows it.
+            host: its host, resolved.
+
+        Raises:
+            ConfigError: a key is wrong.
+            PeerLostError: it is no address.
+        """
+
+    def look_up(self, host: str) -> "Future[str]":
+        """The address of a named host; returns at once. The future may raise PeerLostError."""
+
+    def close(self) -> None:
+        """Ends all links. Idempotent."""
+
+
+class ZmqNetwork(Closing):
+    """ZeroMQ's sockets: a DEALER for each link."""
+
+    def __init__(self, options: ControlOptions) -> None:
+        """Connects to nobody yet.
+
+        Args:
+            options: timeouts, limits, keys.
+        """
+        self._options = options
+        self._context: Context = zmq.Context()
+
+    def connect(self, address: str, host: str) -> "ZmqLink":
+        """See :meth:`Network.connect`."""
+        return ZmqLink(self._context, address, host, self._options)
+
+    def look_up(self, host: str) -> "Future[str]":
+        """See :meth:`Network.connect`. On a thread of its own, since it may take long."""
+        found: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(resolve(host))
+            except PeerLostError as unknown:
+                found.set_exception(unknown)
+
+        threading.Thread(target=run, name="kvferry-lookup", daemon=True).start()
+        return found
+
+    def close(self) -> None:
+        """See :meth:`Network.close`."""
+        self._context.destroy(linger=0)
+
+
+class ZmqLink:
+    """A DEALER socket, and the monitor that tells when it is lost."""
+
+    def __init__(self, context: Context, address: str, host: str, options: ControlOptions) -> None:
+        """See :meth:`Network.connect`."""
+        self._address = address
+        self._socket = context.socket(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
+        try:
+            configure(self._socket, options, is_server=False)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(options.request_timeout_s * 1000))
+            connect(self._socket, host, split_address(address)[1])
+        except zmq.ZMQError as error:
+            self.close()
+            raise PeerLostError(f"{address}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self.descriptors: tuple[Hashable, Hashable] = (
+            self._socket.getsockopt(zmq.FD),
+            self._monitor.getsockopt(zmq.FD),
+        )
+
+    def send(self, payload: bytes) -> None:
+        """See :meth:`Link.send`."""
+        try:
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerLostError(f"{self._address}: it takes no more messages") from error
+        except zmq.ZMQError as error:
+            raise PeerLostError(f"{self._address}: {error}") from error
+
+    def receive(self) -> bytes | None:
+        """See :meth:`Link.receive`."""
+        if not _can_receive(self._socket):
+            return None
+        return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
+
+    def why_lost(self) -> str:
+        """See :meth:`Link.why_lost`; looks at the monitor."""
+        if not _can_receive(self._monitor):
+            return ""
+        return CONNECTION_LOST[recv_monitor_message(self._monitor)["event"]]
+
+    def close(self) -> None:
+        """See :meth:`Link.close`."""
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+
+def _can_receive(socket: Socket) -> bool:
+    return bool(int(socket.getsockopt(_EVENTS)) & _POLLIN)
