@@ -63,8 +63,8 @@ from kvferry.zeromq import is_address, split_address, tcp_address
 
 T = TypeVar("T")
 
-_Send: TypeAlias = Callable[[Connection, Call[Any]], Ended]
-"""How a call is sent on a connection."""
+_Send: TypeAlias = Callable[[Connection, Call[Any]], Ended | None]
+"""How a call is sent on a connection; ``None`` says that the connection has broken."""
 
 
 class ControlClient(Closing):
@@ -187,7 +187,7 @@ class ControlClient(Closing):
     ) -> "Future[FinishAnswer]":
         """Reports that all reads of ``rank`` for a lease are terminal, and asks for the confirm.
 
-        Where several messages with finishes are under way to a source, further ones share one. The
+        While a message to the source is under way, finishes wait, and share the next one. The
         same report may be repeated, for example when its answer was lost.
 
         Args:
@@ -329,10 +329,10 @@ class ControlClient(Closing):
                 self._look_up(address, call, send)
                 return
             with connection.lock:
-                if not connection.is_lost:
-                    self._ended.extend(send(connection, call))
-                    self._ended.extend(connection.receive())
-                    return
+                ended = send(connection, call)
+            if ended is not None:
+                self._ended.extend(ended)
+                return
             # It broke, and our thread has not come to closing it yet. A new one takes its place.
             with self._lock:
                 if self._connections.get(address) is connection:

@@ -35,8 +35,6 @@ from kvferry.errors import (
 
 T = TypeVar("T")
 
-MOST_MESSAGES = 4
-"""Calls under way on a connection beyond which finishes wait, to share the next message."""
 SECOND_LOOK_S = 0.05
 """Seconds between the two looks for an answer after which a call is given up."""
 
@@ -128,8 +126,23 @@ class Connection:
 
     # ---- sending ------------------------------------------------------------------------------
 
-    def send(self, call: Call[Any]) -> Ended:
-        """Sends a call at once, or ends it."""
+    def send(self, call: Call[Any]) -> Ended | None:
+        """Sends a call at once, or ends it; ``None`` if the connection has broken."""
+        if self.is_lost:
+            return None
+        return self._send(call) + self.receive()
+
+    def send_finish(self, call: Call[FinishAnswer]) -> Ended | None:
+        """Like :meth:`send`, but while a call is under way it waits, to share the next message."""
+        if not self.calls:
+            return self.send(call)
+        if self._lost:
+            return None
+        call.deadline = self._patience_ends()
+        self._waiting.append(call)
+        return []
+
+    def _send(self, call: Call[Any]) -> Ended:
         id = next(self._ids)
         try:
             payload = messages.encode(msgspec.structs.replace(call.request, id=id))
@@ -145,15 +158,9 @@ class Connection:
         self.calls[id] = call
         return []
 
-    def send_finish(self, call: Call[FinishAnswer]) -> Ended:
-        """Sends a finish at once while few are under way; else it shares a message with others."""
-        call.deadline = self._patience_ends()
-        self._waiting.append(call)
-        return self._send_waiting()
-
     def _send_waiting(self) -> Ended:
         ended: Ended = []
-        while self._waiting and len(self.calls) < MOST_MESSAGES:
+        while self._waiting and not self.calls:
             # Those that are for one start of the source; another one follows only its restart.
             source = _finishes(self._waiting[0]).source_incarnation
             batch: list[Call[FinishAnswer]] = []
@@ -163,7 +170,7 @@ class Connection:
                 and _finishes(self._waiting[0]).source_incarnation == source
             ):
                 batch.append(self._waiting.popleft())
-            ended += self.send(_joined(batch))
+            ended += self._send(_joined(batch))
         return ended
 
     def _patience_ends(self) -> float:
