@@ -5,6 +5,8 @@ import os
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["kvferry.testing.fixtures", "pytester"]
+
 # The conformance suites use plain asserts; this lets them show both sides, as in a test file.
 pytest.register_assert_rewrite("kvferry.testing")
 

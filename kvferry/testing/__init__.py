@@ -9,6 +9,8 @@
     faulty_transport, …    transports that lose, delay and stall reads  faults.py
     unfenced_transport, …  one whose bytes land when the test lets them unfenced.py
     HostCopyStream         a thread in the place of a device            host_device.py
+    Network                hosts made of namespaces, and their links    hosts/
+    network                the same as a fixture of pytest              fixtures.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         stalling_transport,
     )
     from kvferry.testing.host_device import HostCopyStream
+    from kvferry.testing.hosts import Host, HostProcess, Network
     from kvferry.testing.known_cache import KnownCache
     from kvferry.testing.transport_conformance import TransportConformance
     from kvferry.testing.unfenced import ReadGate, unfenced_transport
@@ -39,9 +42,12 @@ __all__ = [
     "ConnectorConformance",
     "FakeEngine",
     "Faults",
+    "Host",
     "HostCopyStream",
+    "HostProcess",
     "HybridConnectorConformance",
     "KnownCache",
+    "Network",
     "ReadGate",
     "TransportConformance",
     "UnfencedTransportConformance",
@@ -56,9 +62,12 @@ _MODULES = {
     "ConnectorConformance": "connector_conformance",
     "FakeEngine": "fake_engine",
     "Faults": "faults",
+    "Host": "hosts",
     "HostCopyStream": "host_device",
+    "HostProcess": "hosts",
     "HybridConnectorConformance": "connector_conformance",
     "KnownCache": "known_cache",
+    "Network": "hosts",
     "ReadGate": "unfenced",
     "TransportConformance": "transport_conformance",
     "UnfencedTransportConformance": "unfenced_conformance",

@@ -1,0 +1,432 @@
+"""Hosts and links as a test sees them."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import msgspec
+
+from kvferry.errors import HostError
+from kvferry.lifetimes import Closing
+from kvferry.testing.hosts.messages import (
+    Answer,
+    ExitCode,
+    KillHost,
+    Link,
+    Message,
+    OpenSocket,
+    Run,
+    SetLink,
+    StartHost,
+)
+
+MAX_HOSTS = 200
+ANSWER_TIMEOUT_S = 120.0
+"""Seconds for the keeper to do one thing, however busy the machine is."""
+
+File: TypeAlias = int | IO[Any] | None
+"""As :class:`subprocess.Popen` takes it: a descriptor, a file, ``PIPE``, ``DEVNULL``, ``STDOUT``
+(for stderr), or ``None`` for that of this process."""
+
+
+class HostProcess:
+    """A process in a host; the part of :class:`subprocess.Popen` that tests use."""
+
+    def __init__(self, network: "Network", argv: Sequence[str], id: int, pidfd: int) -> None:
+        """Use :meth:`Host.run`."""
+        self.args = list(argv)
+        self.returncode: int | None = None
+        """How it ended, negative for a signal; ``None`` until somebody has asked."""
+        self.stdin: IO[bytes] | None = None
+        """Its stdin, where ``PIPE`` was asked for."""
+        self.stdout: IO[bytes] | None = None
+        """Its stdout, likewise."""
+        self.stderr: IO[bytes] | None = None
+        """Its stderr, likewise."""
+        self._network = network
+        self._id = id
+        self._pidfd = pidfd
+
+    @property
+    def pid(self) -> int:
+        """Its process id on this machine; in its host it has another.
+
+        Raises:
+            ProcessLookupError: it has ended.
+        """
+        for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
+            if line.startswith("Pid:") and (pid := int(line.split()[1])) > 0:
+                return pid
+        raise ProcessLookupError(f"{self.args[0]} has ended")
+
+    def poll(self) -> int | None:
+        """Its exit code; ``None`` while it runs."""
+        if self.returncode is None:
+            self.returncode = self._network.ask(ExitCode(self._id)).value
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end and returns its exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        if self.returncode is None:
+            waiting = select.poll()
+            waiting.register(self._pidfd, select.POLLIN)
+            if not waiting.poll(None if timeout is None else timeout * 1000):
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        code = self.poll()
+        assert code is not None  # its end has been seen
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Sends a signal; does nothing if it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def terminate(self) -> None:
+        """Asks it to end."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills it. What it has started lives on, unless it notices."""
+        self.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Closes our ends of its pipes, and forgets it."""
+        for pipe in (self.stdin, self.stdout, self.stderr):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        os.close(self._pidfd)
+
+
+class Host:
+    """A machine on the network: addresses, a hostname, shared memory and processes of its own.
+
+    It shares the file system with all others and with the test. Names of hosts are looked up in
+    an ``/etc/hosts`` of their own; there is no way out of the network.
+    """
+
+    def __init__(self, network: "Network", index: int, name: str) -> None:
+        """Use :meth:`Network.add_host`."""
+        self.name = name
+        """Its hostname."""
+        self.ipv4 = f"10.77.0.{index + 1}"
+        """Its address."""
+        self.ipv6 = f"fd77::{index + 1:x}"
+        """Its other address."""
+        self.index = index
+        """Its place in :attr:`Network.hosts`."""
+        self.is_up = False
+        """Whether it runs."""
+        self._network = network
+        self._processes: list[HostProcess] = []
+
+    def run(
+        self,
+        argv: Sequence[str | Path],
+        *,
+        stdin: File = subprocess.DEVNULL,
+        stdout: File = None,
+        stderr: File = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+    ) -> HostProcess:
+        """Starts a process in this host.
+
+        Args:
+            argv: the program and its arguments.
+            stdin: what it reads.
+            stdout: where its output goes; that of this process, unless given.
+            stderr: likewise.
+            env: its environment; that of this process, unless given.
+            cwd: its working directory; that of this process, unless given.
+
+        Raises:
+            OSError: the program cannot be started.
+            HostError: the host is down.
+        """
+        self._check_up()
+        message = Run(
+            self.index,
+            [str(word) for word in argv],
+            dict(os.environ if env is None else env),
+            str(Path.cwd() if cwd is None else cwd),
+        )
+        ours: list[IO[bytes] | None] = []
+        with ExitStack() as theirs:
+            descriptors: list[int] = []
+            for number, file in enumerate((stdin, stdout, stderr)):
+                out = descriptors[1] if file == subprocess.STDOUT else None
+                descriptor, our = _open_end(number, file, theirs)
+                descriptors.append(descriptor if out is None else out)
+                ours.append(our)
+            try:
+                answer, (pidfd,) = self._network.ask_fds(message, descriptors)
+            except BaseException:
+                for pipe in filter(None, ours):
+                    pipe.close()
+                raise
+        assert answer.value is not None
+        process = HostProcess(self._network, message.argv, answer.value, pidfd)
+        process.stdin, process.stdout, process.stderr = ours
+        self._processes.append(process)
+        return process
+
+    def open_socket(
+        self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM
+    ) -> socket.socket:
+        """A socket of this host, for the test to use as if it ran there.
+
+        Raises:
+            HostError: the host is down.
+        """
+        self._check_up()
+        _, (descriptor,) = self._network.ask_fds(OpenSocket(self.index, family, kind), [])
+        return socket.socket(fileno=descriptor)
+
+    def connect(self, address: str, port: int, timeout_s: float = 10.0) -> socket.socket:
+        """A TCP connection from this host, for the test to use.
+
+        Args:
+            address: the IPv4 or IPv6 address of a host.
+            port: where something listens.
+            timeout_s: seconds for each operation on it, this one included.
+
+        Raises:
+            OSError: nobody listens there, or nothing comes back.
+            HostError: the host is down.
+        """
+        connection = self.open_socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect((address, port))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def kill(self) -> None:
+        """It dies at once: nothing more is sent, not even that connections end; all its processes
+        are killed, its shared memory is gone. Its peers are not told anything. Idempotent.
+        """
+        if self.is_up:
+            self.is_up = False
+            self._network.ask(KillHost(self.index))
+
+    def start(self) -> None:
+        """It comes up (again), under its name and addresses, with no process. Idempotent."""
+        if not self.is_up:
+            self._network.ask(StartHost(self.index, self.name, self.ipv4, self.ipv6))
+            self.is_up = True
+
+    def _check_up(self) -> None:
+        if not self.is_up:
+            raise HostError(f"host {self.name!r} is down; start it first")
+
+    def forget_processes(self) -> None:
+        """Closes what this process holds of them."""
+        for process in self._processes:
+            process.close()
+        self._processes.clear()
+
+
+def _open_end(number: int, file: File, theirs: ExitStack) -> tuple[int, IO[bytes] | None]:
+    """(descriptor for the process, our end of a pipe) for its stdin, stdout or stderr."""
+    if file == subprocess.PIPE:
+        read, write = os.pipe()
+        their, our = (read, write) if number == 0 else (write, read)
+        theirs.callback(os.close, their)
+        return their, os.fdopen(our, "wb" if number == 0 else "rb")
+    if file == subprocess.DEVNULL:
+        null = os.open(os.devnull, os.O_RDWR)
+        theirs.callback(os.close, null)
+        return null, None
+    if file is None or file == subprocess.STDOUT:
+        return number, None
+    return file if isinstance(file, int) else file.fileno(), None
+
+
+class Network(Closing):
+    """Hosts and the links between them, every two of which have one. All ends with it.
+
+    Close it; or use it as a context manager. Links are well at first, and may be changed whenever.
+    Thread-safe.
+    """
+
+    def __init__(self, keeper: "subprocess.Popen[bytes]", channel: socket.socket) -> None:
+        """Use :meth:`open`."""
+        self.hosts: list[Host] = []
+        """In the order in which they were added; those that were killed too."""
+        self._keeper = keeper
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._links: dict[tuple[int, int], Link] = {}
+
+    @classmethod
+    def open(cls, *, seed: int = 0) -> "Network":
+        """A network without hosts.
+
+        Args:
+            seed: decides which packets a lossy link loses.
+
+        Raises:
+            HostError: this machine does not allow it; the message says what is missing.
+        """
+        if sys.platform != "linux":
+            raise HostError(f"hosts for tests need Linux's namespaces; this is {sys.platform}")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "kvferry.testing.hosts.keeper", str(theirs.fileno())]
+        with theirs, ExitStack() as undo:
+            undo.callback(ours.close)
+            keeper = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                [*command, str(seed)],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C is the test's to handle
+            )
+            undo.pop_all()
+        ours.settimeout(ANSWER_TIMEOUT_S)
+        network = cls(keeper, ours)
+        try:
+            answer, _ = network._receive()
+            if answer.error:
+                raise HostError(f"no hosts for tests on this machine: {answer.error}")
+        except BaseException:
+            network.close()
+            raise
+        return network
+
+    def add_host(self, name: str) -> Host:
+        """A new host, running.
+
+        Args:
+            name: its hostname: letters, digits and hyphens.
+
+        Raises:
+            ValueError: the name cannot be a hostname, or another host has it.
+        """
+        if not 0 < len(name) < 64 or not name.isascii() or not name.replace("-", "").isalnum():
+            raise ValueError(f"name: {name!r} is not a hostname")
+        if name in {host.name for host in self.hosts} or len(self.hosts) == MAX_HOSTS:
+            raise ValueError(f"name: there is a host {name!r} already, or {MAX_HOSTS} hosts")
+        host = Host(self, len(self.hosts), name)
+        host.start()
+        self.hosts.append(host)
+        return host
+
+    # ---- links --------------------------------------------------------------------------------
+
+    def cut(self, source: Host, target: Host, *, one_way: bool = False) -> None:
+        """From now on nothing arrives, and nobody is told.
+
+        Args:
+            source: of what is lost.
+            target: where it does not arrive.
+            one_way: whether what goes from ``target`` to ``source`` still arrives.
+        """
+        self._change(source, target, one_way, is_cut=True)
+
+    def slow(
+        self,
+        source: Host,
+        target: Host,
+        *,
+        delay_s: float = 0.0,
+        bytes_per_s: float | None = None,
+        one_way: bool = False,
+    ) -> None:
+        """From now on packets take their time.
+
+        Args:
+            source: of the packets.
+            target: of the packets.
+            delay_s: seconds from ``source`` to ``target``.
+            bytes_per_s: how many bytes pass in a second; any number, unless given.
+            one_way: whether the other direction stays as it is.
+        """
+        self._change(source, target, one_way, delay_s=delay_s, bytes_per_s=bytes_per_s)
+
+    def lose(self, source: Host, target: Host, part: float, *, one_way: bool = False) -> None:
+        """From now on some packets do not arrive; TCP sends them again.
+
+        Args:
+            source: of the packets.
+            target: of the packets.
+            part: how many are lost, 0 to 1.
+            one_way: whether the other direction stays as it is.
+        """
+        self._change(source, target, one_way, loss=part)
+
+    def restore(self, source: Host, target: Host, *, one_way: bool = False) -> None:
+        """From now on the link is well."""
+        for pair in self._pairs(source, target, one_way):
+            self._set_link(pair, Link())
+
+    def link(self, source: Host, target: Host) -> Link:
+        """What packets from one host to the other meet now."""
+        return self._links.get((source.index, target.index), Link())
+
+    def _change(self, source: Host, target: Host, one_way: bool, **changes: Any) -> None:
+        for pair in self._pairs(source, target, one_way):
+            old = msgspec.structs.asdict(self._links.get(pair, Link()))
+            self._set_link(pair, Link(**{**old, **changes}))
+
+    def _pairs(self, source: Host, target: Host, one_way: bool) -> list[tuple[int, int]]:
+        pair = (source.index, target.index)
+        return [pair] if one_way else [pair, pair[::-1]]
+
+    def _set_link(self, pair: tuple[int, int], link: Link) -> None:
+        self.ask(SetLink(*pair, link))
+        self._links[pair] = link
+
+    # ---- the keeper ---------------------------------------------------------------------------
+
+    def ask(self, message: Message) -> Answer:
+        """Has the keeper do something.
+
+        Raises:
+            OSError: it cannot be done.
+            HostError: the keeper has ended.
+        """
+        return self.ask_fds(message, [])[0]
+
+    def ask_fds(self, message: Message, descriptors: list[int]) -> tuple[Answer, list[int]]:
+        """The same, with descriptors for it and from it."""
+        with self._lock:
+            if self._channel.fileno() < 0:
+                raise HostError("the network is closed, and its hosts with it")
+            try:
+                socket.send_fds(self._channel, [msgspec.json.encode(message)], descriptors)
+            except (BrokenPipeError, ConnectionResetError):
+                raise HostError("the keeper of the hosts has ended; see its stderr") from None
+            answer, received = self._receive()
+        if answer.error:
+            raise OSError(answer.errno, answer.error)
+        return answer, received
+
+    def _receive(self) -> tuple[Answer, list[int]]:
+        raw, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+        if not raw:
+            raise HostError("the keeper of the hosts has ended; see its stderr")
+        return msgspec.json.decode(raw, type=Answer), descriptors
+
+    def close(self) -> None:
+        """Kills all processes of all hosts; the hosts are gone when this returns. Idempotent."""
+        with self._lock:
+            self._channel.close()
+        self._keeper.wait()
+        for host in self.hosts:
+            host.is_up = False
+            host.forget_processes()
