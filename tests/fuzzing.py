@@ -47,11 +47,16 @@ def nearly(messages: Sequence[Any], count: int, seed: int, *, changes: int = 3) 
     rng = random.Random(seed)
     plain = [msgspec.msgpack.decode(msgspec.msgpack.encode(message)) for message in messages]
     for _ in range(count):
-        value = _copy(rng.choice(plain))
-        for _ in range(rng.randint(1, changes)):
-            value = _changed(value, rng)
-        data = msgspec.msgpack.encode(value)
-        yield _damaged(data, rng) if rng.random() < 0.05 else data
+        data = msgspec.msgpack.encode(nearly_value(rng.choice(plain), rng, changes=changes))
+        yield damaged(data, rng) if rng.random() < 0.05 else data
+
+
+def nearly_value(value: Any, rng: random.Random, *, changes: int = 3) -> Any:
+    """A copy of some dicts, lists and scalars, changed at 1 to ``changes`` places."""
+    value = _copy(value)
+    for _ in range(rng.randint(1, changes)):
+        value = _changed(value, rng)
+    return value
 
 
 def _copy(value: Any) -> Any:
@@ -67,7 +72,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
     if isinstance(value, list) and value and rng.random() < 0.9:
         return _changed_list(value, rng)
     if isinstance(value, bytes) and value and rng.random() < 0.7:
-        return _damaged(value, rng)
+        return damaged(value, rng)
     if isinstance(value, int) and not isinstance(value, bool) and rng.random() < 0.5:
         moved = value + rng.choice((-1, 1, 7, 1 << 20, -(1 << 40)))
         return max(min(moved, (1 << 63) - 1), -(1 << 63))
@@ -103,7 +108,8 @@ def _changed_list(value: list[Any], rng: random.Random) -> list[Any]:
     return value
 
 
-def _damaged(data: bytes, rng: random.Random) -> bytes:
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """``data`` cut off, or with up to four bytes replaced."""
     if rng.random() < 0.4:
         return data[: rng.randrange(len(data) + 1)]
     changed = bytearray(data)

@@ -9,6 +9,7 @@ import asyncio
 import resource
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_TIMEOUT_S = 10.0
@@ -52,6 +53,16 @@ class _Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._note()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP; nobody reads what a request before it is still answered."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # an answer has begun, or has no body, as that of a HEAD
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -92,6 +92,8 @@ class _Run:
         self.prompt_tokens = prompt_tokens
         self.answer = EngineOutput(request_id=request_id)
         """What has come so far."""
+        self.is_told = False
+        """Whether the client was there when the end of the answer was sent."""
         self._loop = asyncio.get_running_loop()
         self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
         self._on_late: Callable[[EngineOutput], None] | None = None
@@ -221,6 +223,7 @@ class EngineServer:
             )
         try:
             await web.until_disconnect(request.receive, self._rest(run))
+            run.is_told = True
         finally:
             self._end(run)
         return web.json_response(self._reply(run, run.answer.token_ids, run.usage()))
@@ -263,6 +266,8 @@ class EngineServer:
         if not run.is_over:
             run.leave(self._unwanted)
             self._engine.abort(run.answer.request_id)
+        elif not run.is_told:
+            self._unwanted(run.answer)
         summary = run.summary()
         self._requests.append(summary)
         self._metrics.count(summary)
@@ -284,6 +289,7 @@ class EngineServer:
             if output.token_ids or run.is_over:
                 yield web.sse_event(self._reply(run, output.token_ids))
             if run.is_over:
+                run.is_told = True
                 break
             output = await self._next(run)
         yield web.sse_event({**self._head(run), "choices": [], "usage": run.usage()})

@@ -109,6 +109,8 @@ EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromke
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Runs ``work``, and cancels it when the client goes away. The body must have been read.
 
+    A client that has gone by the time at which the result is there is gone: nobody would read it.
+
     Raises:
         ClientGoneError: the client went first.
     """
@@ -116,7 +118,7 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     watcher = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
+        if not watcher.done():
             return task.result()
         raise ClientGoneError
     finally:
@@ -125,6 +127,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             task.cancel()
             # Its clean-up (an abort, a closed connection) is part of the request.
             await asyncio.gather(task, return_exceptions=True)
+        elif not task.cancelled():
+            task.exception()  # has been looked at, should nobody have asked for the result
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -236,6 +236,8 @@ def open_connected(
     block_size: int,
     world_size: int,
     windows: Windows = (None,),
+    vocab_size: int = VOCAB,
+    max_model_len: int = 4096,
 ) -> tuple[Engine, SimulatedExecutor]:
     """An engine over the toy model with the connector that ``config`` names, and its executor.
 
@@ -252,13 +254,19 @@ def open_connected(
     half = plugin.scheduler(context)
     workers = [plugin.worker(context, rank) for rank in range(world_size)]
     executor = SimulatedExecutor(
-        num_blocks, block_size, windows=windows, workers=workers, metadata=plugin.Metadata
+        num_blocks,
+        block_size,
+        vocab_size=vocab_size,
+        windows=windows,
+        workers=workers,
+        metadata=plugin.Metadata,
     )
     options = SchedulerOptions(
         load_failure_policy=config.kv_load_failure_policy,
+        max_model_len=max_model_len,
         max_num_batched_tokens=32,
         max_num_seqs=8,
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
     )
     cache = toy_cache_config(num_blocks, block_size, windows)
     return Engine(options, cache, executor, half), executor
