@@ -30,6 +30,7 @@
     │   └── CancelledError           we gave it up ourselves
     └── EngineError                  the reference engine cannot go on
         ├── RequestError             correct the request; the engine goes on without it
+        ├── DrainingError            the engine is about to leave; ask another one
         ├── ModelError               the model folder cannot be used
         └── WorkerDiedError          a rank of the engine is gone
 
@@ -164,6 +165,10 @@ class CancelledError(TransferError):
 
 class EngineError(KVFerryError):
     """The reference engine cannot go on."""
+
+
+class DrainingError(EngineError):
+    """The engine takes no new requests: it ends once those that it has are over."""
 
 
 class RequestError(EngineError):

@@ -66,6 +66,7 @@ def test_every_metric_of_an_engine_has_a_row():
 
 def test_the_pages_speak_of_commands_that_exist():
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    known |= {group.name for group in app.registered_groups}
     shown = {name for page in ALL_PAGES for name in re.findall(r"kvferry ([a-z]+)(?= |`)", page)}
     spoken = {name for page in ALL_PAGES for name in re.findall(r"^\$ kvferry (\w+)", page, re.M)}
     assert spoken <= known

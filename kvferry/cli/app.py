@@ -31,6 +31,13 @@ class DecodeOnly(enum.StrEnum):
     NEVER = "never"
 
 
+class Role(enum.StrEnum):
+    """What an engine does for a router."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 ClusterFile = Annotated[
     Path, typer.Argument(metavar="CLUSTER.toml", help="The cluster file.", show_default=False)
 ]
@@ -94,16 +101,55 @@ def serve(
     command(file, logs)
 
 
-@app.command()
+routers = typer.Typer(no_args_is_help=False)
+app.add_typer(routers, name="router")
+
+RouterUrl = Annotated[
+    str, typer.Option("--router", metavar="URL", envvar="KVFERRY_ROUTER", help="The router.")
+]
+OperatorKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVFERRY_OPERATOR_KEY",
+        help="Bearer token of who may change a router's engines.",
+        show_default=False,
+    ),
+]
+EngineRole = Annotated[Role, typer.Argument(help="What the engine does for this router.")]
+EngineName = Annotated[
+    str, typer.Argument(help="Its name, as `kvferry router list` shows it.", show_default=False)
+]
+ROUTER_URL = "http://127.0.0.1:8000"
+
+
+@routers.callback(invoke_without_command=True)
 def router(
+    context: typer.Context,
     prefill: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(metavar="URL", help="A prefill server; repeat it.", show_default=False),
-    ],
+    ] = None,
     decode: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(metavar="URL", help="A decode server; repeat it.", show_default=False),
-    ],
+    ] = None,
+    engines: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="ENGINES.toml",
+            help="File of servers: arrays prefill and decode of tables with a url each. Whoever "
+            "is taken out of it while the router runs is drained.",
+            show_default=False,
+        ),
+    ] = None,
+    all_addresses: Annotated[
+        bool,
+        typer.Option(
+            "--all-addresses",
+            help="The names in --prefill and --decode stand for all their addresses, and are "
+            "looked up again and again.",
+        ),
+    ] = False,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -123,6 +169,7 @@ def router(
             show_default=False,
         ),
     ] = None,
+    operator_key: OperatorKey = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
     outstanding_timeout: Annotated[
         float,
@@ -135,16 +182,75 @@ def router(
         DecodeOnly, typer.Option(help="Whether decode servers compute while no prefill server can.")
     ] = DecodeOnly.FALLBACK,
 ) -> None:
-    """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C."""
+    """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C.
+
+    The commands below change the servers of a router that runs.
+    """
+    if context.invoked_subcommand is not None:
+        return
     from kvferry.cli.router import router as command
 
     options = {
         "api_key": api_key,
+        "operator_key": operator_key,
         "request_timeout_s": timeout,
         "outstanding_timeout_s": outstanding_timeout,
         "decode_only": decode_only.value,
     }
-    command(prefill, decode, tokenizer, (host, port), options)
+    command(prefill or [], decode or [], engines, all_addresses, tokenizer, (host, port), options)
+
+
+@routers.command("list")
+def list_engines(
+    router: RouterUrl = ROUTER_URL, operator_key: OperatorKey = None, as_json: AsJson = False
+) -> None:
+    """Show the engines of a router."""
+    from kvferry.cli.members import list_engines as command
+
+    command(router, operator_key, as_json)
+
+
+@routers.command()
+def add(
+    role: EngineRole,
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where it serves.", show_default=False)],
+    name: Annotated[
+        str, typer.Option(help="How people know it.", show_default="the URL's host:port")
+    ] = "",
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
+) -> None:
+    """Enter an engine, or take one back that drains here."""
+    from kvferry.cli.members import add as command
+
+    command(role.value, url, name, router, operator_key)
+
+
+@routers.command()
+def remove(
+    role: EngineRole,
+    name: EngineName,
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
+) -> None:
+    """Forget an engine at once; what it works on goes on."""
+    from kvferry.cli.members import remove as command
+
+    command(role.value, name, router, operator_key)
+
+
+@routers.command()
+def drain(
+    role: EngineRole,
+    name: EngineName,
+    router: RouterUrl = ROUTER_URL,
+    operator_key: OperatorKey = None,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds to wait until it is.")] = 600.0,
+) -> None:
+    """Give an engine nothing new, and wait until nobody needs it; then it can be stopped."""
+    from kvferry.cli.members import drain as command
+
+    command(role.value, name, router, operator_key, timeout)
 
 
 @app.command()

@@ -7,13 +7,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import typer
 from rich.table import Table
 
 from kvferry.cli.console import make_console
 from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.lists import engines_behind, engines_in
 from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
 from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
@@ -23,20 +23,37 @@ from kvferry.cluster.web import serve
 def router(
     prefill: Sequence[str],
     decode: Sequence[str],
+    file: Path | None,
+    all_addresses: bool,
     tokenizer: Path | None,
     address: tuple[str, int],
     options: dict[str, Any],
 ) -> None:
     """Serves until Ctrl-C or SIGTERM; ``options`` are fields of ``RouterSettings``.
 
+    Args:
+        prefill: URLs of servers.
+        decode: URLs of servers.
+        file: lists more of them; other ones from time to time.
+        all_addresses: whether the names in the URLs stand for all their addresses.
+        tokenizer: the model's folder, if answers are to begin with the prefill server's token.
+        address: host and port to listen on.
+        options: more fields of the settings.
+
     Raises:
-        KVFerryError: the tokenizer cannot be loaded, or the port is taken.
+        KVFerryError: the file or the tokenizer cannot be used, or the port is taken.
         typer.BadParameter: a URL is none.
     """
-    engines = (*_addresses("prefill", prefill), *_addresses("decode", decode))
+    named = [_address("prefill", url) for url in prefill]
+    named += [_address("decode", url) for url in decode]
+    lists = [] if file is None else [engines_in(file)]
+    for look in lists:
+        asyncio.run(look())  # a mistake is told now, and not in a log
+    if all_addresses:
+        lists += [engines_behind(engine.role, engine.url) for engine in named]
     host, port = address
     settings = RouterSettings(
-        engines=engines,
+        engines=() if all_addresses else tuple(named),
         model_folder=str(tokenizer) if tokenizer is not None else None,
         foreign=True,
         host=host,
@@ -46,12 +63,17 @@ def router(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
     with contextlib.closing(listen(host, port, "router")) as listener:
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
-        app = Router(settings, codec).app()
+        app = Router(settings, codec, lists).app()
         console = make_console()
         table = Table("role", "server")
-        for engine in engines:
+        for engine in named:
             table.add_row(engine.role, engine.url)
-        console.print(table)
+        if named:
+            console.print(table)
+        if file is not None:
+            console.print(f"more servers: as {file} says", style="dim")
+        if not named and file is None:
+            console.print("no servers yet: see kvferry router add --help", style="dim")
         first = "prefill" if codec is not None else "decode (give --tokenizer to have prefill's)"
         console.print(f"first token: from {first}", style="dim")
         port = listener.getsockname()[1]
@@ -65,15 +87,8 @@ def router(
         asyncio.run(run())
 
 
-def _addresses(role: Role, urls: Sequence[str]) -> list[EngineAddress]:
-    return [_address(role, url) for url in urls]
-
-
 def _address(role: Role, url: str) -> EngineAddress:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable():
-        raise typer.BadParameter(
-            f"{url!r} is no URL of a server; write http://HOST:PORT", param_hint=f"--{role}"
-        )
-    url = url.rstrip("/").removesuffix("/v1")
-    return EngineAddress(name=parts.netloc.rpartition("@")[2], role=role, url=url)
+    try:
+        return EngineAddress.of(role, url)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=f"--{role}") from error

@@ -33,7 +33,7 @@ from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
-from kvferry.errors import KVFerryError
+from kvferry.errors import DrainingError, KVFerryError
 
 logger = logging.getLogger(__name__)
 
@@ -174,10 +174,11 @@ class EngineServer:
     """The endpoints of one engine."""
 
     def __init__(
-        self, engine: EngineLoop, *, name: str, model_name: str, max_model_len: int
+        self, engine: EngineLoop, *, name: str, kv_role: str, model_name: str, max_model_len: int
     ) -> None:
         self._engine = engine
         self._name = name
+        self._kv_role = kv_role
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._bodies = web.BodyReader()
@@ -196,6 +197,8 @@ class EngineServer:
             Route("/metrics", self._render_metrics),
             Route("/kvferry/records", self._tell_records),
             Route("/kvferry/take_back", self._take_back, methods=["POST"]),
+            Route("/kvferry/drain", self._drain, methods=["POST"]),
+            Route("/ready", self._ready),
         ]
         return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
 
@@ -339,11 +342,28 @@ class EngineServer:
             "engine": self._name,
             "step_age_s": round(step.age_s or 0.0, 3),
             "waiting_for_ranks": step.waiting_for,
+            "kv_role": self._kv_role,
+            "drain": self._engine.drain_state,
         }
         if step.is_stuck:
             stuck = ApiError(503, str(step), code="stuck_step")
             return web.json_response({**stuck.body(), "status": "stuck", **told}, stuck.status)
-        return web.json_response({"status": "ok", **told})
+        status = "ok" if self._engine.drain_state is None else "draining"
+        return web.json_response({"status": status, **told})
+
+    async def _ready(self, request: Request) -> Response:
+        """Whether it wants new requests, where ``/health`` tells whether it is well."""
+        if self._engine.drain_state is not None:
+            raise _unavailable(DrainingError("the engine is draining and takes no new requests"))
+        return await self._health(request)
+
+    async def _drain(self, _: Request) -> Response:
+        """From now on no new requests; ``/health`` tells what is left."""
+        try:
+            drained = self._engine.drain()
+        except KVFerryError as error:
+            raise _unavailable(error) from error
+        return web.json_response(await asyncio.wrap_future(drained))
 
     async def _render_metrics(self, _: Request) -> Response:
         await self._refresh()
@@ -453,6 +473,7 @@ async def _run(
         server = EngineServer(
             engine_loop,
             name=settings.engine.name,
+            kv_role=settings.engine.transfer_config().kv_role,
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

@@ -16,7 +16,7 @@ here it looks like a server that died. So
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ from kvferry.cluster import web
 from kvferry.cluster.messages import Role
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
+from kvferry.engine.loop import DrainState
+from kvferry.errors import DrainingError
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for an engine to accept a connection, and to answer a health check."""
@@ -143,6 +145,13 @@ class _Error(msgspec.Struct):
     code: int | str | None = None
 
 
+class _Health(msgspec.Struct):
+    """What an engine of ours tells with its health; other servers tell nothing."""
+
+    drain: DrainState | None = None
+    kv_role: str | None = None
+
+
 class Reply(msgspec.Struct):
     """A completion of an engine, whole or one chunk of it; unknown fields are ignored."""
 
@@ -236,6 +245,12 @@ class Engine:
     """The name of its (first) model, once it told."""
     down_since: float = field(default_factory=time.monotonic)
     """Since when it is not healthy, on the monotonic clock."""
+    lent: int = 0
+    """Prompts of this router that it computed, and no decode engine has fetched yet."""
+    is_leaving: bool = False
+    """Whether this router sends it nothing new because somebody asked for that."""
+    drain: DrainState | None = None
+    """What it told last of its draining; ``None`` unless it drains."""
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests for which it has sent nothing yet."""
     _probing: asyncio.Task[None] | None = None
@@ -323,6 +338,8 @@ class Engine:
                 said = _error_in(response.content).message
                 self.down(said or f"its health check says {response.status_code}", reached=True)
                 return
+            if not self._take_in(_health_in(response.content)):
+                return
             if self.max_model_len is None:
                 models = await self.client.get(f"{self.url}/v1/models")
                 model = models.json()["data"][0]
@@ -334,6 +351,55 @@ class Engine:
             self.down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
         else:
             self.up()
+
+    def _take_in(self, health: _Health) -> bool:
+        """Notes what it told; whether it can do what it is here for."""
+        self.drain = health.drain
+        wanted = "kv_producer" if self.role == "prefill" else "kv_consumer"
+        if health.kv_role in (None, "kv_both", wanted):
+            return True
+        self.down(
+            f"its kv_role is {health.kv_role!r}; a {self.role} engine needs {wanted} or kv_both",
+            reached=True,
+        )
+        return False
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it may be given new requests."""
+        return self.healthy and not self.is_leaving and self.drain is None
+
+    @property
+    def state(self) -> str:
+        """``ready``, ``down``, ``draining``, or ``drained``: it can be ended, and harms nobody.
+
+        Of a server that tells nothing of its draining we know what we have given it.
+        """
+        if not self.is_leaving and self.drain is None:
+            return "ready" if self.healthy else "down"
+        is_over = self.outstanding == self.lent == 0
+        if self.drain is not None:
+            is_over = is_over and self.drain.is_over
+        return "drained" if is_over else "draining"
+
+    async def leave(self) -> None:
+        """Gives it nothing new, and tells it to take nothing new from others either."""
+        self.is_leaving = True
+        # Other servers than ours do not know what that means; one that is gone has left.
+        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                response = await self.client.post(f"{self.url}/kvferry/drain", {}, "", once=False)
+                await response.aclose()
+            await self.probing()
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """While a prompt that it computed is not fetched."""
+        self.lent += 1
+        try:
+            yield
+        finally:
+            self.lent -= 1
 
     def probing(self) -> asyncio.Task[None]:
         """The probe under way, or a new one."""
@@ -394,6 +460,9 @@ class Engine:
         if status == 200:
             return
         error = _error_in(content)
+        if status == 503 and error.code == DrainingError.__name__:
+            self.probing()  # which takes note of it
+            raise self._error(error.message, reached=False)
         if status == 503:
             raise self.down(error.message or "says 503", reached=True)
         raise ApiError(status, self._attribute(error.message, status), code=_code(error))
@@ -421,72 +490,16 @@ def _error_in(content: bytes) -> _Error:
     return error or _Error(message=content[:200].decode(errors="replace"))
 
 
+def _health_in(content: bytes) -> _Health:
+    try:
+        return msgspec.json.decode(content, type=_Health)
+    except msgspec.DecodeError:
+        return _Health()
+
+
 def _code(error: _Error) -> str | None:
     return printable(error.code[:_NAME_LENGTH]) if isinstance(error.code, str) else None
 
 
 def _reason(error: httpx.HTTPError) -> str:
     return str(error) or type(error).__name__
-
-
-class NoEngineError(ApiError):
-    """Every engine of a role is down, or had its try."""
-
-
-RECOVERY_WAIT_S = 0.5
-"""Seconds in which an engine that has come back is found when no other can serve a request."""
-
-
-@dataclass(slots=True, eq=False)
-class EnginePool:
-    """The engines of one role."""
-
-    role: Role
-    engines: tuple[Engine, ...]
-    outstanding_timeout_s: float
-    """See :class:`~kvferry.config.RouterConfig`."""
-    dispensable: bool = False
-    """Whether requests can be served without any of them."""
-    _next: int = field(default=0)
-    """Index at which the next choice among equals starts."""
-
-    async def pick(self, tried: Collection[Engine] = ()) -> Engine:
-        """The healthy engine with the fewest outstanding requests, in turn among equals.
-
-        Raises:
-            NoEngineError: 503; every engine is down or was tried.
-        """
-        if not self._fit(tried) and not self.dispensable:
-            # One that has just come back is not known yet.
-            probes = [engine.probing() for engine in self.engines]
-            await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
-        fit = self._fit(tried)
-        if not fit:
-            states = "; ".join(
-                f"{engine.name!r} ({engine.url}): {engine.last_error or 'failed this request'}"
-                for engine in self.engines
-            )
-            raise NoEngineError(
-                503, f"no {self.role} engine can serve this: {states}", code="engine_unavailable"
-            )
-        best = min(fit, key=lambda engine: engine.outstanding)
-        self._next = (self.engines.index(best) + 1) % len(self.engines)
-        return best
-
-    def _fit(self, tried: Collection[Engine]) -> list[Engine]:
-        turn = self.engines[self._next :] + self.engines[: self._next]
-        return [engine for engine in turn if engine.healthy and engine not in tried]
-
-    async def watch(self) -> None:
-        """Checks the health of every engine, for ever."""
-        await asyncio.gather(*map(self._watch, self.engines))
-
-    async def _watch(self, engine: Engine) -> None:
-        while True:
-            await engine.probing()
-            down_s = 0.0 if engine.healthy else time.monotonic() - engine.down_since
-            # Slow is not dead: where nobody else can serve them, its requests wait for it.
-            others = self.dispensable or self._fit((engine,))
-            if down_s >= self.outstanding_timeout_s and others:
-                engine.give_up()
-            await asyncio.sleep(PROBE_INTERVAL_S)

@@ -1,12 +1,16 @@
 """What the launcher tells the processes it starts, and what they tell it."""
 
 from typing import Literal, TypeAlias
+from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.config import EngineConfig, RouterConfig
+from kvferry.config import EngineConfig, RouterConfig, shown
 
 Role = Literal["prefill", "decode"]
+
+MOST_NAME_CHARACTERS = 256
+"""Of an engine's name."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +34,24 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     """``http://host:port``, without a path."""
 
+    @classmethod
+    def of(cls, role: Role, url: str, name: str = "") -> "EngineAddress":
+        """An address as people write it; the name is the URL's ``host:port`` unless given.
+
+        Raises:
+            ValueError: the URL is none of a server, or the name cannot be shown.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable():
+            raise ValueError(f"{url!r} is no URL of a server; write http://HOST:PORT")
+        name = name or parts.netloc.rpartition("@")[2]
+        if not name.isprintable() or len(name) > MOST_NAME_CHARACTERS:
+            raise ValueError(
+                f"name: {shown(name)} is not printable text of 1 to {MOST_NAME_CHARACTERS} "
+                "characters"
+            )
+        return cls(name=name, role=role, url=url.rstrip("/").removesuffix("/v1"))
+
 
 class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     """For the router: what its table says, and what the launcher knows."""
@@ -44,6 +66,9 @@ class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     and able to serve bodies that this router cannot take apart."""
     api_key: str | None = None
     """Bearer token that clients must show, and engines are shown."""
+    operator_key: str | None = None
+    """Bearer token of who may change the engines. Without one that is whoever reaches a router on
+    a loopback address, and nobody elsewhere."""
     port: int = 0
 
 

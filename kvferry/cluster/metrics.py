@@ -1,6 +1,6 @@
 """What engines and router tell of themselves: Prometheus metrics, and an engine's records."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import msgspec
@@ -166,7 +166,7 @@ def _family(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
 class RouterMetrics:
     """Counters of one router, in a registry of their own."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine]) -> None:
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -196,7 +196,7 @@ class RouterMetrics:
 class _EngineGauges(Collector):
     """Read from the engines when somebody asks."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine]) -> None:
         self._engines = engines
 
     def collect(self) -> Iterable[Metric]:

@@ -20,7 +20,7 @@ first one included, and its answer is relayed byte for byte::
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,11 +32,10 @@ from kvferry.cluster import web
 from kvferry.cluster.engines import (
     Engine,
     EngineDownError,
-    EnginePool,
     Forwarded,
-    NoEngineError,
     Reply,
 )
+from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.engine.messages import SamplingParams
 
@@ -94,6 +93,13 @@ class _Tries:
         """What the lender lent may not have been fetched, and will not be."""
         if kv_transfer_params and self.lender is not None:
             self.lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
+
+    def lending(self, kv_transfer_params: Mapping[str, Any] | None) -> ExitStack:
+        """Until it is closed, the lender must not end: what it lent is not fetched yet."""
+        lent = ExitStack()
+        if kv_transfer_params and self.lender is not None:
+            lent.enter_context(self.lender.lending())
+        return lent
 
     @property
     def engine_request_id(self) -> str:
@@ -164,29 +170,29 @@ class PrefillDecode:
     async def _steps(self, request: TokenRequest) -> AsyncGenerator[Reply, None]:
         while True:
             reply = await self._prefill(request)
-            params = None
-            if reply is not None:
-                params = reply.kv_transfer_params
+            params = reply.kv_transfer_params if reply is not None else None
             fetched = False
-            try:
-                if reply is not None:
-                    ended = _take_first(reply, request)
-                    yield reply
-                    if ended:
-                        request.give_back(params)
-                        return
-                async with aclosing(self._decode(request, params)) as replies:
-                    async for reply in replies:
-                        fetched = True
+            with request.lending(params) as lent:
+                try:
+                    if reply is not None:
+                        ended = _take_first(reply, request)
                         yield reply
-            except _StartAgainError:
-                request.give_back(params)
-                request.attempt += 1
-                continue
-            except BaseException:  # the client went away, time is up, no decode engine is left
-                if not fetched:
+                        if ended:
+                            request.give_back(params)
+                            return
+                    async with aclosing(self._decode(request, params)) as replies:
+                        async for reply in replies:
+                            fetched = True
+                            lent.close()
+                            yield reply
+                except _StartAgainError:
                     request.give_back(params)
-                raise
+                    request.attempt += 1
+                    continue
+                except BaseException:  # the client went away, time is up, no decode engine is left
+                    if not fetched:
+                        request.give_back(params)
+                    raise
             return
 
     async def _prefill(self, request: TokenRequest) -> Reply | None:
@@ -316,21 +322,22 @@ class PassThrough:
         """The decode engine's answer."""
         params = await self._prefill(request)
         while True:
-            engine = await self.decode.pick(request.tried)
-            body = dict(request.body)
-            if params is not None:
-                body["kv_transfer_params"] = params
-            try:
-                return await engine.forward(request.path, body, request.engine_request_id)
-            except EngineDownError as error:
-                request.failed(engine, error)
-                if error.reached:  # the lease may be in its hands: prefill anew
+            with request.lending(params):
+                engine = await self.decode.pick(request.tried)
+                body = dict(request.body)
+                if params is not None:
+                    body["kv_transfer_params"] = params
+                try:
+                    return await engine.forward(request.path, body, request.engine_request_id)
+                except EngineDownError as error:
+                    request.failed(engine, error)
+                    if error.reached:  # the lease may be in its hands: prefill anew
+                        request.give_back(params)
+                        request.attempt += 1
+                        params = await self._prefill(request)
+                except BaseException:  # the client went away, or time is up
                     request.give_back(params)
-                    request.attempt += 1
-                    params = await self._prefill(request)
-            except BaseException:  # the client went away, or time is up
-                request.give_back(params)
-                raise
+                    raise
 
     async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""

@@ -25,42 +25,43 @@ from starlette.routing import Route
 
 from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
-from kvferry.cluster.engines import Engine, EngineClient, EnginePool
-from kvferry.cluster.messages import Role, RouterSettings
+from kvferry.cluster.engines import EngineClient
+from kvferry.cluster.lists import EngineList
+from kvferry.cluster.members import Members, told
+from kvferry.cluster.messages import RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
 from kvferry.engine.messages import SamplingParams
+from kvferry.zeromq import is_loopback
 
 
 class Router:
     """The router's endpoints and what they share."""
 
-    def __init__(self, settings: RouterSettings, codec: TextCodec | None) -> None:
-        """Without a codec, which takes foreign engines, every request is passed through."""
+    def __init__(
+        self,
+        settings: RouterSettings,
+        codec: TextCodec | None,
+        lists: Sequence[EngineList] = (),
+    ) -> None:
+        """Without a codec, which takes foreign engines, every request is passed through.
+
+        ``lists`` name more engines than the settings, other ones from time to time.
+        """
         if codec is None and not settings.foreign:
             raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._codec = codec
         self._bodies = web.BodyReader(settings.max_request_bytes)
         self._client = EngineClient(_bearer(settings.api_key))
-        self.prefill = self._pool("prefill")
-        self.decode = self._pool("decode")
-        self._engines = self.prefill.engines + self.decode.engines
-        self._prefill_decode = PrefillDecode(self.prefill, self.decode)
-        self._pass_through = PassThrough(self.prefill, self.decode, settings.request_timeout_s)
-        self._metrics = RouterMetrics(self._engines)
-
-    def _pool(self, role: Role) -> EnginePool:
-        engines = [engine for engine in self._settings.engines if engine.role == role]
-        if not engines:
-            raise ValueError(f"engines: none of them is a {role} engine")
-        return EnginePool(
-            role,
-            tuple(Engine(engine.name, engine.url, role, self._client) for engine in engines),
-            self._settings.outstanding_timeout_s,
-            dispensable=role == "prefill" and self._settings.decode_only == "fallback",
+        self.members = members = Members(settings, self._client, lists)
+        """The engines that it knows."""
+        self._prefill_decode = PrefillDecode(members.prefill, members.decode)
+        self._pass_through = PassThrough(
+            members.prefill, members.decode, settings.request_timeout_s
         )
+        self._metrics = RouterMetrics(members)
 
     def app(self) -> Starlette:
         """The ASGI application; watches the engines' health while it runs."""
@@ -70,6 +71,7 @@ class Router:
             Route("/v1/models", self._models),
             Route("/health", self._health),
             Route("/metrics", self._render_metrics),
+            *self.members.routes(self._authorize_operator),
         ]
         return Starlette(
             routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
@@ -77,13 +79,9 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        watchers = [asyncio.create_task(pool.watch()) for pool in (self.prefill, self.decode)]
-        try:
+        async with self.members.watching():
             yield
-        finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await self._client.aclose()
+        await self._client.aclose()
 
     def _endpoint(self, parse: Callable[[dict[str, Any]], Generation]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -184,22 +182,32 @@ class Router:
         self._metrics.errors.labels(error.code or str(error.status)).inc()
 
     def _authorize(self, request: Request) -> None:
-        wanted = _bearer(self._settings.api_key).get("authorization")
-        if wanted is None:
-            return
-        shown = request.headers.get("authorization", "")
-        if not secrets.compare_digest(shown.encode(), wanted.encode()):
-            raise ApiError(401, "authorization: not the bearer token of this router")
+        if self._settings.api_key is not None:
+            _check_bearer(request, self._settings.api_key, "api_key")
+
+    def _authorize_operator(self, request: Request) -> None:
+        """Whoever may change the engines sees all prompts: a client's token is not enough."""
+        key = self._settings.operator_key
+        if key is not None:
+            _check_bearer(request, key, "operator_key")
+        elif is_loopback(self._settings.host):
+            self._authorize(request)
+        else:
+            raise ApiError(
+                403,
+                "operator_key: this router has none and can be reached from other machines, so its "
+                "engines cannot be changed; start it with KVFERRY_OPERATOR_KEY",
+            )
 
     def _model_name(self, generation: Generation) -> str:
         return self._settings.model_name or generation.model or self._first_model() or ""
 
     def _first_model(self) -> str | None:
-        return next((engine.model for engine in self._engines if engine.model), None)
+        return next((engine.model for engine in self.members if engine.model), None)
 
     def _max_model_len(self) -> int | None:
         """Tokens of the longest sequence that every engine takes, once one has told."""
-        limits = [engine.max_model_len for engine in self._engines if engine.max_model_len]
+        limits = [engine.max_model_len for engine in self.members if engine.max_model_len]
         return min(limits, default=None)
 
     def _check_model(self, model: str | None) -> None:
@@ -252,26 +260,21 @@ class Router:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, _: Request) -> Response:
-        prefills, decodes = (
-            any(engine.healthy for engine in pool.engines) for pool in (self.prefill, self.decode)
-        )
-        engines = [
-            {
-                "name": engine.name,
-                "role": engine.role,
-                "url": engine.url,
-                "healthy": engine.healthy,
-                "outstanding": engine.outstanding,
-                "last_error": engine.last_error,
-            }
-            for engine in self._engines
-        ]
-        able = decodes and (prefills or self.prefill.dispensable)
+        prefill, decode = self.members.prefill, self.members.decode
+        prefills, decodes = bool(prefill.fit()), bool(decode.fit())
+        engines = [told(engine) for engine in self.members]
+        able = decodes and (prefills or prefill.dispensable)
         status = "unavailable" if not able else "ok" if prefills else "decode_only"
         return web.json_response({"status": status, "engines": engines}, 200 if able else 503)
 
     async def _render_metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+def _check_bearer(request: Request, key: str, name: str) -> None:
+    shown = request.headers.get("authorization", "")
+    if not secrets.compare_digest(shown.encode(), f"Bearer {key}".encode()):
+        raise ApiError(401, f"authorization: not the bearer token of this router, its {name}")
 
 
 def _bearer(api_key: str | None) -> dict[str, str]:

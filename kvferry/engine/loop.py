@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
+import msgspec
+
 from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
-from kvferry.errors import EngineError, KVFerryError
+from kvferry.errors import DrainingError, EngineError, KVFerryError
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 
@@ -57,6 +59,19 @@ class StepState:
         return f"{text} and waits for rank{'s' * (len(self.waiting_for) > 1)} {ranks}"
 
 
+class DrainState(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine that drains still has."""
+
+    requests: int
+    """Requests that it computes, or that wait for that."""
+    loads: int
+    """Requests that wait for KV of other engines."""
+    leases: int
+    """Ended requests whose KV other engines may still read."""
+    is_over: bool
+    """Whether nothing is left, and it can be ended."""
+
+
 class EngineLoop(Closing):
     """Steps an engine while it has work; requests and questions come from any thread.
 
@@ -70,7 +85,9 @@ class EngineLoop(Closing):
         self._listeners: dict[str, OnOutput] = {}
         self._lock = threading.Lock()
         self._closing = False
+        self._draining = False
         self._failure: KVFerryError | None = None
+        self._drain_state: DrainState | None = None
         self._step_started: float | None = None
         self._pause_s = 0.0
         self._ended = threading.Event()
@@ -99,6 +116,26 @@ class EngineLoop(Closing):
             return StepState(None)
         return StepState(time.monotonic() - started, self._engine.waiting_for())
 
+    @property
+    def drain_state(self) -> DrainState | None:
+        """What is left since :meth:`drain`, as it was after the last step; never waits."""
+        return self._drain_state
+
+    def drain(self) -> Future[DrainState]:
+        """Refuses new requests from now on, and goes on with those that it has. Idempotent.
+
+        Requests that it has may still lend their KV, and load it from others.
+
+        Returns:
+            A future of what it has, which ends with the step under way.
+
+        Raises:
+            KVFerryError: the engine is closed, or cannot go on.
+        """
+        with self._lock:
+            self._draining = True
+        return self.call(lambda _engine: self._note_drain())
+
     def submit(
         self,
         request_id: str,
@@ -116,6 +153,7 @@ class EngineLoop(Closing):
         request that is refused gets one call: ``error``, with the refusal and its type.
 
         Raises:
+            DrainingError: it takes no new requests.
             KVFerryError: the engine is closed, or cannot go on.
         """
         add = partial(
@@ -127,7 +165,7 @@ class EngineLoop(Closing):
             cache_salt=cache_salt,
             arrival=arrival,
         )
-        self._post(lambda: self._add(request_id, add, on_output))
+        self._post(lambda: self._add(request_id, add, on_output), is_new=True)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; it is answered with ``abort`` unless it has just ended otherwise.
@@ -164,9 +202,12 @@ class EngineLoop(Closing):
         self._mailbox.close()
         self._watcher.join()
 
-    def _post(self, task: Callable[[], None]) -> None:
-        # Under the lock, nothing is posted after the task that winds everything up.
+    def _post(self, task: Callable[[], None], *, is_new: bool = False) -> None:
+        # Under the lock, nothing is posted after the task that winds everything up, and no new
+        # request after drain() has begun.
         with self._lock:
+            if is_new and self._draining:
+                raise DrainingError("the engine is draining and takes no new requests")
             if self._failure is not None:
                 raise self._failure
             if self._closing:
@@ -202,7 +243,19 @@ class EngineLoop(Closing):
             return None
         with self._failing():
             self._pause_s = self._serve()
+        if self._drain_state is not None:
+            self._note_drain()
         return self._pause_s
+
+    def _note_drain(self) -> DrainState:
+        stats = self._engine.stats().scheduler
+        self._drain_state = state = DrainState(
+            requests=stats.running + stats.waiting,
+            loads=stats.loading,
+            leases=stats.lent,
+            is_over=not self._engine.has_work(),
+        )
+        return state
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

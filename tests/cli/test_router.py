@@ -41,7 +41,7 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
     ("arguments", "message"),
     [
         (["--prefill", "localhost:8100", "--decode", "http://b"], "is no URL of a server"),
-        (["--prefill", "http://a"], "Missing option '--decode'"),
+        (["--engines", "missing.toml"], "missing.toml: cannot be read"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -61,3 +61,71 @@ def test_a_taken_port_is_named():
 
     assert done.returncode == 2
     assert f"port {port} on 127.0.0.1 is in use" in done.stderr
+
+
+@pytest.fixture
+def running():
+    """A router without engines; returns how its commands are called."""
+    with subprocess.Popen([*COMMAND, "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said, url = "", None
+        for line in process.stdout:
+            said += line
+            if found := re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line):
+                url = found.group()
+                break
+        assert "no servers yet" in said
+
+        def call(*arguments):
+            return subprocess.run(
+                [*COMMAND, *arguments, "--router", url], capture_output=True, text=True, check=False
+            )
+
+        try:
+            yield call
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+
+
+def test_engines_are_entered_shown_drained_and_forgotten(running):
+    assert (
+        "decode engine d0 is entered"
+        in running("add", "decode", "http://127.0.0.1:9/v1", "--name", "d0").stdout
+    )
+    running("add", "prefill", "http://127.0.0.1:9")
+    shown = running("list").stdout
+    assert re.search(r"decode +│ d0 +│ down +│ 0 +│ 0 +│ http://127\.0\.0\.1:9 ", shown), shown
+    assert "127.0.0.1:9" in shown
+
+    drained = running("drain", "decode", "d0")
+    assert drained.returncode == 0
+    assert "decode engine d0 has drained; it can be stopped" in drained.stdout
+    assert "is forgotten" in running("remove", "prefill", "127.0.0.1:9").stdout
+
+    assert running("list", "--json").stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("drain", "decode", "d7"), "decode engine 'd7' is not known here; there are none"),
+        (("add", "decode", "localhost"), "'localhost' is no URL of a server"),
+        (("add", "both", "http://a"), "'both' is not one of 'prefill', 'decode'"),
+    ],
+)
+def test_mistakes_about_engines_are_named(running, arguments, message):
+    done = running(*arguments)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_a_router_that_is_not_there_is_named():
+    done = subprocess.run(
+        [*COMMAND, "list", "--router", "http://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "router http://127.0.0.1:9: " in done.stderr

@@ -55,6 +55,8 @@ class FakeEngine:
     max_model_len: int = 512
     refuse: tuple[int, str] | None = None
     """Answer every completion with this status and message."""
+    refuse_code: str | None = None
+    """The code of that error."""
     break_after: int | None = None
     """Drop the stream after so many tokens."""
     error_after: int | None = None
@@ -71,6 +73,8 @@ class FakeEngine:
     healthy: bool = True
     unwell: str = ""
     """Why its health check says 503, in its own words."""
+    tells: dict[str, Any] = field(default_factory=dict)
+    """What its health check says while all is well."""
     url: str = ""
 
     def app(self) -> Starlette:
@@ -93,7 +97,7 @@ class FakeEngine:
     async def _health(self, _: Request) -> Response:
         if self.unwell:
             return JSONResponse({"error": {"message": self.unwell, "code": "stuck_step"}}, 503)
-        return Response(status_code=200 if self.healthy else 503)
+        return JSONResponse(self.tells, 200 if self.healthy else 503)
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
@@ -107,7 +111,8 @@ class FakeEngine:
                 await asyncio.sleep(0.01)
         if self.refuse:
             status, message = self.refuse
-            return JSONResponse({"error": {"message": message, "code": None}}, status)
+            error = {"message": message, "code": self.refuse_code}
+            return JSONResponse({"error": error}, status)
         tokens, reason = self._draw(body)
         if body["stream"]:
             return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
@@ -329,7 +334,9 @@ class Served:
         engine, self.executor, self.connector = open_simulated(scheduler, scripted=True)
         self.failed = threading.Event()
         self.loop = EngineLoop.open(engine, lambda _error: self.failed.set())
-        server = EngineServer(self.loop, name="e0", model_name="toy", max_model_len=128)
+        server = EngineServer(
+            self.loop, name="e0", kv_role="kv_both", model_name="toy", max_model_len=128
+        )
         self.client = httpx.Client(
             base_url=servers.start(server.app()), timeout=20, trust_env=False
         )

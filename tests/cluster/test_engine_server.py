@@ -167,7 +167,14 @@ def test_the_model_and_its_longest_sequence_are_named(served):
 
     assert (model["id"], model["max_model_len"]) == ("toy", 128)
     health = served.client.get("/health").json()
-    assert health == {"status": "ok", "engine": "e0", "step_age_s": 0.0, "waiting_for_ranks": []}
+    assert health == {
+        "status": "ok",
+        "engine": "e0",
+        "step_age_s": 0.0,
+        "waiting_for_ranks": [],
+        "kv_role": "kv_both",
+        "drain": None,
+    }
 
 
 @pytest.fixture
@@ -259,3 +266,39 @@ def test_a_stuck_step_makes_the_engine_unhealthy_until_it_ends(served, frozen, m
     thaw.set()
     until(lambda: answers)
     until(lambda: served.client.get("/health").status_code == 200)
+
+
+def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new(served, frozen):
+    """One request is in its step, and the KV of another one is lent for some steps more."""
+    thaw, answers = frozen
+    until(lambda: step_age(served) > 0)
+    asked = threading.Thread(target=lambda: served.client.post("/kvferry/drain"))
+    asked.start()  # it is answered when the step has ended
+    until(lambda: served.loop._draining)
+
+    refused = served.complete("late")
+
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "DrainingError"
+    assert served.client.get("/health").status_code == 200
+    thaw.set()
+    asked.join(20)
+    until(lambda: answers)
+    assert answers[0].status_code == 200
+    until(lambda: (served.client.get("/health").json()["drain"] or {}).get("is_over"))
+    assert served.client.get("/health").json()["status"] == "draining"
+    not_ready = served.client.get("/ready")
+    assert not_ready.status_code == 503
+    assert "takes no new requests" in not_ready.json()["error"]["message"]
+
+
+def test_an_engine_has_not_drained_while_its_kv_is_lent(served):
+    # A step that only waits for leases takes up to 10 ms.
+    lent = served.complete("lender", max_tokens=1, kv_transfer_params={"lend_steps": 200})
+    assert lent.status_code == 200
+    assert served.client.get("/ready").status_code == 200
+
+    drain = served.client.post("/kvferry/drain").json()
+
+    assert drain == {"requests": 0, "loads": 0, "leases": 1, "is_over": False}
+    until(lambda: served.client.get("/health").json()["drain"]["is_over"])

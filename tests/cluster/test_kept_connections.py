@@ -96,7 +96,7 @@ def run(
             async def ask(**body: Any) -> httpx.Response:
                 return await client.post("/v1/completions", json={"prompt": "Hi", **body})
 
-            for engine in (*router.prefill.engines, *router.decode.engines):
+            for engine in router.members:
                 await engine.probe()  # two requests: the second one ends the connection
                 if kept:
                     await engine.probe()
@@ -114,7 +114,7 @@ def test_requests_and_probes_on_connections_that_were_just_closed_succeed() -> N
     async def talk(router: Router, ask: Ask) -> None:
         for _ in range(3):
             assert (await ask()).json() == ANSWER
-            for engine in (*router.prefill.engines, *router.decode.engines):
+            for engine in router.members:
                 await engine.probe()
                 assert engine.healthy, engine.last_error
 
@@ -170,7 +170,7 @@ def test_a_server_that_closes_new_connections_too_has_failed(kept: bool) -> None
         prefill.answers = 0
         response = await ask()
         assert response.status_code == 503
-        assert not router.prefill.engines[0].healthy
+        assert not router.members.prefill.engines[0].healthy
 
     run(talk, prefill, decode, kept=kept)
 
@@ -188,7 +188,7 @@ def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
     async def talk(router: Router, _: Ask) -> None:
         monkeypatch.setattr(router._client._new, "send", refuse)  # its port is closed by now
         with pytest.raises(EngineDownError) as raised:
-            await router.prefill.engines[0].complete({"prompt": [1]}, "r")
+            await router.members.prefill.engines[0].complete({"prompt": [1]}, "r")
         assert raised.value.reached
 
     run(talk, prefill, decode)

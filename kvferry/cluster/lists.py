@@ -1,0 +1,73 @@
+"""Lists of engines that somebody else keeps: a file, or the addresses behind a name."""
+
+import asyncio
+import socket
+import tomllib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeAlias
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvferry.cluster.messages import EngineAddress, Role
+from kvferry.errors import ConfigError
+
+EngineList: TypeAlias = Callable[[], Coroutine[Any, Any, list[EngineAddress]]]
+"""Looks at a list; raises ``ConfigError`` where it cannot be used."""
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One engine of a file."""
+
+    url: str
+    name: str = ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file."""
+
+    prefill: list[_Entry] = []
+    decode: list[_Entry] = []
+
+
+def engines_in(path: Path) -> EngineList:
+    """The engines of a TOML file of ``[[prefill]]`` and ``[[decode]]`` tables.
+
+    Each table has a ``url``, and a ``name`` unless the URL's ``host:port`` will do.
+    """
+
+    async def look() -> list[EngineAddress]:
+        try:
+            tables = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
+            of = EngineAddress.of
+            return [
+                *(of("prefill", entry.url, entry.name) for entry in tables.prefill),
+                *(of("decode", entry.url, entry.name) for entry in tables.decode),
+            ]
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    return look
+
+
+def engines_behind(role: Role, url: str) -> EngineList:
+    """The engines at all addresses that the name in an ``http`` URL has."""
+    parts = urlsplit(url)
+    host, port = parts.hostname, parts.port or 80
+
+    async def look() -> list[EngineAddress]:
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"cannot resolve {host}: {error}") from error
+        addresses = sorted({str(entry[4][0]) for entry in found})
+        return [
+            EngineAddress.of(role, f"http://{f'[{at}]' if ':' in at else at}:{port}")
+            for at in addresses
+        ]
+
+    return look

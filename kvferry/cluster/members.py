@@ -1,0 +1,324 @@
+"""The engines that a router knows. They come and go while it runs.
+
+Three doors lead in, all to :meth:`Members.add`: the addresses that the router is started with, the
+HTTP API below, and lists that are looked at again and again (:mod:`kvferry.cluster.lists`)::
+
+    GET    /kvferry/engines                    all of them, each with its state
+    PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}
+    POST   /kvferry/engines/ROLE/NAME/drain    gives it nothing new; see the state
+    DELETE /kvferry/engines/ROLE/NAME          forgets it; what it works on goes on
+
+``ROLE`` is ``prefill`` or ``decode``; an engine whose ``kv_role`` is ``kv_both`` may have both, and
+changes its role by being entered in the new one and forgotten in the old one.
+
+An engine leaves by draining. The router gives it nothing new, and an engine of ours takes nothing
+new from anybody either. It is drained once nobody waits for it: it has no requests, and no KV of
+it is still to be fetched.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.cluster import engines, web
+from kvferry.cluster.engines import Engine, EngineClient
+from kvferry.cluster.lists import EngineList
+from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
+from kvferry.cluster.openai import ApiError, parse_body
+from kvferry.config import shown
+from kvferry.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOK_INTERVAL_S = 2.0
+"""Seconds between two looks at a list."""
+RECOVERY_WAIT_S = 0.5
+"""Seconds in which an engine that has come back is found when no other can serve a request."""
+MOST_ENGINES = 1000
+"""Engines of a router."""
+
+
+class NoEngineError(ApiError):
+    """Every engine of a role is down or leaving, or had its try."""
+
+
+@dataclass(slots=True, eq=False)
+class EnginePool:
+    """The engines of one role."""
+
+    role: Role
+    outstanding_timeout_s: float
+    """See :class:`~kvferry.config.RouterConfig`."""
+    dispensable: bool = False
+    """Whether requests can be served without any of them."""
+    engines: list[Engine] = field(default_factory=list)
+    _next: int = 0
+    """Index at which the next choice among equals starts."""
+
+    async def pick(self, tried: Collection[Engine] = ()) -> Engine:
+        """The fit engine with the fewest outstanding requests, in turn among equals.
+
+        Raises:
+            NoEngineError: 503; every engine is down or leaving, or was tried.
+        """
+        if not self.fit(tried) and not self.dispensable and self.engines:
+            # One that has just come back is not known yet.
+            probes = [engine.probing() for engine in self.engines]
+            await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
+        fit = self.fit(tried)
+        if not fit:
+            raise NoEngineError(
+                503,
+                f"no {self.role} engine can serve this: {self._states()}",
+                code="engine_unavailable",
+            )
+        best = min(fit, key=lambda engine: engine.outstanding)
+        self._next = self.engines.index(best) + 1
+        return best
+
+    def fit(self, tried: Collection[Engine] = ()) -> list[Engine]:
+        """Those that may be given a request, beginning with whose turn it is."""
+        turn = self.engines[self._next :] + self.engines[: self._next]
+        return [engine for engine in turn if engine.takes_requests and engine not in tried]
+
+    def _states(self) -> str:
+        return (
+            "; ".join(
+                f"{engine.name!r} ({engine.url}): {_why_not(engine)}" for engine in self.engines
+            )
+            or "there is none"
+        )
+
+
+def _why_not(engine: Engine) -> str:
+    if engine.healthy and not engine.takes_requests:
+        return f"it is {engine.state}"
+    return engine.last_error or "failed this request"
+
+
+class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body that enters an engine."""
+
+    url: str
+
+
+class Members:
+    """The engines of a router, by role; watches their health while it runs."""
+
+    def __init__(
+        self, settings: RouterSettings, client: EngineClient, lists: Sequence[EngineList] = ()
+    ) -> None:
+        """Begins with the engines of the settings; ``lists`` are looked at while it watches."""
+        self._client = client
+        self._lists = lists
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Of all that goes on while it watches."""
+        self._is_watching = False
+        outstanding_s = settings.outstanding_timeout_s
+        self.decode = EnginePool("decode", outstanding_s)
+        self.prefill = EnginePool(
+            "prefill", outstanding_s, dispensable=settings.decode_only == "fallback"
+        )
+        for address in settings.engines:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Engine]:
+        yield from self.prefill.engines
+        yield from self.decode.engines
+
+    def find(self, role: Role, name: str) -> Engine | None:
+        """The engine of that name in that role."""
+        pool = self._pool(role)
+        return next((engine for engine in pool.engines if engine.name == name), None)
+
+    def add(self, address: EngineAddress) -> Engine:
+        """Enters an engine, or takes one back that was about to leave.
+
+        One that is known by this name with another address gives way: what it works on goes on,
+        and it gets nothing new.
+
+        Raises:
+            ApiError: 409, there are too many.
+        """
+        known = self.find(address.role, address.name)
+        if known is not None and known.url == address.url:
+            known.is_leaving = False
+            return known
+        if known is None and sum(1 for _ in self) >= MOST_ENGINES:
+            raise ApiError(
+                409, f"engines: there are {MOST_ENGINES}, no more are taken; remove some first"
+            )
+        if known is not None:
+            self.remove(known)
+        engine = Engine(address.name, address.url, address.role, self._client)
+        self._pool(engine.role).engines.append(engine)
+        if self._is_watching:
+            self._start(self._check(engine))
+        return engine
+
+    def remove(self, engine: Engine) -> None:
+        """Gives it nothing new and forgets it; what it works on goes on, and is watched."""
+        engine.is_leaving = True
+        self._pool(engine.role).engines.remove(engine)
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[None]:
+        """Checks the health of all of them, and looks at the lists, for as long as this is open."""
+        self._is_watching = True
+        for look in self._lists:
+            self._start(self._follow(look))
+        for engine in self:
+            self._start(self._check(engine))
+        try:
+            yield
+        finally:
+            self._is_watching = False
+            for task in self._tasks:
+                task.cancel()
+
+    def _pool(self, role: Role) -> EnginePool:
+        return self.prefill if role == "prefill" else self.decode
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _check(self, engine: Engine) -> None:
+        pool = self._pool(engine.role)
+        while engine in pool.engines or engine.outstanding:
+            await engine.probing()
+            down_s = 0.0 if engine.healthy else time.monotonic() - engine.down_since
+            # Slow is not dead: where nobody else can serve them, its requests wait for it.
+            others = pool.dispensable or pool.fit((engine,))
+            if down_s >= pool.outstanding_timeout_s and others:
+                engine.give_up()
+            await asyncio.sleep(engines.PROBE_INTERVAL_S)
+
+    async def _follow(self, look: EngineList) -> None:
+        """Enters what a list names, and lets go of what it names no longer; for ever.
+
+        What is not named any more drains, and is forgotten when it has. A list that cannot be read
+        changes nothing.
+        """
+        named: dict[tuple[Role, str], EngineAddress] = {}
+        leaving: set[tuple[Role, str]] = set()
+        problem = ""
+        while True:
+            try:
+                found = {(address.role, address.name): address for address in await look()}
+                for key, address in found.items():
+                    if named.get(key) != address:
+                        leaving.discard(key)
+                        self.add(address)
+                problem = ""
+            except (ConfigError, ApiError) as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    logger.warning(
+                        "a list of engines cannot be used; the last one stands: %s", error
+                    )
+            else:
+                leaving |= named.keys() - found.keys()
+                named = found
+            for key in tuple(leaving):
+                if await self._has_left(*key):
+                    leaving.discard(key)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+
+    async def _has_left(self, role: Role, name: str) -> bool:
+        """Has an engine drain; forgets it once it has, or is gone."""
+        engine = self.find(role, name)
+        if engine is None:
+            return True
+        if not engine.is_leaving:
+            await engine.leave()
+        if engine.state == "draining" and engine.healthy:
+            return False
+        self.remove(engine)
+        return True
+
+    # ---- HTTP -----------------------------------------------------------------------------
+
+    def routes(self, authorize: Callable[[Request], None]) -> list[Route]:
+        """The API. ``authorize`` raises an ``ApiError`` for who may not use it."""
+
+        def route(path: str, answer: Callable[[Request], Any], method: str) -> Route:
+            async def endpoint(request: Request) -> Response:
+                authorize(request)
+                return web.json_response(await answer(request))
+
+            return Route(path, endpoint, methods=[method])
+
+        return [
+            route("/kvferry/engines", self._list, "GET"),
+            route(_ENGINE, self._put, "PUT"),
+            route(f"{_ENGINE}/drain", self._drain, "POST"),
+            route(_ENGINE, self._delete, "DELETE"),
+        ]
+
+    async def _list(self, _: Request) -> Any:
+        return {"engines": [told(engine) for engine in self]}
+
+    async def _put(self, request: Request) -> Any:
+        role, name = _role(request), request.path_params["name"]
+        place = parse_body(_Place, await web.BodyReader(_PLACE_BYTES).json(request))
+        try:
+            address = EngineAddress.of(role, place.url, name)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        return told(self.add(address))
+
+    async def _drain(self, request: Request) -> Any:
+        engine = self._named(request)
+        await engine.leave()
+        return told(engine)
+
+    async def _delete(self, request: Request) -> Any:
+        engine = self._named(request)
+        self.remove(engine)
+        return told(engine)
+
+    def _named(self, request: Request) -> Engine:
+        role, name = _role(request), request.path_params["name"]
+        engine = self.find(role, name)
+        if engine is None:
+            names = ", ".join(repr(engine.name) for engine in self._pool(role).engines) or "none"
+            raise ApiError(404, f"{role} engine {shown(name)} is not known here; there are {names}")
+        return engine
+
+
+def _role(request: Request) -> Role:
+    try:
+        role: Role = msgspec.convert(request.path_params["role"], Role)
+        return role
+    except msgspec.ValidationError as error:
+        raise ApiError(404, f"role: {error}") from error
+
+
+_ENGINE = "/kvferry/engines/{role}/{name}"
+_PLACE_BYTES = 4096
+
+
+def told(engine: Engine) -> dict[str, Any]:
+    """What the router tells of an engine."""
+    return {
+        "name": engine.name,
+        "role": engine.role,
+        "url": engine.url,
+        "healthy": engine.healthy,
+        "state": engine.state,
+        "outstanding": engine.outstanding,
+        "lent": engine.lent,
+        "drain": engine.drain,
+        "last_error": engine.last_error,
+    }

@@ -1,0 +1,406 @@
+"""Engines that come, change and leave while a router serves."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from kvferry.cluster import engines, members
+from kvferry.cluster.lists import engines_behind, engines_in
+from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.router import Router
+from kvferry.errors import ConfigError
+from tests.cluster.conftest import FakeEngine, until
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch):
+    monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(members, "LOOK_INTERVAL_S", 0.05)
+
+
+def told(setup, name, role="decode"):
+    """What the router tells of an engine; ``None`` if it does not know it."""
+    found = setup.client.get("/kvferry/engines").json()["engines"]
+    return next((one for one in found if (one["role"], one["name"]) == (role, name)), None)
+
+
+def state(setup, name, role="decode"):
+    engine = told(setup, name, role)
+    return engine and engine["state"]
+
+
+def put(setup, role, name, url):
+    return setup.client.put(f"/kvferry/engines/{role}/{name}", json={"url": url})
+
+
+def start(setup, role, name):
+    """One more engine, which the router is not told of."""
+    fake = FakeEngine(name, role)
+    fake.url = setup.servers.start(fake.app())
+    (setup.prefill if role == "prefill" else setup.decode).append(fake)
+    setup.says("Hello")
+    return fake
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_entered_gets_requests_at_once(setup, role):
+    more = start(setup, role, "more")
+
+    answer = put(setup, role, "more", more.url)
+
+    assert (answer.status_code, answer.json()["url"]) == (200, more.url)
+    until(lambda: state(setup, "more", role) == "ready")
+    for _ in range(2):
+        assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+    assert more.bodies
+
+
+def test_a_router_begins_without_engines_and_serves_once_some_are_entered(make_setup):
+    setup = make_setup(prefill=0, decode=0)
+    setup.complete()
+    nobody = setup.complete()
+    assert nobody.status_code == 503
+    assert "no decode engine can serve this: there is none" in nobody.text
+
+    for role in ("prefill", "decode"):
+        engine = start(setup, role, role)
+        put(setup, role, role, engine.url)
+        until(lambda role=role: state(setup, role, role) == "ready")
+
+    assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+
+
+def test_an_engine_that_drains_gets_nothing_new_and_ends_what_it_has(make_setup):
+    setup = make_setup(decode=2)
+    slow, other = setup.decode
+    other.refuse = (503, "not this one")
+    slow.hang = True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: slow.bodies)
+        other.refuse = None
+        until(lambda: state(setup, other.name) == "ready")
+
+        answer = setup.client.post(f"/kvferry/engines/decode/{slow.name}/drain")
+
+        assert answer.json()["state"] == "draining"
+        for _ in range(3):
+            assert setup.complete(max_tokens=5).status_code == 200
+        assert len(slow.bodies) == 1
+        assert state(setup, slow.name) == "draining"
+        slow.release.set()
+        assert waiting.result().json()["choices"][0]["text"] == "Hello"
+    assert state(setup, slow.name) == "drained"
+    assert put(setup, "decode", slow.name, slow.url).json()["state"] == "ready"  # it is back
+
+
+def test_a_prefill_engine_has_not_drained_while_its_kv_waits_to_be_fetched(setup):
+    (lender,), (borrower,) = setup.prefill, setup.decode
+    borrower.hang = True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: borrower.bodies)
+
+        engine = setup.client.post(f"/kvferry/engines/prefill/{lender.name}/drain").json()
+
+        assert (engine["state"], engine["outstanding"], engine["lent"]) == ("draining", 0, 1)
+        borrower.release.set()
+        assert waiting.result().status_code == 200
+    assert state(setup, lender.name, "prefill") == "drained"
+
+
+def test_a_lender_is_drained_when_a_client_went_away_before_its_kv_was_fetched(setup):
+    (lender,), (borrower,) = setup.prefill, setup.decode
+    borrower.hang = True
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(
+            f"{setup.client.base_url}/v1/completions",
+            json={"prompt": "Hi", "max_tokens": 5, "temperature": 0},
+            timeout=0.5,
+            trust_env=False,
+        )
+    assert borrower.aborted.wait(10)
+    until(lambda: told(setup, lender.name, "prefill")["lent"] == 0)
+    assert lender.taken_back
+
+
+def test_an_engine_that_says_that_it_drains_is_left_alone_and_not_taken_for_dead(make_setup):
+    setup = make_setup(decode=2, outstanding_timeout_s=0.2)
+    leaving, _ = setup.decode
+    leaving.tells = {"drain": {"requests": 2, "loads": 0, "leases": 1, "is_over": False}}
+    until(lambda: state(setup, leaving.name) == "draining")
+    leaving.bodies.clear()
+
+    for _ in range(3):
+        assert setup.complete(max_tokens=5).status_code == 200
+
+    assert not leaving.bodies
+    assert told(setup, leaving.name)["healthy"]
+    assert told(setup, leaving.name)["drain"]["leases"] == 1
+    leaving.tells = {"drain": {"requests": 0, "loads": 0, "leases": 0, "is_over": True}}
+    until(lambda: state(setup, leaving.name) == "drained")
+    leaving.tells = {}  # started again at the same place
+    until(lambda: state(setup, leaving.name) == "ready")
+
+
+def test_a_refusal_to_take_new_requests_is_no_death(make_setup):
+    setup = make_setup(decode=2)
+    leaving, _ = setup.decode
+    leaving.refuse, leaving.refuse_code = (503, "it is draining"), "DrainingError"
+
+    for _ in range(4):
+        assert setup.complete(max_tokens=5).status_code == 200
+
+    assert leaving.bodies
+    assert told(setup, leaving.name)["healthy"]
+    prefilled = sum(len(engine.bodies) for engine in setup.prefill)
+    assert prefilled == 4  # the lease was not in its hands: nothing is computed again
+
+
+def test_an_engine_that_is_forgotten_ends_what_it_works_on(setup):
+    (engine,) = setup.decode
+    engine.hang = True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: engine.bodies)
+
+        gone = setup.client.delete(f"/kvferry/engines/decode/{engine.name}").json()
+
+        assert gone["outstanding"] == 1
+        assert told(setup, engine.name) is None
+        engine.release.set()
+        assert waiting.result().json()["choices"][0]["text"] == "Hello"
+
+
+def test_a_forgotten_engine_that_dies_does_not_keep_its_requests_for_ever(make_setup):
+    setup = make_setup(decode=2, outstanding_timeout_s=0.2)
+    dying, other = setup.decode
+    other.refuse = (503, "not this one")
+    dying.hang = True
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: dying.bodies)
+        other.refuse = None
+        setup.client.delete(f"/kvferry/engines/decode/{dying.name}")
+        dying.healthy = False
+        assert waiting.result().json()["choices"][0]["text"] == "Hello"
+    assert other.bodies
+
+
+def test_an_engine_entered_with_another_address_takes_the_place_of_the_one_before(setup):
+    (before,) = setup.decode
+    after = start(setup, "decode", before.name)
+
+    put(setup, "decode", before.name, after.url)
+
+    until(lambda: state(setup, before.name) == "ready")
+    assert told(setup, before.name)["url"] == after.url
+    before.bodies.clear()
+    assert setup.complete(max_tokens=5).status_code == 200
+    assert after.bodies
+    assert not before.bodies
+
+
+def test_an_engine_changes_its_role_while_it_runs(make_setup):
+    setup = make_setup(prefill=2, decode=1)
+    both = setup.prefill[1]
+
+    put(setup, "decode", both.name, both.url)
+    until(lambda: state(setup, both.name) == "ready")
+    setup.client.delete(f"/kvferry/engines/prefill/{both.name}")
+    setup.client.delete(f"/kvferry/engines/decode/{setup.decode[0].name}")
+    both.bodies.clear()
+
+    assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+    (body,) = both.bodies
+    assert body["kv_transfer_params"] == {"ticket": f"from {setup.prefill[0].name}"}
+
+
+def test_an_engine_whose_kv_role_does_not_fit_is_not_used_and_says_why(setup):
+    wrong = start(setup, "decode", "wrong")
+    wrong.tells = {"kv_role": "kv_producer"}
+    put(setup, "decode", "wrong", wrong.url)
+    until(lambda: told(setup, "wrong")["last_error"] not in ("", "not reached yet"))
+    assert told(setup, "wrong")["last_error"] == (
+        "its kv_role is 'kv_producer'; a decode engine needs kv_consumer or kv_both"
+    )
+    assert state(setup, "wrong") == "down"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "says"),
+    [
+        ("PUT", "decode/d9", {"url": "localhost:80"}, 400, "'localhost:80' is no URL of a server"),
+        ("PUT", "decode/d9", {"url": "http://h", "rol": 1}, 400, "rol"),
+        ("PUT", "decode/d9", {}, 400, "url"),
+        ("PUT", "decoder/d9", {"url": "http://h"}, 404, "Invalid enum value 'decoder'"),
+        ("PUT", "decode/a%0Ab", {"url": "http://h"}, 400, "is not printable text"),
+        ("PUT", f"decode/{'n' * 300}", {"url": "http://h"}, 400, "of 1 to 256 characters"),
+        ("DELETE", "decode/d9", None, 404, "decode engine 'd9' is not known here; there are 'd0'"),
+        ("POST", "prefill/d0/drain", None, 404, "there are 'p0'"),
+    ],
+)
+def test_bad_requests_to_change_the_engines_are_named(setup, method, path, body, status, says):
+    response = setup.client.request(method, f"/kvferry/engines/{path}", json=body)
+    assert response.status_code == status
+    assert says in response.json()["error"]["message"]
+    assert len(setup.client.get("/kvferry/engines").json()["engines"]) == 2
+
+
+def test_engines_are_bounded(setup, monkeypatch):
+    monkeypatch.setattr(members, "MOST_ENGINES", 2)
+    response = put(setup, "decode", "d9", "http://127.0.0.1:9")
+    assert response.status_code == 409
+    assert "there are 2, no more are taken" in response.text
+
+
+def test_only_an_operator_changes_the_engines(make_setup):
+    setup = make_setup(api_key="clients", operator_key="operator", wait=False)
+
+    def ask(key):
+        headers = {"authorization": f"Bearer {key}"}
+        return setup.client.get("/kvferry/engines", headers=headers).status_code
+
+    assert (ask("operator"), ask("clients"), ask("no")) == (200, 401, 401)
+
+
+def test_without_an_operator_key_the_clients_key_counts_on_loopback(make_setup):
+    setup = make_setup(api_key="clients", wait=False)
+    headers = {"authorization": "Bearer clients"}
+    assert setup.client.get("/kvferry/engines").status_code == 401
+    assert setup.client.get("/kvferry/engines", headers=headers).status_code == 200
+
+
+def test_without_an_operator_key_nobody_changes_a_router_that_others_reach(make_setup):
+    setup = make_setup(host="10.1.2.3", wait=False)
+    response = put(setup, "decode", "mine", "http://127.0.0.1:9")
+    assert response.status_code == 403
+    assert "KVFERRY_OPERATOR_KEY" in response.text
+
+
+def test_metrics_tell_of_the_engines_that_there_are(setup):
+    (gone,) = setup.decode
+    assert f'engine="{gone.name}"' in setup.client.get("/metrics").text
+    setup.client.delete(f"/kvferry/engines/decode/{gone.name}")
+    assert f'engine="{gone.name}"' not in setup.client.get("/metrics").text
+
+
+# ---- lists ---------------------------------------------------------------------------------
+
+
+class Lookup:
+    """A list that a test changes."""
+
+    def __init__(self):
+        self.found = []
+
+    async def __call__(self):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return [EngineAddress.of(*address) for address in self.found]
+
+
+@pytest.fixture
+def follow(servers, codec, byte_model):
+    """A router that follows a list; returns what asks it for its engines."""
+    clients = []
+
+    def begin(look):
+        settings = RouterSettings(engines=(), model_folder=str(byte_model))
+        url = servers.start(Router(settings, codec, [look]).app())
+        clients.append(httpx.Client(base_url=url, timeout=20, trust_env=False))
+
+        def names():
+            found = clients[-1].get("/kvferry/engines").json()["engines"]
+            return {(one["role"], one["name"], one["url"]) for one in found}
+
+        return names
+
+    yield begin
+    for client in clients:
+        client.close()
+
+
+def test_a_list_brings_engines_and_takes_them_away(follow, servers):
+    fakes = [FakeEngine(f"f{number}", "decode") for number in range(2)]
+    for fake in fakes:
+        fake.url = servers.start(fake.app())
+    everybody = [("decode", fake.url, fake.name) for fake in fakes]
+    look = Lookup()
+    names = follow(look)
+    assert names() == set()
+
+    look.found = everybody
+    until(lambda: {name for _, name, _ in names()} == {"f0", "f1"})
+    look.found = ConfigError("the disk is gone")
+    time.sleep(0.3)
+    assert len(names()) == 2  # what cannot be read changes nothing
+    look.found = everybody[:1]
+    until(lambda: {name for _, name, _ in names()} == {"f0"})
+    look.found = everybody
+    until(lambda: {name for _, name, _ in names()} == {"f0", "f1"})
+
+
+def test_an_engine_that_a_list_names_no_longer_goes_only_when_it_has_drained(make_setup, follow):
+    setup = make_setup()
+    (engine,) = setup.decode
+    look = Lookup()
+    names = follow(look)
+    engine.tells = {"drain": {"requests": 1, "loads": 0, "leases": 0, "is_over": False}}
+    look.found = [("decode", engine.url, "leaving")]
+    until(names)
+    look.found = []
+    time.sleep(0.3)
+    assert names()
+    engine.tells = {"drain": {"requests": 0, "loads": 0, "leases": 0, "is_over": True}}
+    until(lambda: not names())
+
+
+def test_a_file_of_engines_is_followed_and_its_mistakes_change_nothing(follow, tmp_path, caplog):
+    file = tmp_path / "engines.toml"
+    file.write_text(
+        '[[prefill]]\nurl = "http://127.0.0.1:8100/v1"\n'
+        '[[decode]]\nurl = "http://127.0.0.1:8200"\nname = "d0"\n'
+    )
+    expected = {
+        ("prefill", "127.0.0.1:8100", "http://127.0.0.1:8100"),
+        ("decode", "d0", "http://127.0.0.1:8200"),
+    }
+    names = follow(engines_in(file))
+    until(lambda: names() == expected)
+    for mistake in (
+        "[[decode]]\nurl = 3",
+        '[[decode]]\nurl = "nowhere"',
+        "[[",
+        '[[decoder]]\nurl=""',
+    ):
+        file.write_text(mistake)
+        until(lambda: "the last one stands" in caplog.text)
+        assert str(file) in caplog.text
+        caplog.clear()
+    assert names() == expected
+
+
+def test_a_name_stands_for_all_its_addresses(follow, monkeypatch):
+    found = ["127.0.0.3", "127.0.0.2", "::1"]
+    begun = threading.Event()
+
+    async def getaddrinfo(_self, host, port, **_):
+        begun.set()
+        assert (host, port) == ("prefill.example", 8100)
+        return [(None, None, None, "", (address, port)) for address in found]
+
+    monkeypatch.setattr("asyncio.base_events.BaseEventLoop.getaddrinfo", getaddrinfo)
+    names = follow(engines_behind("prefill", "http://prefill.example:8100"))
+    until(begun.is_set)
+    until(
+        lambda: (
+            {url for _, _, url in names()}
+            == {"http://127.0.0.2:8100", "http://127.0.0.3:8100", "http://[::1]:8100"}
+        )
+    )
+    found.remove("127.0.0.3")
+    until(lambda: len(names()) == 2)
