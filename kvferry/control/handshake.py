@@ -12,16 +12,27 @@ import msgspec
 from kvferry.errors import ProtocolError
 from kvferry.layouts.convert import is_convertible, is_lossless
 from kvferry.layouts.layout import Box, CellStrides
-from kvferry.topology.description import EngineDescription, RankDescription
+from kvferry.topology.description import (
+    MAX_GROUPS,
+    MAX_RANKS,
+    EngineDescription,
+    RankDescription,
+)
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import group_mismatches, repeated_layers
 from kvferry.topology.sharding import ranges_text
+from kvferry.topology.states import StateGeometry
 from kvferry.topology.tensors import RankMemory, TensorKind, TensorMemory
 
-MAX_RANKS = 1024
-"""Ranks of the largest engine that is accepted; bounds the work a description can cause."""
-MAX_GROUPS = 64
-"""KV cache groups of the largest engine that is accepted."""
+# What a description may have in all, so that judging it takes a second at most however it is made.
+MAX_MEMORIES = 8192
+"""Ranks times groups."""
+MAX_TENSORS = 32_768
+"""Tensors of all ranks and groups: 256 ranks with 128 layers each."""
+MAX_PARTS = 65_536
+"""Parts of all tensors (k and v are two), and sections of recurrent layers times ranks."""
+MAX_REGIONS = 131_072
+"""Regions of all ranks and groups."""
 MAX_LAYERS = 4096
 """Layers of the deepest model that is accepted, in whatever groups."""
 MAX_NAME_CHARS = 256
@@ -55,6 +66,7 @@ def validate(description: EngineDescription) -> None:
     where = f"engine {description.engine_id[:MAX_NAME_CHARS]!r}"
     try:
         _check_names(description)
+        _check_size(description)
         geometries = _geometries(description)
         for number, rank in enumerate(description.ranks):
             _check_rank(rank, number, geometries)
@@ -107,12 +119,37 @@ def _check_names(description: EngineDescription) -> None:
         )
 
 
-def _geometries(description: EngineDescription) -> tuple[GroupGeometry, ...]:
-    ranks, geometries = len(description.ranks), description.geometries
+def _check_size(description: EngineDescription) -> None:
+    """Counts what the checks that follow go through."""
+    ranks, groups = len(description.ranks), len(description.groups)
     if not 1 <= ranks <= MAX_RANKS:
         raise ValueError(f"ranks: {ranks} described, allowed are 1 to {MAX_RANKS}")
-    if not 1 <= len(geometries) <= MAX_GROUPS:
-        raise ValueError(f"groups: {len(geometries)} described, allowed are 1 to {MAX_GROUPS}")
+    if not 1 <= groups <= MAX_GROUPS:
+        raise ValueError(f"groups: {groups} described, allowed are 1 to {MAX_GROUPS}")
+    memories = [memory for rank in description.ranks for memory in rank.memory]
+    tensors = sum(len(memory.tensors) for memory in memories)
+    _check_at_most("ranks times groups", ranks * groups, MAX_MEMORIES)
+    _check_at_most("tensors", tensors, MAX_TENSORS)
+    parts = sum(len(tensor.parts) for memory in memories for tensor in memory.tensors)
+    _check_at_most("parts", parts, MAX_PARTS)
+    sections = sum(
+        len(state.sections)
+        for geometry in description.geometries
+        if isinstance(geometry, StateGeometry)
+        for state in geometry.states
+    )
+    _check_at_most("sections times ranks", sections * ranks, MAX_PARTS)
+    regions = sum(len(memory.region_bytes) for memory in memories)
+    _check_at_most("regions", regions, MAX_REGIONS)
+
+
+def _check_at_most(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise ValueError(f"{what}: {count} described in all, at most {most} are accepted")
+
+
+def _geometries(description: EngineDescription) -> tuple[GroupGeometry, ...]:
+    ranks, geometries = len(description.ranks), description.geometries
     for number, geometry in enumerate(geometries):
         # Before anything else is asked of it: that takes time that grows with ranks and layers.
         shape = geometry.parallel

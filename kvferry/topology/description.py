@@ -6,9 +6,10 @@ which every field is plain data. The comparison of two descriptions lives in
 """
 
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
@@ -19,6 +20,12 @@ PROTOCOL_MIN = 2
 """Oldest protocol version that this release speaks."""
 PROTOCOL_MAX = 2
 """Newest protocol version that this release speaks."""
+
+# Part of the schema, so that a longer list is refused before any of it is decoded.
+MAX_RANKS = 1024
+"""Ranks of the largest engine that is accepted."""
+MAX_GROUPS = 64
+"""KV cache groups of the largest engine that is accepted."""
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +87,7 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     endpoints: dict[str, bytes]
     """Transport name → the transport's own endpoint bytes."""
-    memory: tuple[RankMemory, ...]
+    memory: Annotated[tuple[RankMemory, ...], Meta(max_length=MAX_GROUPS)]
     """One entry per group."""
     mirrored: bool = False
     """Whether some transport serves copies of lent blocks, which are made when they are lent."""
@@ -95,9 +102,9 @@ class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     model: ModelFingerprint
-    groups: tuple[TaggedGroup, ...]
+    groups: Annotated[tuple[TaggedGroup, ...], Meta(max_length=MAX_GROUPS)]
     """What :func:`tagged_groups` makes of the geometries."""
-    ranks: tuple[RankDescription, ...]
+    ranks: Annotated[tuple[RankDescription, ...], Meta(max_length=MAX_RANKS)]
     convert_dtype: bool = False
     """Whether it reads KV of another dtype although precision is lost."""
 

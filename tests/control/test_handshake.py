@@ -8,11 +8,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvferry.control.handshake import MAX_RANKS, compare, validate
+from kvferry.control.handshake import (
+    MAX_GROUPS,
+    MAX_PARTS,
+    MAX_RANKS,
+    MAX_REGIONS,
+    MAX_TENSORS,
+    compare,
+    validate,
+)
 from kvferry.errors import ProtocolError
 from kvferry.layouts import CellStrides
 from kvferry.topology.description import EngineDescription, tagged_groups
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import pair_groups
 from kvferry.topology.sharding import ParallelShape
 from kvferry.topology.states import StateGeometry, state_part
@@ -172,6 +181,57 @@ def test_an_engine_with_too_many_ranks_is_refused_before_any_work(describe):
     ranks = description.ranks * (MAX_RANKS + 1)
     with pytest.raises(ProtocolError, match=f"1 to {MAX_RANKS}"):
         validate(replace(description, ranks=ranks))
+
+
+def large(what, describe, recurrent):
+    """A description with more of something than is accepted, in a few megabytes at most."""
+    base = recurrent("e") if what == "sections" else describe("e", num_layers=1)
+    (rank,) = base.ranks
+    (memory,) = rank.memory
+    match what:
+        case "groups":
+            return replace(base, groups=base.groups * (MAX_GROUPS + 1))
+        case "ranks times groups":
+            return replace(base, groups=base.groups * 64, ranks=base.ranks * 129)
+        case "tensors":
+            memory = replace(memory, tensors=memory.tensors * (MAX_TENSORS + 1))
+        case "parts":
+            (tensor,) = memory.tensors
+            parts = dict.fromkeys(map(str, range(MAX_PARTS + 1)), tensor.parts["k"])
+            memory = replace(memory, tensors=(replace(tensor, parts=parts),))
+        case "sections":
+            (state,) = base.groups
+            many = {f"{number}": (1, 1) for number in range(64)}
+            states = (state_part("s", "int8", many),)
+            geometry = dataclasses.replace(state.geometry, states=states, layout="B(s=HD)")
+            none = replace(memory, tensors=())
+            ranks = (replace(rank, memory=(none,)),) * 1024
+            return replace(base, groups=tagged_groups([geometry] * 2), ranks=ranks)
+        case "regions":
+            memory = replace(memory, region_bytes=(1,) * (MAX_REGIONS + 1))
+    return replace(base, ranks=(replace(rank, memory=(memory,)),))
+
+
+@pytest.mark.parametrize(
+    "what", ["groups", "ranks times groups", "tensors", "parts", "sections", "regions"]
+)
+def test_a_description_that_would_cost_too_much_is_refused_before_any_work(
+    describe, recurrent, monkeypatch, what
+):
+    description = large(what, describe, recurrent)
+    monkeypatch.setattr(GroupGeometry, "tensors", lambda *_: pytest.fail("it was judged"))
+    with pytest.raises(ProtocolError, match=rf"{what}.*: \d+ described"):
+        validate(description)
+
+
+def test_lists_that_are_too_long_are_refused_before_they_are_decoded(describe, monkeypatch):
+    description = describe("e")
+    with pytest.raises(ProtocolError, match=r"length <= 1024 - at `\$.ranks`"):
+        receive(sent(replace(description, ranks=description.ranks * (MAX_RANKS + 1))))
+    payload = sent(replace(description, groups=description.groups * (MAX_GROUPS + 1)))
+    monkeypatch.setattr(EngineGeometry, "__post_init__", lambda _: pytest.fail("it was made"))
+    with pytest.raises(ProtocolError, match=r"length <= 64 - at `\$.groups`"):
+        receive(payload)
 
 
 @LAW
@@ -384,7 +444,7 @@ def test_absurd_groups_are_refused_in_no_time(describe, recurrent):
         group["geometry"]["parallel"] |= {"tp": 1 << 20, "pp": 1 << 20}
         payload = msgspec.msgpack.encode(wire | {"groups": [group] * 5000})
         start = time.process_time()
-        with pytest.raises(ProtocolError, match="5000 described, allowed are 1 to 64"):
+        with pytest.raises(ProtocolError, match="Expected `array` of length <= 64"):
             receive(payload)
         assert time.process_time() - start < 5
 
