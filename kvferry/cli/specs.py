@@ -7,11 +7,11 @@ from pathlib import Path
 
 from kvferry.cache.cache_shape import CacheShape
 from kvferry.cache.config_builder import group_layers
-from kvferry.control.handshake import MAX_RANKS
 from kvferry.engine.weights_folder import CONFIG_FILE, read_json
 from kvferry.errors import ConfigError
 from kvferry.explain.models import KNOWN_MODELS, ModelInfo, parse_model
 from kvferry.topology import GroupGeometry, ParallelShape
+from kvferry.topology.description import MAX_RANKS
 
 #: Key of a spec → what it may hold, for messages.
 SPEC_KEYS = {

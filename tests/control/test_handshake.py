@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvferry.control.handshake import (
-    MAX_GROUPS,
     MAX_PARTS,
-    MAX_RANKS,
     MAX_REGIONS,
     MAX_TENSORS,
     compare,
@@ -19,7 +17,12 @@ from kvferry.control.handshake import (
 )
 from kvferry.errors import ProtocolError
 from kvferry.layouts import CellStrides
-from kvferry.topology.description import EngineDescription, tagged_groups
+from kvferry.topology.description import (
+    MAX_GROUPS,
+    MAX_RANKS,
+    EngineDescription,
+    tagged_groups,
+)
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import pair_groups
