@@ -20,6 +20,7 @@ import os
 import queue
 import select
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 AFTER_FAILURE_S = 1.0
 """Seconds until a turn is taken again that failed, and so did not say when it wants to be."""
+LATE_S = 2.0
+"""Seconds by which a turn comes later than asked for, from which on the thread did not run."""
 
 Task = Callable[[], object]
 
@@ -88,6 +91,7 @@ class Mailbox(Owner, Closing):
         *,
         poller: Poller | None = None,
         survives: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before :meth:`start`, so that its owner can finish its own constructor.
 
@@ -100,6 +104,7 @@ class Mailbox(Owner, Closing):
                 task begins a little sooner.
             survives: whether the thread goes on after a task or a turn has raised, which is logged
                 either way. Otherwise it ends, and :meth:`check` tells its owner why.
+            clock: seconds that never run backwards.
         """
         super().__init__(f"kvferry-{name}")
         self._turn = turn
@@ -110,6 +115,12 @@ class Mailbox(Owner, Closing):
         self._lock = threading.Lock()
         self._event_fd = -1
         self._closed = False
+        self._clock = clock
+        self.awake_since = clock()
+        """Clock reading since when every turn has come in time. Whoever judges the silence
+        of others counts from here: while this thread did not run, it heard nobody."""
+        self._due = math.inf
+        """Clock reading by which the next turn is to come."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
         if poller is not None:
             self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -124,6 +135,11 @@ class Mailbox(Owner, Closing):
         return self.start()
 
     # ---- any thread ---------------------------------------------------------------------------
+
+    @property
+    def awake_s(self) -> float:
+        """For how many seconds every turn has come in time."""
+        return self._clock() - self.awake_since
 
     def post(self, task: Task) -> None:
         """Has the thread call ``task``, after what was posted before. Once it has ended, nobody
@@ -215,8 +231,16 @@ class Mailbox(Owner, Closing):
             nonlocal pause_s
             pause_s = self._turn()
 
+        began = self._clock()
+        if began > self._due + LATE_S:
+            self.awake_since = began
         self._guarded(turn)
-        return None if pause_s is None else max(pause_s, 0.0)
+        if pause_s is None:
+            self._due = math.inf
+            return None
+        pause_s = max(pause_s, 0.0)
+        self._due = began + pause_s
+        return pause_s
 
     def _run_tasks(self, wait_s: float | None) -> bool:
         with contextlib.suppress(queue.Empty):

@@ -17,6 +17,16 @@ def polling(name="test", **options):
     return Mailbox(name, poller=select.poll(), **options)
 
 
+class Clock:
+    """A clock that stands until it is turned."""
+
+    def __init__(self, now):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
 @pytest.fixture(params=[Mailbox, polling], ids=["queue", "poller"])
 def make(request):
     return request.param
@@ -145,3 +155,22 @@ def test_a_watched_descriptor_is_handled_until_it_is_not_watched():
     assert got == [b"one"]
     os.close(reader)
     os.close(writer)
+
+
+def test_it_knows_since_when_it_has_come_to_every_turn_in_time(make):
+    """Whether it was kept from running between its turns or within one."""
+    clock = Clock(100.0)
+    turns, taken = iter([0.0, 50.0, 1.5, 3.0]), threading.Semaphore(0)
+    awake = []
+
+    def turn():
+        awake.append(mailbox.awake_s)
+        clock.now += next(turns, 0.0)
+        taken.release()
+        return 0.0 if len(awake) < 5 else None
+
+    mailbox = make("late", turn=turn, clock=clock)
+    with mailbox:
+        for _ in range(5):
+            assert taken.acquire(timeout=10)
+    assert awake == [0.0, 0.0, 0.0, 1.5, 0.0]
