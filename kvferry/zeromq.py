@@ -22,6 +22,9 @@ from kvferry.errors import (
     TransferError,
 )
 
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats, unless configured."""
+
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -178,6 +181,22 @@ def connect(socket: Socket, host: str, port: int) -> None:
     """
     socket.setsockopt(zmq.IPV6, ":" in host)
     socket.connect(tcp_address(host, port))
+
+
+def beat(socket: Socket, heartbeat_s: float) -> None:
+    """Has a connection's ends look for each other, before the socket is bound or connected.
+
+    ZeroMQ's own thread asks and answers, so a process that does not get to run its Python is there
+    all the same. A connection on which nothing came for three heartbeats, or four, is lost.
+
+    Args:
+        socket: of either end.
+        heartbeat_s: seconds between two heartbeats.
+    """
+    milliseconds = max(1, round(heartbeat_s * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * milliseconds)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * milliseconds)
 
 
 def use_curve(

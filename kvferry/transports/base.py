@@ -280,8 +280,9 @@ class TransportOptions:
     """Address on which to listen, and which peers are told."""
     threads: int = 1
     """Mover threads."""
-    stall_timeout_s: float = 10.0
-    """Seconds without progress after which a transfer fails as stalled."""
+    stall_timeout_s: float = 120.0
+    """Seconds without progress after which a transfer fails as stalled. A peer that is only slow
+    may not get to run for a minute; one that is gone shows in the connection."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the transport's ``ExtraConfig``."""
 

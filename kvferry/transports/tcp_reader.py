@@ -34,8 +34,10 @@ from kvferry.transports.wire_messages import (
 from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, WireReader
 from kvferry.zeromq import (
     CONNECTION_LOST,
+    HEARTBEAT_S,
     Context,
     Socket,
+    beat,
     connect,
     resolve,
     tcp_address,
@@ -45,8 +47,6 @@ from kvferry.zeromq import (
 logger = logging.getLogger(__name__)
 
 _MESSAGES_PER_TURN = 32
-_LONGEST_MS = 2**31 - 1
-"""The longest timeout that a ZeroMQ socket takes."""
 
 
 class TcpPeer(WirePeer):
@@ -107,10 +107,8 @@ class TcpReader(WireReader[TcpPeer]):
             socket.maxmsgsize = MAX_CHUNK_BYTES
             socket.rcvhwm = 0  # the window bounds what is under way
             socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
-            socket.connect_timeout = min(
-                max(1, int(self._side.stall_timeout_s * 1000)), _LONGEST_MS
-            )
-            socket.tcp_keepalive = 1
+            socket.connect_timeout = round(HEARTBEAT_S * 1000)  # the peer's kernel answers
+            beat(socket, HEARTBEAT_S)
             peer = TcpPeer(endpoint, self, socket)
             try:
                 connect(socket, host, endpoint.port)

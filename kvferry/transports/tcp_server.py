@@ -33,14 +33,14 @@ from kvferry.transports.wire_messages import (
     Welcome,
     encode,
 )
-from kvferry.zeromq import listen
+from kvferry.zeromq import HEARTBEAT_S, beat, listen
 
 logger = logging.getLogger(__name__)
 
 MAX_CHUNKS_AHEAD = 64
 """Chunks on their way to one reader, whatever their size."""
-SILENCE_S = 60.0
-"""Seconds after which a reader that takes nothing of what it reads counts as gone."""
+SILENCE_S = 120.0
+"""Seconds after which a reader that takes nothing of what it reads counts as hung."""
 _MESSAGES_PER_TURN = 64
 """Requests handled before the next chunk is served."""
 
@@ -129,7 +129,7 @@ class TcpServer(WireServer):
         self._socket.linger = 0
         self._socket.router_mandatory = True
         self._socket.maxmsgsize = MAX_REQUEST_BYTES
-        self._socket.tcp_keepalive = 1
+        beat(self._socket, HEARTBEAT_S)
         try:
             self.port = listen(self._socket, host, port, "port")
             """The TCP port it listens on."""
@@ -244,7 +244,8 @@ class TcpServer(WireServer):
         if now >= self._next_look:
             self._next_look = now + SILENCE_S / 4
             for reader in list(self._readers.values()):
-                if reader.reads and now - reader.heard >= SILENCE_S:
+                heard = max(reader.heard, self._mailbox.awake_since)
+                if reader.reads and now - heard >= SILENCE_S:
                     lost = TransferError(f"this reader was silent for {SILENCE_S:g} s")
                     self._refuse(reader.identity, None, lost)
                     self._forget(reader)

@@ -202,8 +202,9 @@ class WireReader(ABC, Generic[PeerT]):
         self._looked = now
         for peer in list(self._peers):
             for read in [*peer.reads.values(), *peer.waiting]:
-                # A read that waits for its turn behind others of this peer is not stalled.
-                since = now - max(peer.progressed, read.progressed)
+                # A read that waits for its turn behind others of this peer is not stalled, nor one
+                # whose chunks have come while this thread did not run.
+                since = now - max(peer.progressed, read.progressed, self._mailbox.awake_since)
                 if since > self._side.stall_timeout_s:
                     read.fail(
                         StalledError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import threading
 import time
 
 import msgspec
@@ -154,6 +155,27 @@ def test_a_read_sends_its_chunks_and_takes_their_bytes(server, local, under_way)
         more = server.expect(Taken)
         taken = Taken(taken.nbytes + more.nbytes, taken.chunks + more.chunks)
     assert taken == Taken(NBYTES, 8)
+
+
+@pytest.mark.parametrize("local", [1.0], indirect=True)
+def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_as_stalled(
+    server, local, under_way, monkeypatch
+):
+    monkeypatch.setattr("kvferry.mailbox.LATE_S", 0.1)
+    transfer, read = under_way
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand():
+        stands.set()
+        goes_on.wait(10)
+
+    local._reader.post(stand)
+    assert stands.wait(10)
+    for index in range(1, 8):
+        server.send(Chunk(read.transfer, index), chunk_of(index))
+    time.sleep(2.0)  # longer than the read may stand where it stands
+    goes_on.set()
+    assert ended(local, transfer).state is TransferState.DONE
 
 
 @pytest.mark.parametrize(
