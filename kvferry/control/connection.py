@@ -35,7 +35,7 @@ from kvferry.errors import (
 
 T = TypeVar("T")
 
-SECOND_LOOK_S = 0.05
+SECOND_LOOK_S = 0.25
 """Seconds between the two looks for an answer after which a call is given up."""
 
 #: Errors that a server may send by name: those that are built from a message alone.
@@ -58,7 +58,7 @@ class Call(Generic[T]):
     """Turns a reply into the future's result, or raises what the future is to raise."""
     future: "Future[T]" = field(default_factory=Future)
     deadline: float = 0.0
-    """Clock reading after which it counts as lost; set when it is sent or begins to wait."""
+    """Clock reading after which the peer counts as hung; set when it is sent or begins to wait."""
 
     def __post_init__(self) -> None:
         self.future.set_running_or_notify_cancel()  # only we end it
@@ -209,8 +209,9 @@ class Connection:
     def expire(self, now: float) -> Ended:
         """Gives up the calls for which no answer came in time, not even until a second look.
 
-        A process that did not run for a while finds its calls overdue though they are answered:
-        the answers lie in the socket, or ZeroMQ's own thread is just about to put them there.
+        That is for peers that hang: one that is gone shows in the link. And a process that did not
+        run for a while finds its calls overdue though they are answered: the answers lie in the
+        link, or ZeroMQ's own thread is just about to put them there.
         """
         ended = self.receive()
         if now < self.next_look:

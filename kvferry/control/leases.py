@@ -9,7 +9,12 @@ monotonic clock, the source's:
                  │      another start of the holder's engine at once
                  └──────────── release / expiry / revoke ─────────> released, expired, revoked
 
-A renewed lease expires all the same once it is ``max_age_s`` old.
+A lease expires only at :meth:`LeaseTable.expire`, which the thread calls that answers renewals,
+when it has answered those that came. So a lease is not charged for time in which the source itself
+did not run, and a renewal that comes late is taken as long as the lease is open. Nor is it charged
+for time in which a target did not run: it waits :data:`SLOW` durations for the first one to take
+it, and for a holder that does not renew and whose connection lives, which needs nothing of the
+holder's interpreter. A renewed lease expires all the same once it is ``max_age_s`` old.
 
 A lease of blocks that cannot be read yet stays untaken until :meth:`LeaseTable.ready`: nobody takes
 it, and nothing that was read under it counts.
@@ -28,7 +33,8 @@ Who may speak of a lease is not judged here, see :mod:`kvferry.control.proofs`.
 """
 
 import enum
-import heapq
+import functools
+import math
 import secrets
 import threading
 import time
@@ -46,6 +52,11 @@ Target: TypeAlias = tuple[str, str]
 Report: TypeAlias = tuple[bool, bytes]
 """What one rank reported: whether its reads succeeded, and the report's nonce."""
 
+SLOW = 3.0
+"""Lease durations for which a target may say nothing and count as slow."""
+EXTENSION = 1 / 6
+"""Share of its duration by which the lease of a slow holder is extended at a time."""
+
 
 class LeaseOutcome(enum.StrEnum):
     """How a lease ended."""
@@ -55,7 +66,7 @@ class LeaseOutcome(enum.StrEnum):
     RELEASED = "released"
     """The target gave it up."""
     EXPIRED = "expired"
-    """Nobody renewed it for its duration."""
+    """Nobody renewed it for its duration, though everybody could."""
     REVOKED = "revoked"
     """The source took it back itself."""
 
@@ -70,7 +81,7 @@ class Lease:
     """The source's request whose blocks are kept."""
     num_blocks: int
     duration_s: float
-    """Seconds it lives without being renewed."""
+    """Seconds it lives without being renewed once it is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +159,7 @@ class LeaseTable:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
-        duration_s: seconds that a lease lives without being renewed.
+        duration_s: seconds that a lease lives without being renewed once it is taken.
         max_blocks: blocks that leases may pin together, those not yet swept included.
         takeover_after_s: seconds of the holder's silence after which another target may take a
             lease; half of ``duration_s`` unless given.
@@ -166,7 +177,6 @@ class LeaseTable:
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, EndedLease] = OrderedDict()
         self._unswept: list[EndedLease] = []
-        self._deadlines: list[tuple[float, str]] = []  # one entry per open lease, maybe too early
         self._pinned = 0
         self._outcomes: Counter[str] = Counter()
 
@@ -206,17 +216,19 @@ class LeaseTable:
                 )
             lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
             now = self._clock()
-            deadline = now + min(self.duration_s, self._max_age_s)
+            deadline = now + min(SLOW * self.duration_s, self._max_age_s)
             self._open[lease.lease_id] = _Open(lease, now, deadline, ready)
-            heapq.heappush(self._deadlines, (deadline, lease.lease_id))
             self._pinned += num_blocks
             return lease
 
     def ready(self, lease_id: str) -> None:
-        """The blocks of a lease can be read from now on; ended ones and unknown ids are ignored."""
+        """The blocks of a lease can be read from now on, and its time begins; ended ones and
+        unknown ids are ignored.
+        """
         with self._lock:
             if (entry := self._open.get(lease_id)) is not None:
                 entry.ready = True
+                self._extend(entry, self._clock(), SLOW * self.duration_s)
 
     def renew(
         self, engine_id: str, incarnation: str, lease_ids: Iterable[str]
@@ -263,7 +275,7 @@ class LeaseTable:
         target = (engine_id, incarnation)
         with self._lock:
             now = self._clock()
-            entry = self._live(lease_id, now)
+            entry = self._open.get(lease_id)
             if entry is None:
                 return self._late_finish(lease_id, target, rank, (ok, nonce))
             if not entry.ready or target in entry.former or entry.holder not in (None, target):
@@ -290,9 +302,8 @@ class LeaseTable:
         """
         target = (engine_id, incarnation)
         with self._lock:
-            now = self._clock()
             for lease_id in lease_ids:
-                entry = self._live(lease_id, now)
+                entry = self._open.get(lease_id)
                 if entry is None or target in entry.former or entry.holder not in (None, target):
                     continue
                 if keep:
@@ -317,12 +328,33 @@ class LeaseTable:
                 if entry is not None:
                     self._end(entry, LeaseOutcome.REVOKED)
 
+    def expire(
+        self, *, awake_s: float = math.inf, lives: Callable[[Target], bool] = lambda _: False
+    ) -> None:
+        """Ends the leases whose time is over. To be called by the thread that answers renewals,
+        after those that have come.
+
+        Args:
+            awake_s: seconds for which that thread has run without a gap. Until it has run for a
+                whole lease duration nothing ends: renewals may have come that it could not take.
+            lives: whether the connection of a target lives; called with this table's lock held.
+        """
+        if awake_s < self.duration_s:
+            return
+        lives = functools.cache(lives)
+        with self._lock:
+            now = self._clock()
+            for entry in [entry for entry in self._open.values() if now >= entry.deadline]:
+                if self._is_slow(entry, now, lives):
+                    self._extend(entry, now, EXTENSION * self.duration_s)
+                if now >= entry.deadline:  # of its greatest age too
+                    self._end(entry, LeaseOutcome.EXPIRED)
+
     def sweep(self) -> list[EndedLease]:
         """The leases that ended since the last call, each exactly once: free their blocks."""
-        if not self._open and not self._unswept:
+        if not self._unswept:
             return []  # engines ask in every step
         with self._lock:
-            self._expire(self._clock())
             swept, self._unswept = self._unswept, []
             self._pinned -= sum(ended.num_blocks for ended in swept)
             return swept
@@ -361,16 +393,22 @@ class LeaseTable:
 
     # All below is called with the lock held.
 
-    def _live(self, lease_id: str, now: float) -> _Open | None:
-        """The open lease; one whose deadline has passed is ended first, swept or not."""
-        entry = self._open.get(lease_id)
-        if entry is not None and now >= entry.deadline:
-            self._end(entry, LeaseOutcome.EXPIRED)
-            return None
-        return entry
+    def _extend(self, entry: _Open, now: float, seconds: float) -> None:
+        entry.deadline = min(now + seconds, entry.granted + self._max_age_s)
+
+    def _is_slow(self, entry: _Open, now: float, lives: Callable[[Target], bool]) -> bool:
+        """Whether somebody may want a lease who cannot say so: we ourselves, or its holder."""
+        if not entry.ready:
+            return True
+        if entry.holder is None or now - entry.heard >= SLOW * self.duration_s:
+            return False
+        spoke = max(other.heard for other in self._open.values() if other.holder == entry.holder)
+        if spoke - entry.heard >= self._takeover_after_s:
+            return False  # it renews others, and not this
+        return lives(entry.holder)
 
     def _renew(self, lease_id: str, target: Target, now: float) -> LeaseAnswer:
-        entry = self._live(lease_id, now)
+        entry = self._open.get(lease_id)
         if entry is None:
             is_done = self._done_by(lease_id, target) is not None
             return LeaseAnswer.DONE if is_done else LeaseAnswer.REVOKED
@@ -388,7 +426,7 @@ class LeaseTable:
         if entry.holder is None:
             entry.take(target, now)
         entry.heard = now
-        entry.deadline = min(now + self.duration_s, entry.granted + self._max_age_s)
+        self._extend(entry, now, self.duration_s)
         return LeaseAnswer.HELD
 
     def _report(self, entry: _Open, rank: int, report: Report) -> FinishAnswer:
@@ -429,14 +467,3 @@ class LeaseTable:
         self._ended[lease.lease_id] = ended
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)
-
-    def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, lease_id = heapq.heappop(self._deadlines)
-            entry = self._open.get(lease_id)
-            if entry is None:
-                continue
-            if now >= entry.deadline:
-                self._end(entry, LeaseOutcome.EXPIRED)
-            else:  # it was renewed since
-                heapq.heappush(self._deadlines, (entry.deadline, lease_id))

@@ -113,7 +113,8 @@ class ZmqLink:
         try:
             configure(self._socket, options, is_server=False)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
-            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, round(options.request_timeout_s * 1000))
+            # The peer's kernel answers this.
+            self._socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(options.heartbeat_s * 1000)))
             connect(self._socket, host, split_address(address)[1])
         except zmq.ZMQError as error:
             self.close()

@@ -43,7 +43,8 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How the control channel behaves. All engines of a cluster may differ in any of these."""
 
     lease_duration_s: float = 30.0
-    """Seconds that a lease lives without being renewed, by the source's monotonic clock."""
+    """Seconds that a lease lives without being renewed, by the source's monotonic clock; three
+    times as long before it is taken, and while its holder's connection lives."""
     renewals_per_lease: int = 6
     """How often the target renews within one lease duration."""
     takeover_after_s: float | None = None
@@ -53,10 +54,12 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a lease ends however often it is renewed."""
     max_leased_blocks: int | None = None
     """KV blocks that leases may pin together; three quarters of the pool unless given."""
-    request_timeout_s: float = 5.0
-    """Seconds after which a request without an answer counts as lost."""
+    request_timeout_s: float = 120.0
+    """Seconds after which a peer whose connection lives, and which has not answered, counts as
+    hung: a process may not get to run for a minute."""
     heartbeat_s: float = 5.0
-    """Seconds between ZeroMQ heartbeats; a peer that misses three is disconnected."""
+    """Seconds between ZeroMQ heartbeats, which need nothing of a process's Python; a peer that
+    misses three is disconnected."""
     max_message_bytes: int = 16 << 20
     """Bytes of the largest message that is accepted or sent."""
     max_peers: int = 1024
@@ -105,17 +108,16 @@ def configure(socket: "Socket", options: ControlOptions, *, is_server: bool) -> 
     """
     import zmq
 
-    from kvferry.zeromq import use_curve
+    from kvferry.zeromq import beat, use_curve
 
-    heartbeat_ms = max(1, round(options.heartbeat_s * 1000))
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, options.max_message_bytes)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, heartbeat_ms)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * heartbeat_ms)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, round(options.request_timeout_s * 1000)))
+    beat(socket, options.heartbeat_s)
     if (keys := options.curve) is not None:
         servers = None if is_server else keys.server_key or keys.public_key
         use_curve(socket, keys.public_key, keys.secret_key, servers)
+        # Whether a key is admitted is decided in Python.
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, round(options.request_timeout_s * 1000)))
 
 
 def make_keys() -> CurveKeys:

@@ -31,6 +31,8 @@ class Peer:
     last_seen: float
     """Clock reading of its last message."""
     last_error: str = ""
+    connection: bytes = b""
+    """How our socket names the connection on which it last renewed a lease; empty before."""
     is_trusted: bool = False
     """Whether it has shown a ticket of ours, or we asked it for KV: who has done neither makes
     room first."""
@@ -118,6 +120,12 @@ class PeerTable:
                 )
             peer.last_seen = self._clock()
             return peer
+
+    def connection(self, engine_id: str, incarnation: str) -> bytes:
+        """The connection on which a start of an engine last renewed a lease; empty if none did."""
+        with self._lock:
+            peer = self._peers.get((engine_id, incarnation))
+            return b"" if peer is None else peer.connection
 
     def forget(self, engine_id: str) -> None:
         """Drops all starts of an engine; unknown ids are ignored."""

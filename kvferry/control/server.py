@@ -18,7 +18,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from kvferry.control import messages
 from kvferry.control.handshake import compare, validate
-from kvferry.control.leases import LeaseTable, check_rank
+from kvferry.control.leases import LeaseTable, Target, check_rank
 from kvferry.control.messages import (
     DescriptionReply,
     DescriptionRequest,
@@ -60,6 +60,10 @@ from kvferry.zeromq import Context, listen
 TransferLister = Callable[[], Iterable[TransferStatus]]
 
 _BURST = 64  # messages answered between two looks at whether to stop
+LOOK_S = 1.0
+"""Seconds between two looks at which leases have expired, at most."""
+_NOTHING = messages.encode(Renewed(id=0, states={}))
+"""The answer to no request, which clients drop: tells whether a connection still takes messages."""
 
 
 class _ErrorLog:
@@ -160,8 +164,11 @@ class ControlService:
         """Adds an error to the counters and to the last errors of the status."""
         self._errors.note(kind, message)
 
-    def handle(self, payload: bytes) -> bytes:
-        """The reply to a request; whatever the request is, there is a reply and no exception."""
+    def handle(self, payload: bytes, connection: bytes = b"") -> bytes:
+        """The reply to a request; whatever the request is, there is a reply and no exception.
+
+        ``connection`` is how the socket names the one that the request came on.
+        """
         try:
             request = messages.decode_request(payload)
         except DecodeError as error:
@@ -169,7 +176,7 @@ class ControlService:
         self._counts[f"requests.{type(request).__name__}"] += 1
         reply: Reply
         try:
-            reply = self._answer(request)
+            reply = self._answer(request, connection)
         except KVFerryError as error:
             reply = self._refusal(request.id, error)
         except Exception as error:  # a bug of ours must not end the listener for all peers
@@ -193,12 +200,15 @@ class ControlService:
             errors=self._errors.events(),
         )
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, request: Request, connection: bytes) -> Reply:
         match request:
             case Handshake():
                 return self._shake_hands(request)
             case Renew():
                 held = self._proven(request)
+                if held:
+                    peer = self.peers.current(request.engine_id, request.incarnation)
+                    peer.connection = connection
                 states = self.leases.renew(request.engine_id, request.incarnation, held)
                 lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
                 return Renewed(id=request.id, states=lost | states)
@@ -373,6 +383,7 @@ class ControlServer(ControlService, Closing):
         try:
             self._router = self._context.socket(zmq.ROUTER)
             configure(self._router, options, is_server=True)
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # see _lives
             if options.curve is not None:
                 self._authenticate(options.curve)
             self.port = listen(self._router, host, port, "kv_port")
@@ -380,7 +391,7 @@ class ControlServer(ControlService, Closing):
         except BaseException:
             self._let_go()
             raise
-        self._mailbox = Mailbox("control", poller=zmq.Poller())
+        self._mailbox = Mailbox("control", self._look_at_leases, poller=zmq.Poller())
         self._mailbox.watch(self._router, self._serve)
         self._mailbox.start()
 
@@ -406,6 +417,27 @@ class ControlServer(ControlService, Closing):
         provider: Any = SimpleNamespace(callback=is_admitted)
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
 
+    def _look_at_leases(self) -> float:
+        """Ends the leases whose time is over; returns when to look again. On the thread."""
+        self.leases.expire(awake_s=self._mailbox.awake_s, lives=self._lives)
+        return min(LOOK_S, self.leases.duration_s / 12)
+
+    def _lives(self, target: Target) -> bool:
+        """Whether the connection lives on which a target last renewed a lease.
+
+        ZeroMQ's own thread answers heartbeats, so a process lives although it does not get to run
+        its Python; one that was killed, stopped or cut off is disconnected.
+        """
+        connection = self.peers.connection(*target)
+        try:
+            if connection:
+                self._router.send_multipart((connection, _NOTHING), zmq.NOBLOCK)
+        except zmq.Again:
+            return True  # it takes nothing just now
+        except zmq.ZMQError:
+            return False
+        return bool(connection)
+
     def _serve(self) -> None:
         """Answers what has come; on the thread."""
         for _ in range(_BURST):
@@ -416,16 +448,17 @@ class ControlServer(ControlService, Closing):
             except zmq.ZMQError as error:
                 self.note_error("zmq", f"receiving: {error}")
                 return
-            reply = self._reply(frames[1:])
+            reply = self._reply(frames[1:], frames[0])
             try:
                 self._router.send_multipart((frames[0], reply), zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                self.note_error("zmq", f"replying: {error}")
+                if error.errno != zmq.EHOSTUNREACH:  # who has gone needs no answer
+                    self.note_error("zmq", f"replying: {error}")
 
-    def _reply(self, frames: list[bytes]) -> bytes:
+    def _reply(self, frames: list[bytes], connection: bytes) -> bytes:
         """The answer to the frames of one message."""
         if len(frames) == 1:
-            return self.handle(frames[0])
+            return self.handle(frames[0], connection)
         message = f"a message has one frame, this one has {len(frames)}"
         self.note_error("ProtocolError", message)
         return messages.encode(ErrorReply(id=0, name="ProtocolError", message=message))

@@ -212,7 +212,7 @@ def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -
     producer = open_engine("p", SOURCE, lease_duration_s=0.3)
     pair = Pair(producer, open_engine("d", TARGET), 20.0)
     source = pair.prefill("r", 21)
-    time.sleep(0.4)
+    pair.run(lambda: not producer.held, "the lease to expire")
     request = pair.decode(source)
     pair.finish(request)
     assert isinstance(request.error, LeaseRevokedError)
@@ -304,18 +304,17 @@ def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) ->
     pair.settle()
 
 
-def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(
-    source_clock: ShiftedClock, open_engine: OpenEngine
-) -> None:
+def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(open_engine: OpenEngine) -> None:
     pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0)
     request = pair.decode(pair.prefill("r", 21))
 
-    def jump_once_loading() -> None:
+    def end_it_once_loading() -> None:
         if request.stage is Stage.LOADING:
-            source_clock.offset_s += 1000.0
+            lease_id = pair.consumer.scheduler._loads["r"].lease_id  # type: ignore[attr-defined]
+            pair.producer.scheduler._leases.revoke([lease_id])  # type: ignore[attr-defined]
             pair.consumer.during_step = lambda: None
 
-    pair.consumer.during_step = jump_once_loading
+    pair.consumer.during_step = end_it_once_loading
     pair.finish(request)
     assert request.failed
     records = [r for o in pair.consumer.outputs for r in o.transfer_records]

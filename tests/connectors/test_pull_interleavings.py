@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ import pytest
 
 import kvferry.transports.shm as shm
 from kvferry.connectors.pull.sources import LoadState
-from kvferry.control.leases import LeaseTable
+from kvferry.control.client import fetch_status
 from kvferry.control.messages import LeaseAnswer
 from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
 from kvferry.testing.connector_conformance import Pair
@@ -42,21 +41,14 @@ def wait_for_lease(load: Any) -> None:
 def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_ranks_have_reported(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = {"offset": 0.0}
-
-    monkeypatch.setattr(
-        LeaseTable,
-        "from_options",
-        partial(LeaseTable.from_options, clock=lambda: time.monotonic() + clock["offset"]),
-    )
     producer, consumer = open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET)
     pair = Pair(producer, consumer, 20.0)
     request = pair.decode(pair.prefill("r", 21))
     allocated: Any = consumer.scheduler.update_state_after_alloc
 
     def lost_just_before(*args: Any) -> None:
-        clock["offset"] += 1000.0
         load: Any = consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
+        producer.scheduler._leases.revoke([load.lease_id])  # type: ignore[attr-defined]
         deadline = time.monotonic() + 5.0
         while load.state is not LoadState.FAILED:
             assert time.monotonic() < deadline, "no renewal told that the lease is lost"
@@ -211,6 +203,45 @@ def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     assert request.stage is Stage.LOADING  # its own blocks stay: the rank may come to life
     errors = pair.consumer.scheduler._server.status().errors  # type: ignore[attr-defined]
     assert any("progress_timeout_s: 1" in event.message for event in errors)
+    # It was given up: a lease of a living connection is not left to expire.
+    assert producer.scheduler._leases.counters()["released"] == 1  # type: ignore[attr-defined]
+
+
+def test_a_load_waits_for_a_source_whose_thread_stands_still(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than it would wait for one that cannot be reached, and than a lease lasts."""
+    monkeypatch.setattr("kvferry.mailbox.LATE_S", 0.1)
+    producer = open_engine("p", SOURCE, lease_duration_s=0.5)
+    pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=0.5), 20.0)
+    server: Any = producer.scheduler._server  # type: ignore[attr-defined]
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand() -> list[Any]:
+        stands.set()
+        goes_on.wait(60)
+        return []
+
+    for name in ("met anew", "known"):
+        stands.clear()
+        goes_on.clear()
+        server.set_transfers(stand)
+        asked = threading.Thread(target=fetch_status, args=("127.0.0.1", server.port, 60.0))
+        asked.start()
+        try:
+            assert stands.wait(60)
+            request = pair.decode(pair.prefill(name, 21))
+            until = time.monotonic() + 2.0
+            pair.run(lambda until=until: time.monotonic() > until, "time to pass")
+            assert request.error is None
+        finally:
+            goes_on.set()
+            asked.join()
+        server.set_transfers(list)
+        pair.finish(request)
+        assert request.error is None
+        assert not request.failed
+        assert request.external_tokens > 0
 
 
 def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_waited_for(

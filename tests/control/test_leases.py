@@ -36,8 +36,14 @@ def finish(table, target, lease_id, rank=0, ok=True, nonce=b"n", world_size=2):
     return table.finish(lease_id, *target, rank=rank, ok=ok, nonce=nonce, world_size=world_size)
 
 
+def swept(table):
+    """What has ended, also because its time is over."""
+    table.expire()
+    return table.sweep()
+
+
 def outcomes(table):
-    return [ended.outcome for ended in table.sweep()]
+    return [ended.outcome for ended in swept(table)]
 
 
 def test_lease_ids_are_random_and_never_the_request_id(table):
@@ -69,15 +75,15 @@ def test_the_cap_comes_from_the_options_or_is_three_quarters_of_the_pool():
     assert LeaseTable.from_options(ControlOptions(max_leased_blocks=7), 101).max_blocks == 7
 
 
-def test_an_untaken_lease_expires_after_its_duration_and_is_swept_once(table, clock):
+def test_an_untaken_lease_expires_after_three_durations_and_is_swept_once(table, clock):
     lease_id = grant(table)
-    clock.now += 29.9
-    assert table.sweep() == []
+    clock.now += 89.9
+    assert swept(table) == []
     clock.now += 0.1
-    (ended,) = table.sweep()
+    (ended,) = swept(table)
     assert (ended.lease_id, ended.outcome, ended.target) == (lease_id, LeaseOutcome.EXPIRED, None)
     assert (ended.num_blocks, ended.request_id) == (10, "request")
-    assert table.sweep() == []
+    assert swept(table) == []
     assert table.num_open == table.pinned_blocks == 0
 
 
@@ -86,7 +92,7 @@ def test_each_renewal_extends_by_one_duration_from_now(table, clock):
     for _ in range(10):
         clock.now += 29.0
         assert renew(table, D1, lease_id) == LeaseAnswer.HELD
-        assert table.sweep() == []
+        assert swept(table) == []
     clock.now += 30.0
     assert outcomes(table) == [LeaseOutcome.EXPIRED]
 
@@ -96,11 +102,63 @@ def test_an_expired_lease_answers_revoked_for_ever_even_before_it_is_swept(table
     assert renew(table, D1, lease_id) == LeaseAnswer.HELD
     assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
     clock.now += 30.0
+    table.expire()
     for _ in range(2):
         assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
         assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
         assert finish(table, D1, lease_id, rank=0) == FinishAnswer.REVOKED
         table.sweep()
+
+
+def test_a_late_renewal_and_a_late_report_are_taken_as_long_as_the_blocks_are_there(table, clock):
+    renewed, reported = grant(table), grant(table)
+    assert renew(table, D1, renewed) == LeaseAnswer.HELD
+    clock.now += 1000.0
+    assert renew(table, D1, renewed) == LeaseAnswer.HELD
+    assert finish(table, D1, reported, world_size=1) == FinishAnswer.HELD
+    assert outcomes(table) == [LeaseOutcome.DONE]
+
+
+def test_nothing_expires_before_its_owner_has_run_for_a_whole_duration(table, clock):
+    lease_id = grant(table)
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+    clock.now += 1000.0
+    table.expire(awake_s=29.9)
+    assert table.sweep() == []
+    table.expire(awake_s=30.0)
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_a_holder_whose_connection_lives_may_say_nothing_for_three_durations(table, clock):
+    held, untaken = grant(table), grant(table)
+    assert renew(table, D1, held) == LeaseAnswer.HELD
+    ended = []
+    while len(ended) < 2:
+        clock.now += 1.0
+        table.expire(lives=lambda target: target == D1)
+        ended += [(one.lease_id, clock.now) for one in table.sweep()]
+    assert dict(ended) == {held: 1090.0, untaken: 1090.0}
+
+
+def test_a_holder_whose_connection_has_ended_loses_its_leases_after_one_duration(table, clock):
+    lease_id = grant(table)
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+    clock.now += 40.0
+    table.expire(lives=lambda _: True)
+    assert table.sweep() == []
+    clock.now += 5.0
+    table.expire(lives=lambda _: False)
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_a_lease_that_its_holder_passes_over_when_it_renews_others_expires(table, clock):
+    forgotten, wanted = grant(table), grant(table)
+    table.renew(*D1, [forgotten, wanted])
+    for _ in range(6):
+        clock.now += 5.0
+        assert renew(table, D1, wanted) == LeaseAnswer.HELD
+        table.expire(lives=lambda _: True)
+    assert [ended.lease_id for ended in table.sweep()] == [forgotten]
 
 
 def test_a_lease_of_blocks_that_cannot_be_read_yet_is_had_by_nobody(table, clock):
@@ -114,13 +172,16 @@ def test_a_lease_of_blocks_that_cannot_be_read_yet_is_had_by_nobody(table, clock
     assert finish(table, D2, lease_id) == FinishAnswer.HELD
 
 
-def test_asking_for_a_lease_that_is_not_ready_does_not_extend_it(table, clock):
+def test_a_lease_waits_for_its_owner_until_it_is_ready_and_then_its_time_begins(table, clock):
     lease_id = table.grant("request", 10, ready=False).lease_id
-    clock.now += 29.0
+    clock.now += 1000.0
     assert renew(table, D1, lease_id) == LeaseAnswer.PENDING
-    clock.now += 1.0
-    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+    assert outcomes(table) == []
     table.ready(lease_id)
+    clock.now += 89.9
+    assert outcomes(table) == []
+    clock.now += 0.1
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
     assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
 
 
@@ -145,7 +206,7 @@ def test_another_target_takes_over_once_the_holder_stopped_renewing(table, clock
     assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
     # The first holder's report does not count for the second.
     assert finish(table, D2, lease_id, rank=1) == FinishAnswer.HELD
-    assert table.sweep() == []
+    assert swept(table) == []
     assert finish(table, D2, lease_id, rank=0) == FinishAnswer.HELD
     assert outcomes(table) == [LeaseOutcome.DONE]
 
@@ -154,7 +215,7 @@ def test_a_holder_that_gave_up_with_keep_leaves_the_lease_to_others_and_never_ge
     lease_id = grant(table)
     renew(table, D1, lease_id)
     table.release(*D1, [lease_id], keep=True)
-    assert table.sweep() == []
+    assert swept(table) == []
     assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
     assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
     assert renew(table, D2, lease_id) == LeaseAnswer.HELD
@@ -163,7 +224,7 @@ def test_a_holder_that_gave_up_with_keep_leaves_the_lease_to_others_and_never_ge
 def test_a_target_that_needs_nothing_may_release_a_lease_it_never_took(table):
     lease_id = grant(table)
     table.release(*D1, [lease_id])
-    (ended,) = table.sweep()
+    (ended,) = swept(table)
     assert ended.outcome == LeaseOutcome.RELEASED
     assert renew(table, D2, lease_id) == LeaseAnswer.REVOKED
 
@@ -173,9 +234,9 @@ def test_done_needs_every_rank_of_the_target_by_identity(table):
     for _ in range(5):
         assert finish(table, D1, lease_id, rank=1, world_size=3) == FinishAnswer.HELD
     assert finish(table, D1, lease_id, rank=0, world_size=3) == FinishAnswer.HELD
-    assert table.sweep() == []
+    assert swept(table) == []
     assert finish(table, D1, lease_id, rank=2, ok=False, world_size=3) == FinishAnswer.HELD
-    (ended,) = table.sweep()
+    (ended,) = swept(table)
     assert ended.outcome == LeaseOutcome.DONE
     assert ended.reports == {0: (True, b"n"), 1: (True, b"n"), 2: (False, b"n")}
     assert ended.target == D1
@@ -185,7 +246,7 @@ def test_after_it_is_done_a_repeated_report_gets_its_old_answer_and_nobody_else_
     lease_id = grant(table)
     finish(table, D1, lease_id, rank=0)
     finish(table, D1, lease_id, rank=1, ok=False)
-    table.sweep()
+    swept(table)
     assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
     assert finish(table, D1, lease_id, rank=1, ok=False) == FinishAnswer.HELD
     assert finish(table, D1, lease_id, rank=1, ok=True) == FinishAnswer.REVOKED
@@ -238,9 +299,9 @@ def test_a_lease_ends_at_its_greatest_age_however_often_it_is_renewed(clock):
         clock.now += 10
         assert renew(table, D1, lease_id) == LeaseAnswer.HELD
     clock.now += 9
-    assert table.sweep() == []
+    assert swept(table) == []
     clock.now += 1
-    assert [ended.outcome for ended in table.sweep()] == [LeaseOutcome.EXPIRED]
+    assert [ended.outcome for ended in swept(table)] == [LeaseOutcome.EXPIRED]
     assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
 
 
@@ -256,7 +317,7 @@ def test_unknown_leases_are_revoked(table):
     assert table.renew("d", "i", ["nope"]) == {"nope": LeaseAnswer.REVOKED}
     assert finish(table, D1, "nope") == FinishAnswer.REVOKED
     table.release("d", "i", ["nope"])
-    assert table.sweep() == []
+    assert swept(table) == []
 
 
 def test_only_so_many_ended_leases_are_remembered_and_a_forgotten_one_is_revoked(clock):
@@ -278,16 +339,16 @@ def test_leases_may_be_asked_for_by_many_threads_at_once():
             table.renew(*D1, [lease_id])
             confirmed.append(finish(table, D1, lease_id, rank=number, world_size=4))
 
-    swept = []
+    ended = []
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        swept += table.sweep()
-    swept += table.sweep()
+        ended += swept(table)
+    ended += swept(table)
     assert confirmed == [FinishAnswer.HELD] * 800
-    assert sorted(ended.lease_id for ended in swept) == sorted(ids)
-    assert {ended.outcome for ended in swept} == {LeaseOutcome.DONE}
+    assert sorted(one.lease_id for one in ended) == sorted(ids)
+    assert {one.outcome for one in ended} == {LeaseOutcome.DONE}
     assert table.pinned_blocks == 0
 
 
@@ -297,5 +358,5 @@ def test_the_snapshot_shows_age_rest_holder_and_ranks(table, clock):
     finish(table, D1, lease_id, rank=1, world_size=3)
     (status,) = table.snapshot()
     assert (status.lease_id, status.request_id, status.num_blocks) == (lease_id, "request", 7)
-    assert (status.age_s, status.remaining_s) == (5.0, 25.0)
+    assert (status.age_s, status.remaining_s) == (5.0, 85.0)
     assert (status.target, status.ranks_done) == ("d1", (1,))

@@ -1,4 +1,4 @@
-"""A source in a process of its own: killed, or stopped and resumed after its leases ran out."""
+"""A source in a process of its own: killed, or stopped for longer than its leases last."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def client(describe):
         yield client
 
 
-def test_a_source_that_stalls_is_lost_and_after_it_resumes_confirms_nothing_that_ran_out(
+def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_kept(
     source, client, describe
 ):
     process, address, secrets = source
@@ -78,16 +78,16 @@ def test_a_source_that_stalls_is_lost_and_after_it_resumes_confirms_nothing_that
     assert finish(early).result(WAIT) == FinishAnswer.HELD
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # till then one of its threads may still answer
-    # This report waits in the source's socket and is read after the lease has run out.
+    # This report waits in the source's socket for longer than a lease lasts.
     with pytest.raises(PeerLostError, match="no answer within"):
         finish(kept).result(WAIT)
     assert TIMEOUT_S > LEASE_S
     os.kill(process.pid, signal.SIGCONT)
-    assert finish(kept).result(WAIT) == FinishAnswer.REVOKED
+    assert finish(kept).result(WAIT) == FinishAnswer.HELD
     assert finish(early).result(WAIT) == FinishAnswer.HELD
     process.stdin.write("\n")
     process.stdin.flush()
-    assert process.stdout.readline().split() == ["done", "expired"]
+    assert process.stdout.readline().split() == ["done", "done"]
 
 
 def test_a_source_that_is_killed_is_lost_at_once(source, client, describe):

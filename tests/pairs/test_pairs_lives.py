@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -148,32 +147,36 @@ def test_a_request_aborted_on_the_prefill_side_is_not_lent_out(open_pair: Any) -
 
 
 @pytest.fixture
-def expiring(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Lets every lease run out at will: ``clock["offset"]`` is added to the source's clock."""
-    clock = {"offset": 0.0}
-    import time
+def end_leases(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Ends every lease at will."""
+    tables: list[LeaseTable] = []
+    open_table = LeaseTable.from_options
 
-    monkeypatch.setattr(
-        LeaseTable,
-        "from_options",
-        partial(LeaseTable.from_options, clock=lambda: time.monotonic() + clock["offset"]),
-    )
-    return clock
+    def opened(*args: Any) -> LeaseTable:
+        tables.append(open_table(*args))
+        return tables[-1]
+
+    def end() -> None:
+        for table in tables:
+            table.revoke([lease.lease_id for lease in table.snapshot()])
+
+    monkeypatch.setattr(LeaseTable, "from_options", opened)
+    return end
 
 
 @pytest.mark.parametrize("moment", ["before the load", "during the load"])
 def test_recompute_gives_the_right_tokens_without_the_lease(
-    open_pair: Any, undivided: Any, expiring: dict[str, float], moment: str
+    open_pair: Any, undivided: Any, end_leases: Callable[[], None], moment: str
 ) -> None:
     pair = open_pair(PREFILL, DECODE, kv_load_failure_policy="recompute")
     questions = [prompt(60)]
     first = pair.prefilled(questions)[0]
     if moment == "before the load":
-        expiring["offset"] += 100.0
+        end_leases()
     name = pair.submit(first, questions[0], MAX_TOKENS)
     if moment == "during the load":
         pair.run(lambda: pair.decode.stats().scheduler.loading == 1)
-        expiring["offset"] += 100.0
+        end_leases()
     answer = pair.finish([name])[0]
     assert answer.finish_reason == "length"
     assert first.token_ids + answer.token_ids == undivided(questions, MAX_TOKENS)[0]
@@ -181,11 +184,11 @@ def test_recompute_gives_the_right_tokens_without_the_lease(
 
 
 def test_fail_ends_the_request_with_an_error_that_names_the_cause(
-    open_pair: Any, expiring: dict[str, float]
+    open_pair: Any, end_leases: Callable[[], None]
 ) -> None:
     pair = open_pair(PREFILL, DECODE)
     first = pair.prefilled([prompt(60)])[0]
-    expiring["offset"] += 100.0
+    end_leases()
     answer = pair.finish([pair.submit(first, prompt(60), MAX_TOKENS)])[0]
     assert answer.finish_reason == "error"
     assert answer.token_ids == []

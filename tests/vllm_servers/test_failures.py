@@ -2,7 +2,7 @@
 
 Every test ends with the right tokens or a clear error, with both servers alive, and with all their
 blocks free. One prefill server serves two decode servers, one of each load failure policy. Reads
-begin two seconds late, so that there is time to interfere; leases last eight.
+begin two seconds late, so that there is time to interfere; leases last six.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 PLUGIN = Path(__file__).parent / "plugin"
 READ_S = 2.0
 """Of the plugin."""
-LEASE_S = 8.0
+LEASE_S = 6.0
 EXTRA = {
     "transport": "slow_tcp",
     "lease_duration_s": LEASE_S,

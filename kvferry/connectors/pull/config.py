@@ -37,21 +37,22 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     insecure: bool = False
     """Whether the engine may listen beyond this machine without any key."""
     lease_duration_s: float = 30.0
-    """How long a lease lives without renewal; renewed every sixth of it."""
+    """How long a lease lives without renewal, by which the source knows that we are gone; renewed
+    every sixth of it. Before it is taken, and while our connection lives, three times as long."""
     max_leased_blocks: int | None = None
     """KV blocks that leases may pin, three quarters of the pool unless given; beyond it a prompt
     is not lent out."""
-    request_timeout_s: float = 5.0
-    """Wait for the answer to one control message."""
+    request_timeout_s: float = 120.0
+    """Time after which a peer that is connected, and has not answered, counts as hung."""
     control_config: dict[str, Any] = msgspec.field(default_factory=dict)
     """The other keys of ``ControlOptions``, rarely needed."""
     handshake_timeout_s: float = 30.0
-    """Wait of a request for its peer's handshake and for its lease before the load fails."""
-    stall_timeout_s: float = 10.0
-    """Time without progress after which a read fails as stalled."""
-    progress_timeout_s: float = 60.0
-    """Time in which no rank of ours reports progress of a load, after which its lease is no longer
-    renewed: a rank that hangs must not keep the source's blocks."""
+    """Wait of a request for a peer that cannot be reached, or is starting; then the load fails."""
+    stall_timeout_s: float = 120.0
+    """Time in which a source that is connected sends nothing; then the read fails as stalled."""
+    progress_timeout_s: float = 120.0
+    """Time in which no rank of ours reports progress of a load; then its lease is given up, as a
+    rank that hangs must not keep the source's blocks."""
     mover_threads: int = 1
     """Threads that copy, per rank."""
     staging_bytes: int = 256 << 20

@@ -38,6 +38,8 @@ from kvferry.topology.group import GroupGeometry
 
 logger = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""Seconds between two looks while a load waits, so that we know whether we ran ourselves."""
 RETRY_S = 0.5
 """Pause after a handshake or a renewal that failed."""
 PENDING_RETRY_S = 0.01
@@ -94,7 +96,7 @@ class Load:
     ticket: Ticket
     source: Source
     deadline: float
-    """Clock reading by which the lease must be ours."""
+    """Clock reading by which the source must have been reached."""
     started: float
     """Clock reading of its arrival."""
     state: LoadState = LoadState.WAITING
@@ -151,8 +153,9 @@ class Sources:
             groups: this engine's geometries, one per KV cache group.
             addresses: ``host:port`` of the sources to shake hands with at start.
             renew_interval: seconds between two renewals of a ticket's lease.
-            handshake_timeout_s: seconds a load may wait for its lease.
-            progress_timeout_s: seconds without progress after which a lease is not renewed.
+            handshake_timeout_s: seconds a load may wait for a source that cannot be reached or is
+                starting. Where an answer is awaited on a connection that lives, the load waits.
+            progress_timeout_s: seconds without progress after which a lease is given up.
             note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
             clock: seconds that never run backwards.
             mailbox: makes the thread.
@@ -169,7 +172,8 @@ class Sources:
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
         self._lock = threading.RLock()  # an answer may be there before who asks has let go
-        self._thread = mailbox("sources", self._turn, survives=False).start()
+        self._thread = mailbox("sources", self._turn, survives=False)
+        self._thread.start()  # its turn asks it whether it ran
 
     # ---- the scheduler thread -----------------------------------------------------------------
 
@@ -272,7 +276,8 @@ class Sources:
 
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; ``None`` to sleep until woken."""
-        due = [load.deadline for load in self._loads.values() if load.state is LoadState.WAITING]
+        waits = any(load.state is LoadState.WAITING for load in self._loads.values())
+        due = [now + LOOK_S] if waits else []
         due += [load.next_renewal for load in self._loads.values() if load.is_renewable]
         due += [
             source.next_attempt
@@ -346,6 +351,8 @@ class Sources:
                 self._check_progress(load, now)
             except KVFerryError as error:
                 self._give_up(load, error)
+                if isinstance(error, StalledError):  # our connection would keep the lease
+                    self._tell_released(load.ticket)
             else:
                 fitting.append(load)
                 load.groups = source.groups
@@ -362,7 +369,7 @@ class Sources:
         if load.state is LoadState.LOADING and stood >= self._progress_timeout_s:
             error = StalledError(
                 f"no rank has reported progress for {stood:.0f} s (progress_timeout_s: "
-                f"{self._progress_timeout_s:g}); lease {load.lease_id} is renewed no more"
+                f"{self._progress_timeout_s:g}); lease {load.lease_id} is given up"
             )
             self._note_error("load", f"request {load.request_id}: {error}")
             raise error
@@ -409,19 +416,20 @@ class Sources:
             self._fail(load, error)
 
     def _expire(self, now: float) -> None:
+        if self._thread.awake_s < self._handshake_timeout_s:
+            return  # we have not run: answers may have come since
         for load in self._loads.values():
-            if load.state is not LoadState.WAITING or now < load.deadline:
-                continue
             source = load.source
+            if load.state is not LoadState.WAITING or now < load.deadline or source.error is None:
+                continue
             if isinstance(source.error, PeerLostError):
                 source.silent = source.stale = True
-            cause = f"; last error: {source.error}" if source.error is not None else ""
             self._fail(
                 load,
                 PeerLostError(
                     f"engine {load.ticket.engine_id!r} at {source.address} did not grant lease "
                     f"{load.lease_id} within {self._handshake_timeout_s:g} s "
-                    f"(handshake_timeout_s){cause}"
+                    f"(handshake_timeout_s); last error: {source.error}"
                 ),
             )
 

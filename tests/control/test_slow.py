@@ -1,0 +1,191 @@
+"""Slow is not dead (law 7): processes and threads that live, and do not get to run for a while.
+
+A process whose interpreter lock is held has ZeroMQ's own thread running: its connections live. One
+that is stopped has not, and is cut off.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import msgspec
+import pytest
+
+from kvferry import mailbox
+from kvferry.control.leases import LeaseOutcome, LeaseTable
+from kvferry.control.messages import FinishAnswer, LeaseAnswer
+from kvferry.control.options import ControlOptions
+from kvferry.errors import PeerLostError
+
+WAIT = 60
+SHORT_S = 0.4
+"""Seconds that a lease lives without being renewed."""
+
+
+@pytest.fixture(autouse=True)
+def late(monkeypatch):
+    """What is late is said so soon, so that no test has to stand still for seconds."""
+    monkeypatch.setattr(mailbox, "LATE_S", 0.2)
+
+
+def target(served, describe, options=None):
+    description = describe("decode-0", "d1")
+    client = served.client(description, options)
+    client.handshake(served.address, description).result(WAIT)
+    return client
+
+
+@contextlib.contextmanager
+def server_stands_still(served, client):
+    """The server's thread does not run, and so hears nobody."""
+    stands, goes_on = threading.Event(), threading.Event()
+
+    def stand():
+        stands.set()
+        goes_on.wait(WAIT)
+        return []
+
+    served.server.set_transfers(stand)
+    status = client.status(served.address)
+    try:
+        assert stands.wait(WAIT)
+        yield
+    finally:
+        goes_on.set()
+        status.result(WAIT)
+
+
+def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(serve, describe):
+    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
+    client = target(served, describe)
+    other = served.client(describe("monitor", "m1"))
+    held, untaken = served.grant(), served.grant()
+    assert served.renew(client, held).result(WAIT) == {held: LeaseAnswer.HELD}
+    with server_stands_still(served, other):
+        time.sleep(5 * SHORT_S)  # longer than any lease lasts by itself
+        renewed = served.renew(client, held, untaken)
+        assert served.leases.sweep() == []
+    assert renewed.result(WAIT) == dict.fromkeys((held, untaken), LeaseAnswer.HELD)
+    assert served.finish(client, held).result(WAIT) == FinishAnswer.HELD
+
+
+def test_calls_wait_for_a_server_whose_thread_stands_still(serve, describe):
+    """For longer than the heartbeats of a connection would take to find it dead."""
+    options = ControlOptions(heartbeat_s=0.1)
+    served = serve(options=options)
+    client = target(served, describe, options)
+    lease_id = served.grant()
+    with server_stands_still(served, client):
+        calls = [served.renew(client, lease_id), served.finish(client, lease_id)]
+        time.sleep(1.0)
+        assert not any(call.done() for call in calls)
+    assert calls[0].result(WAIT) == {lease_id: LeaseAnswer.HELD}
+    assert calls[1].result(WAIT) == FinishAnswer.HELD
+
+
+def swept(served):
+    """Waits for the end of a lease."""
+    deadline = time.monotonic() + WAIT
+    while not (ended := served.leases.sweep()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return ended
+
+
+HOLDER = """
+import ctypes, sys
+import msgspec
+from kvferry.control.client import ControlClient
+from kvferry.control.options import ControlOptions
+from kvferry.topology.description import EngineDescription
+
+address, incarnation, lease, secret, hold_s = sys.argv[1:]
+description = msgspec.json.decode(sys.stdin.readline(), type=EngineDescription)
+options = ControlOptions(request_timeout_s=0.5, heartbeat_s=0.1)
+ids = {"engine_id": description.engine_id, "incarnation": description.incarnation}
+hold = ctypes.PyDLL(None).usleep  # keeps the interpreter lock
+with ControlClient(**ids, options=options) as client:
+    client.handshake(address, description).result()
+    leases = {lease: bytes.fromhex(secret)}
+    print(client.renew(address, incarnation, leases).result()[lease], flush=True)
+    sys.stdin.readline()
+    asked = [client.renew(address, incarnation, leases) for _ in range(3)]
+    hold(round(float(hold_s) * 1e6))
+    print(*(call.result()[lease] for call in asked), flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def holder(served, describe, lease_id, hold_s=0.0):
+    """A target in a process of its own that holds a lease; told so, it does not let Python run."""
+    key = served.keys(lease_id)[lease_id].hex()
+    command = [sys.executable, "-c", HOLDER, served.address, served.incarnation, lease_id, key]
+    with subprocess.Popen(
+        [*command, str(hold_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            described = msgspec.json.encode(describe("decode-1", "d1")).decode()
+            print(described, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_answers(
+    serve, describe
+):
+    """It says nothing for longer than its lease lasts, than heartbeats and than its patience."""
+    options = ControlOptions(heartbeat_s=0.1)
+    served = serve(leases=LeaseTable(max_blocks=100, duration_s=2.0), options=options)
+    lease_id = served.grant()
+    with holder(served, describe, lease_id, hold_s=3.0) as process:
+        print(file=process.stdin, flush=True)
+        assert process.stdout.readline() == "held held held\n"
+        assert served.leases.sweep() == []
+
+
+def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, describe):
+    """Its connection is lost once heartbeats are not answered; a longer lease would show it."""
+    options = ControlOptions(heartbeat_s=0.1)
+    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S), options=options)
+    lease_id = served.grant()
+    with holder(served, describe, lease_id) as process:
+        assert served.server._lives(("decode-1", "d1"))
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        (ended,) = swept(served)
+        assert ended.outcome is LeaseOutcome.EXPIRED
+        deadline = time.monotonic() + WAIT
+        while served.server._lives(("decode-1", "d1")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(serve, describe):
+    served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
+    lease_id = served.grant()
+    with holder(served, describe, lease_id) as process:
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + WAIT
+        while served.server._lives(("decode-1", "d1")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert [ended.outcome for ended in swept(served)] == [LeaseOutcome.EXPIRED]
+
+
+def test_a_server_that_never_answers_is_given_up_at_last(serve, describe):
+    served = serve()
+    client = target(served, describe, ControlOptions(request_timeout_s=0.5))
+    other = served.client(describe("monitor", "m1"))
+    with (
+        server_stands_still(served, other),
+        pytest.raises(PeerLostError, match=r"no answer within request_timeout_s \(0.5 s\)"),
+    ):
+        served.renew(client, served.grant()).result(WAIT)
