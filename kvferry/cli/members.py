@@ -77,9 +77,14 @@ def list_engines(url: str, operator_key: str | None, as_json: bool) -> None:
             str(engine["outstanding"]),
             str(engine["lent"]),
             escape(engine["url"]),
-            escape(engine["last_error"]),
+            escape(engine["last_error"] or _silence(engine)),
         )
     make_console().print(table)
+
+
+def _silence(engine: dict[str, Any]) -> str:
+    peers = engine["silent_peers"]
+    return f"no answer from {', '.join(peers)}" if peers else ""
 
 
 def add(role: str, url: str, name: str, router: str, operator_key: str | None) -> None:

@@ -344,6 +344,7 @@ class EngineServer:
             "waiting_for_ranks": step.waiting_for,
             "kv_role": self._kv_role,
             "drain": self._engine.drain_state,
+            "silent_peers": self._engine.silent_peers,
         }
         if step.is_stuck:
             stuck = ApiError(503, str(step), code="stuck_step")
@@ -367,7 +368,11 @@ class EngineServer:
 
     async def _render_metrics(self, _: Request) -> Response:
         await self._refresh()
-        text = self._metrics.render(self._stats, self._engine.step_state().age_s or 0.0)
+        text = self._metrics.render(
+            self._stats,
+            self._engine.step_state().age_s or 0.0,
+            silent_peers=self._engine.silent_peers,
+        )
         return Response(text, media_type="text/plain; version=0.0.4")
 
     async def _tell_records(self, _: Request) -> Response:

@@ -133,6 +133,8 @@ class EngineDownError(ApiError):
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
 _REASON_LENGTH = 4096
+_PEERS = 64
+"""Silent peers of an engine that are kept."""
 
 
 class _Choice(msgspec.Struct):
@@ -150,6 +152,7 @@ class _Health(msgspec.Struct):
 
     drain: DrainState | None = None
     kv_role: str | None = None
+    silent_peers: tuple[str, ...] = ()
 
 
 class Reply(msgspec.Struct):
@@ -251,6 +254,8 @@ class Engine:
     """Whether this router sends it nothing new because somebody asked for that."""
     drain: DrainState | None = None
     """What it told last of its draining; ``None`` unless it drains."""
+    silent_peers: tuple[str, ...] = ()
+    """Engines that did not answer it when it was last asked: it loads nothing from them."""
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests for which it has sent nothing yet."""
     _probing: asyncio.Task[None] | None = None
@@ -355,6 +360,9 @@ class Engine:
     def _take_in(self, health: _Health) -> bool:
         """Notes what it told; whether it can do what it is here for."""
         self.drain = health.drain
+        self.silent_peers = tuple(
+            printable(peer[:_NAME_LENGTH]) for peer in health.silent_peers[:_PEERS]
+        )
         wanted = "kv_producer" if self.role == "prefill" else "kv_consumer"
         if health.kv_role in (None, "kv_both", wanted):
             return True

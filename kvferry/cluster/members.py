@@ -321,4 +321,5 @@ def told(engine: Engine) -> dict[str, Any]:
         "lent": engine.lent,
         "drain": engine.drain,
         "last_error": engine.last_error,
+        "silent_peers": engine.silent_peers,
     }

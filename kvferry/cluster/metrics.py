@@ -1,6 +1,6 @@
 """What engines and router tell of themselves: Prometheus metrics, and an engine's records."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -56,6 +56,12 @@ class EngineMetrics:
             "For how long the step under way has run; 0 between steps",
             registry=registry,
         )
+        self._silent_peers = Gauge(
+            "kvferry_engine_silent_peer",
+            "1 for each engine that does not answer: nothing is loaded from it until it does",
+            ["peer"],
+            registry=registry,
+        )
         self._requests = counter("kvferry_engine_requests", "Ended requests", ["finish_reason"])
         self._prompt_tokens = counter(
             "kvferry_engine_prompt_tokens", "Prompt tokens by where their KV came from", ["source"]
@@ -102,14 +108,23 @@ class EngineMetrics:
         if record.ok:
             self._transfer_bytes.labels(peer).inc(record.nbytes)
 
-    def render(self, stats: EngineStats | None, step_age_s: float = 0.0) -> bytes:
+    def render(
+        self,
+        stats: EngineStats | None,
+        step_age_s: float = 0.0,
+        silent_peers: Sequence[str] = (),
+    ) -> bytes:
         """Prometheus' text form.
 
         Args:
             stats: the latest snapshot of the engine; ``None`` before the first.
             step_age_s: for how long the step under way has run; 0 between steps.
+            silent_peers: engines that nothing is loaded from until they answer.
         """
         self._gauges.stats = stats
+        self._silent_peers.clear()
+        for peer in silent_peers:
+            self._silent_peers.labels(printable(peer)).set(1)
         self._step_age_s.set(step_age_s)
         return generate_latest(self.registry)
 
@@ -205,7 +220,13 @@ class _EngineGauges(Collector):
         outstanding = GaugeMetricFamily(
             "kvferry_router_engine_outstanding", "Requests it works on", labels=labels
         )
+        silent = GaugeMetricFamily(
+            "kvferry_router_engine_silent_peers",
+            "Engines that do not answer it: it loads nothing from them",
+            labels=labels,
+        )
         for engine in self._engines:
             up.add_metric([engine.name, engine.role], float(engine.healthy))
             outstanding.add_metric([engine.name, engine.role], engine.outstanding)
-        return (up, outstanding)
+            silent.add_metric([engine.name, engine.role], len(engine.silent_peers))
+        return (up, outstanding, silent)

@@ -311,6 +311,13 @@ class SchedulerConnector(ABC):
         """
         return None
 
+    def silent_peers(self) -> tuple[str, ...]:
+        """Engines that do not answer, and from which nothing is loaded until they do.
+
+        Called from any thread, unlike all others; never waits. Default: none.
+        """
+        return ()
+
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
         """What each rank's ``handshake_metadata`` returned, by rank; once, at start."""
 

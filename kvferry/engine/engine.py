@@ -293,8 +293,12 @@ class Engine(Closing):
         return self._last_step_tokens > 0
 
     def waiting_for(self) -> tuple[int, ...]:
-        """Ranks that have not answered the step under way; the one call for every thread."""
+        """Ranks that have not answered the step under way; for every thread."""
         return self._executor.waiting_for()
+
+    def silent_peers(self) -> tuple[str, ...]:
+        """Engines that the connector loads nothing from until they answer; for every thread."""
+        return () if self._connector is None else self._connector.silent_peers()
 
     def records(self) -> list[TransferRecord]:
         """Transfer records since the last call, each once; of the last 65,536 at most."""

@@ -117,6 +117,11 @@ class EngineLoop(Closing):
         return StepState(time.monotonic() - started, self._engine.waiting_for())
 
     @property
+    def silent_peers(self) -> tuple[str, ...]:
+        """Engines that nothing is loaded from until they answer; never waits."""
+        return self._engine.silent_peers()
+
+    @property
     def drain_state(self) -> DrainState | None:
         """What is left since :meth:`drain`, as it was after the last step; never waits."""
         return self._drain_state

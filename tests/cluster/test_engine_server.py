@@ -174,7 +174,19 @@ def test_the_model_and_its_longest_sequence_are_named(served):
         "waiting_for_ranks": [],
         "kv_role": "kv_both",
         "drain": None,
+        "silent_peers": [],
     }
+
+
+def test_health_and_metrics_name_peers_that_do_not_answer(served, monkeypatch):
+    line = 'kvferry_engine_silent_peer{peer="p0 (10.0.0.1:14579)"} 1.0'
+    assert served.client.get("/health").json()["silent_peers"] == []
+    silent = ("p0 (10.0.0.1:14579)",)
+    monkeypatch.setattr(served.connector, "silent_peers", lambda: silent, raising=False)
+    assert served.client.get("/health").json()["silent_peers"] == list(silent)
+    assert line in served.client.get("/metrics").text
+    monkeypatch.undo()
+    assert line not in served.client.get("/metrics").text
 
 
 @pytest.fixture

@@ -73,7 +73,9 @@ class Member:
             max_model_len=LONGEST,
         )
         self.loop = EngineLoop.open(self.engine)
-        server = EngineServer(self.loop, name=name, model_name="toy", max_model_len=LONGEST)
+        server = EngineServer(
+            self.loop, name=name, kv_role=role, model_name="toy", max_model_len=LONGEST
+        )
         self.app = server.app()
 
     @property
@@ -275,8 +277,8 @@ async def settled(pair):
         while not await asyncio.to_thread(member.is_settled):
             assert time.monotonic() < deadline, member.leases.snapshot()
             await asyncio.sleep(0.01)
-    engines = pair.router.prefill.engines + pair.router.decode.engines
-    assert not any(engine.outstanding or engine._waits for engine in engines)
+    for engine in pair.router.members:
+        assert (engine.outstanding, engine.lent, engine._waits) == (0, 0, set())
     assert not pair.router._bodies._held
     for member in pair.members:
         assert member.loop.failure is None
@@ -288,7 +290,7 @@ async def honest(pair):
     """A request through the router: P's token, D's from P's cells."""
     transport = httpx.ASGITransport(pair.router.app())
     async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
-        await asyncio.gather(*(engine.probing() for engine in pair.router._engines))
+        await asyncio.gather(*(engine.probing() for engine in pair.router.members))
         response = await client.post("/v1/completions", json={**ASKED, "max_tokens": 8})
     assert response.status_code == 200, response.text
     (choice,) = response.json()["choices"]

@@ -45,6 +45,16 @@ def start(setup, role, name):
     return fake
 
 
+def test_the_router_tells_which_engines_do_not_answer_one_of_its_own(setup):
+    assert told(setup, "d0")["silent_peers"] == []
+    metric = 'kvferry_router_engine_silent_peers{engine="d0",role="decode"}'
+    setup.decode[0].tells = {"silent_peers": ["p0 (10.0.0.1:1)", "\x1b[31m"]}
+    until(lambda: told(setup, "d0")["silent_peers"] == ["p0 (10.0.0.1:1)", r"\x1b[31m"])
+    assert f"{metric} 2.0" in setup.client.get("/metrics").text
+    setup.decode[0].tells = {}
+    until(lambda: f"{metric} 0.0" in setup.client.get("/metrics").text)
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_that_is_entered_gets_requests_at_once(setup, role):
     more = start(setup, role, "more")

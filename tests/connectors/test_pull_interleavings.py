@@ -178,16 +178,22 @@ def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
 
     monkeypatch.setattr(scheduler._client, "handshake", unanswered)
     first = pair.decode(pair.prefill("first", 21))
+    beside = pair.decode(pair.prefill("beside", 21))
+    scheduler._loads["beside"].deadline += 1000
     pair.finish(first)
     assert "did not grant lease" in str(first.error)
+    pair.finish(beside)
+    assert "has been silent: no answer" in str(beside.error)
+    (source,) = scheduler._sources._sources.values()
+    assert scheduler.silent_peers() == (source.address,)
     second = pair.decode(pair.prefill("second", 21))
     assert scheduler._loads["second"].state is LoadState.FAILED
     pair.finish(second)
     assert "has been silent: no answer" in str(second.error)
     monkeypatch.undo()
     pair.finish(pair.decode(pair.prefill("third", 21)))  # its lease is given back: an attempt
-    (source,) = scheduler._sources._sources.values()
     pair.run(lambda: not source.silent, "an answer")
+    assert scheduler.silent_peers() == ()
     served(pair, "fourth")
 
 

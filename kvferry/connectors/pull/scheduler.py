@@ -439,6 +439,10 @@ class PullScheduler(SchedulerConnector):
             if load is not None and load.progress != progress:
                 load.progress, load.progressed = progress, self._clock()
 
+    def silent_peers(self) -> tuple[str, ...]:
+        """See :meth:`SchedulerConnector.silent_peers`."""
+        return self._sources.silent_peers()
+
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()

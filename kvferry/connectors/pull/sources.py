@@ -83,6 +83,12 @@ class Source:
     """Tickets whose leases were given up before the source knew us; told after the handshake."""
 
     @property
+    def name(self) -> str:
+        """How people know it: its address, and its name once it told."""
+        known = self.description
+        return self.address if known is None else f"{known.engine_id} ({self.address})"
+
+    @property
     def knows_us(self) -> bool:
         """Whether its present start and ours have shaken hands."""
         return self.description is not None and not self.stale
@@ -197,7 +203,7 @@ class Sources:
             self._loads[load.lease_id] = load
             if source.silent:
                 # Giving its lease back is the next attempt to reach the source.
-                self._fail(load, PeerLostError(f"{address} has been silent: {source.error}"))
+                self._fail(load, _silent(source))
             elif load.is_renewable:
                 self._ask(source, [load], now)
             self._wake()
@@ -236,6 +242,10 @@ class Sources:
 
     def _tell_released(self, ticket: Ticket) -> None:
         self._client.release(ticket.address, ticket.incarnation, {ticket.lease_id: ticket.secret})
+
+    def silent_peers(self) -> tuple[str, ...]:
+        """The sources that are silent, by name and address; for any thread, and never waits."""
+        return tuple(source.name for source in list(self._sources.values()) if source.silent)
 
     @property
     def has_news(self) -> bool:
@@ -422,8 +432,6 @@ class Sources:
             source = load.source
             if load.state is not LoadState.WAITING or now < load.deadline or source.error is None:
                 continue
-            if isinstance(source.error, PeerLostError):
-                source.silent = source.stale = True
             self._fail(
                 load,
                 PeerLostError(
@@ -432,6 +440,13 @@ class Sources:
                     f"(handshake_timeout_s); last error: {source.error}"
                 ),
             )
+            self._note_silence(source)
+
+    def _note_silence(self, source: Source) -> None:
+        """A load has waited in vain: where nothing at all came back, the others do not wait on."""
+        if isinstance(source.error, PeerLostError):
+            source.silent = source.stale = True
+            self._fail_all(source, _silent(source))
 
     def _fail_all(self, source: Source, error: KVFerryError) -> None:
         for load in self._loads.values():
@@ -442,6 +457,10 @@ class Sources:
         self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
         load.error = error
         load.state = LoadState.FAILED
+
+
+def _silent(source: Source) -> PeerLostError:
+    return PeerLostError(f"{source.address} has been silent: {source.error}")
 
 
 def _lost_lease(ticket: Ticket, answer: LeaseAnswer) -> LeaseError:
