@@ -87,25 +87,17 @@ def common(
     """Options before the command."""
 
 
-@app.command()
-def serve(
-    file: ClusterFile,
-    logs: Annotated[
-        Path | None,
-        typer.Option(help="Folder for one log per process.", show_default="a temporary one"),
-    ] = None,
-) -> None:
-    """Start every engine of a cluster file and an OpenAI-compatible router, until Ctrl-C."""
-    from kvferry.cli.serve import serve as command
-
-    command(file, logs)
-
-
-routers = typer.Typer(no_args_is_help=False)
-app.add_typer(routers, name="router")
-
-RouterUrl = Annotated[
-    str, typer.Option("--router", metavar="URL", envvar="KVFERRY_ROUTER", help="The router.")
+Logs = Annotated[
+    Path | None,
+    typer.Option(help="Folder for one log per process.", show_default="a temporary one"),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="KVFERRY_API_KEY",
+        help="Bearer token that clients must show, and servers are shown.",
+        show_default=False,
+    ),
 ]
 OperatorKey = Annotated[
     str | None,
@@ -114,6 +106,45 @@ OperatorKey = Annotated[
         help="Bearer token of who may change a router's engines.",
         show_default=False,
     ),
+]
+
+
+@app.command()
+def serve(
+    file: ClusterFile, logs: Logs = None, api_key: ApiKey = None, operator_key: OperatorKey = None
+) -> None:
+    """Start every engine of a cluster file and an OpenAI-compatible router, until Ctrl-C."""
+    from kvferry.cli.serve import serve as command
+
+    command(file, logs, api_key, operator_key)
+
+
+@app.command()
+def engine(
+    file: ClusterFile,
+    name: Annotated[str, typer.Argument(help="The engine's name in the file.", show_default=False)],
+    router: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="A router to enter it at; repeat it.", show_default=False),
+    ] = None,
+    logs: Logs = None,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that Ctrl-C or SIGTERM leave it to drain.")
+    ] = 60.0,
+    api_key: ApiKey = None,
+    operator_key: OperatorKey = None,
+) -> None:
+    """Start one engine of a cluster file on this host. On Ctrl-C or SIGTERM it drains."""
+    from kvferry.cli.engine import engine as command
+
+    command(file, name, router or [], logs, drain_timeout, api_key, operator_key)
+
+
+routers = typer.Typer(no_args_is_help=False)
+app.add_typer(routers, name="router")
+
+RouterUrl = Annotated[
+    str, typer.Option("--router", metavar="URL", envvar="KVFERRY_ROUTER", help="The router.")
 ]
 EngineRole = Annotated[Role, typer.Argument(help="What the engine does for this router.")]
 EngineName = Annotated[
@@ -161,14 +192,7 @@ def router(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, help="Port; 0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="KVFERRY_API_KEY",
-            help="Bearer token that clients must show, and servers are shown.",
-            show_default=False,
-        ),
-    ] = None,
+    api_key: ApiKey = None,
     operator_key: OperatorKey = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a whole answer.")] = 600.0,
     outstanding_timeout: Annotated[

@@ -13,7 +13,9 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import load_cluster
 
 
-def serve(file: Path, logs: Path | None) -> None:
+def serve(
+    file: Path, logs: Path | None, api_key: str | None = None, operator_key: str | None = None
+) -> None:
     """Runs the cluster until Ctrl-C or SIGTERM, or until it can serve no more.
 
     Raises:
@@ -21,18 +23,23 @@ def serve(file: Path, logs: Path | None) -> None:
     """
     console = make_console()
     config = load_cluster(file)
-    # A supervisor's SIGTERM ends as Ctrl-C does: by closing everything in order.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        # SIGINT too: a shell starts background commands with it ignored.
-        signal.signal(number, signal.default_int_handler)
+    end_by_interrupt()
     try:
         with PartProgress(console) as progress:
-            cluster = Cluster.open(config, where=str(file), logs=logs, progress=progress)
+            cluster = Cluster.open(
+                config,
+                where=str(file),
+                logs=logs,
+                progress=progress,
+                api_key=api_key,
+                operator_key=operator_key,
+            )
     except KeyboardInterrupt:
         console.print("stopping", style="dim")
         return
     with cluster:
-        _show(cluster, console)
+        show(cluster, console)
+        console.print(f"OpenAI API at [bold]{cluster.url}/v1[/] (Ctrl-C stops it)")
         try:
             healthy = _watch(cluster, console)
         except KeyboardInterrupt:
@@ -44,16 +51,35 @@ def serve(file: Path, logs: Path | None) -> None:
         cluster.remove_logs()
 
 
+def end_by_interrupt() -> None:
+    """A supervisor's SIGTERM ends as Ctrl-C does: by closing everything in order."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # SIGINT too: a shell starts background commands with it ignored.
+        signal.signal(number, signal.default_int_handler)
+
+
+def tell(cluster: Cluster, console: Console, timeout_s: float | None = None) -> None:
+    """Waits for a death and reports it, or until time is up; reports what serves again too."""
+
+    def progress(part: str, _doing: str, done: float) -> None:
+        if done == 1.0:
+            console.print(f"[green]serves again:[/] {escape(part)}")
+
+    cluster.progress = progress
+    if error := cluster.wait(timeout_s):
+        console.print(f"[bold red]died:[/] {escape(str(error))}")
+
+
 def _watch(cluster: Cluster, console: Console) -> bool:
     """Reports deaths; returns ``False`` once nothing can be served any more."""
     while cluster.can_serve:
-        error = cluster.wait()
-        console.print(f"[bold red]died:[/] {escape(str(error))}")
+        tell(cluster, console)
     console.print("[bold red]the cluster cannot serve any more[/]")
     return False
 
 
-def _show(cluster: Cluster, console: Console) -> None:
+def show(cluster: Cluster, console: Console) -> None:
+    """The engines, and where they are."""
     table = Table("engine", "role", "shape", "block", "layout", "HTTP", "control channel", "pid")
     for column in table.columns:
         column.overflow = "fold"  # a cut address is of no use
@@ -71,4 +97,3 @@ def _show(cluster: Cluster, console: Console) -> None:
         )
     console.print(table)
     console.print(f"logs: {cluster.logs}", style="dim")
-    console.print(f"OpenAI API at [bold]{cluster.url}/v1[/] (Ctrl-C stops it)")

@@ -2,7 +2,7 @@
 
 The server speaks the part of vLLM's ``/v1/completions`` that a router between prefill and decode
 engines needs: token ids in, token ids out, ``kv_transfer_params`` both ways. Text is the router's
-job. It trusts its clients: only the router may reach it.
+job. It trusts who shows its API key; without one only the router may reach it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -174,11 +174,19 @@ class EngineServer:
     """The endpoints of one engine."""
 
     def __init__(
-        self, engine: EngineLoop, *, name: str, kv_role: str, model_name: str, max_model_len: int
+        self,
+        engine: EngineLoop,
+        *,
+        name: str,
+        kv_role: str,
+        model_name: str,
+        max_model_len: int,
+        api_key: str | None = None,
     ) -> None:
         self._engine = engine
         self._name = name
         self._kv_role = kv_role
+        self._api_key = api_key
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._bodies = web.BodyReader()
@@ -190,17 +198,33 @@ class EngineServer:
 
     def app(self) -> Starlette:
         """The ASGI application."""
+        guarded = {
+            "/v1/completions": (self._complete, "POST"),
+            "/v1/models": (self._models, "GET"),
+            "/kvferry/records": (self._tell_records, "GET"),
+            "/kvferry/take_back": (self._take_back, "POST"),
+            "/kvferry/drain": (self._drain, "POST"),
+        }
         routes = [
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/models", self._models),
+            Route(path, self._guarded(answer), methods=[method])
+            for path, (answer, method) in guarded.items()
+        ]
+        routes += [
             Route("/health", self._health),
-            Route("/metrics", self._render_metrics),
-            Route("/kvferry/records", self._tell_records),
-            Route("/kvferry/take_back", self._take_back, methods=["POST"]),
-            Route("/kvferry/drain", self._drain, methods=["POST"]),
             Route("/ready", self._ready),
+            Route("/metrics", self._render_metrics),
         ]
         return Starlette(routes=routes, exception_handlers=web.EXCEPTION_HANDLERS)
+
+    def _guarded(
+        self, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def endpoint(request: Request) -> Response:
+            if self._api_key is not None:
+                web.check_bearer(request, self._api_key, "this engine, KVFERRY_API_KEY")
+            return await answer(request)
+
+        return endpoint
 
     async def _complete(self, request: Request) -> Response:
         body = parse_body(EngineRequestBody, await self._bodies.json(request))
@@ -479,6 +503,7 @@ async def _run(
             engine_loop,
             name=settings.engine.name,
             kv_role=settings.engine.transfer_config().kv_role,
+            api_key=settings.api_key,
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

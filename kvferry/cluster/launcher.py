@@ -1,6 +1,7 @@
-"""Starts a whole cluster on this machine and notices when a part of it dies."""
+"""Starts a cluster on this machine, or one engine of it, and those again that die."""
 
 import contextlib
+import logging
 import queue
 import secrets
 import shutil
@@ -25,19 +26,25 @@ from kvferry.cluster.messages import (
 )
 from kvferry.cluster.preflight import check_cluster, check_shapes, with_cluster_key
 from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
+from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
 from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
+from kvferry.zeromq import is_loopback
+
+logger = logging.getLogger(__name__)
 
 Progress: TypeAlias = Callable[[str, str, float], None]
 """Called with the name of a part, what it does now, and the fraction (0 to 1) of that done."""
 
 START_TIMEOUT_S = 600.0
 """Seconds for all engines to become ready."""
-HOST = "127.0.0.1"
-"""Where engines serve HTTP. Never public: only the router may say where KV lies."""
+FIRST_BACK_OFF_S, LONGEST_BACK_OFF_S = 1.0, 60.0
+"""Seconds between the end of an engine and its next start: twice as many after each end."""
+STEADY_S = 60.0
+"""Seconds for which an engine must have served for the next end to count as its first one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +59,14 @@ class RunningEngine:
     control: str | None = None
     """``host:port`` of its control channel, for ``kvferry status``."""
     is_ready: bool = False
+    back_off_s: float = FIRST_BACK_OFF_S
+    """Seconds from its next end to its start after that."""
+    starts_at: float | None = None
+    """When it is started again, on the monotonic clock; ``None`` unless it has ended."""
+    ready_at: float = 0.0
+    """When it became ready, on that clock."""
+    known_url: str = ""
+    """Where the router thinks that it is."""
 
     @property
     def name(self) -> str:
@@ -59,24 +74,45 @@ class RunningEngine:
         return self.config.name
 
     @property
+    def is_restarted(self) -> bool:
+        """Whether it is started again, once it has ended; not if somebody ended it."""
+        return self.config.restart == "on-failure" and self.process.exit_code != 0
+
+    @property
     def url(self) -> str:
         """Where it serves HTTP."""
-        return f"http://{HOST}:{self.port}"
+        return http_url(self.config.host, self.port)
 
 
 class Cluster(Closing):
     """A running cluster. Close it; or use it as a context manager."""
 
-    def __init__(self, config: ClusterConfig, logs: Path, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        logs: Path,
+        progress: Progress,
+        *,
+        is_whole: bool,
+        api_key: str | None,
+        operator_key: str | None,
+    ) -> None:
         """Use :meth:`open`."""
         self.config = config
+        self.progress = progress
+        """Told what every part is doing; later, which engines serve again."""
+        self._is_whole = is_whole
+        self._cluster_key = secrets.token_hex(32) if is_whole else None
         self.logs = logs
         """Folder with one log per process."""
         self.engines: tuple[RunningEngine, ...] = ()
         self.model_folder = ""
-        self._progress = progress
         self._router: ChildProcess | None = None
         self._router_port = 0
+        self._api_key = api_key
+        self._operator_key = operator_key
+        if self._operator_key is None and not is_loopback(config.router.host):
+            self._operator_key = secrets.token_hex(32)
         self._news: queue.Queue[News] = queue.Queue()
         self._processes: list[ChildProcess] = []
         self._closing = threading.Lock()
@@ -86,6 +122,9 @@ class Cluster(Closing):
         cls,
         config: ClusterConfig,
         *,
+        only: str | None = None,
+        api_key: str | None = None,
+        operator_key: str | None = None,
         where: str = "",
         logs: str | Path | None = None,
         progress: Progress = lambda _part, _doing, _done: None,
@@ -95,6 +134,10 @@ class Cluster(Closing):
 
         Args:
             config: the cluster.
+            only: the one engine to start, without a router; it signs tickets with the key that
+                its table names, if it names one.
+            api_key: bearer token that router and engines ask for.
+            operator_key: bearer token of who may change the router's engines.
             where: the name of its file, for messages.
             logs: folder for the logs; a new temporary one if left out.
             progress: told what every part is doing, from the caller's thread.
@@ -105,10 +148,20 @@ class Cluster(Closing):
                 with its name; or :class:`WorkerDiedError` with its exit code and last log lines.
                 Everything that was started has ended then.
         """
-        check_cluster(config, HOST, where)
+        is_whole = only is None
+        if only is not None:
+            config = config.only(only)
+        check_cluster(config, where, api_key=api_key, router=is_whole)
         folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
-        cluster = cls(config, folder, progress)
+        cluster = cls(
+            config,
+            folder,
+            progress,
+            is_whole=is_whole,
+            api_key=api_key,
+            operator_key=operator_key,
+        )
         try:
             cluster._start(time.monotonic() + timeout_s, where)
         except BaseException as error:
@@ -125,7 +178,7 @@ class Cluster(Closing):
     def url(self) -> str:
         """Where the router serves; ``/v1`` is OpenAI's API."""
         host = self.config.router.host
-        return f"http://{HOST if host in ('0.0.0.0', '::') else host}:{self._router_port}"  # noqa: S104
+        return http_url("127.0.0.1" if host in ("0.0.0.0", "::") else host, self._router_port)  # noqa: S104
 
     @property
     def deaths(self) -> list[KVFerryError]:
@@ -134,8 +187,16 @@ class Cluster(Closing):
 
     @property
     def can_serve(self) -> bool:
-        """Whether the router and enough engines are alive; decode engines alone may be enough."""
-        alive = {engine.role for engine in self.engines if engine.process.is_running}
+        """Whether the router and enough engines are alive or will be started again; decode engines
+        alone may be enough.
+        """
+        alive = {
+            engine.role
+            for engine in self.engines
+            if engine.process.is_running or engine.is_restarted
+        }
+        if not self._is_whole:
+            return bool(alive)
         if self.config.router.decode_only == "fallback":
             alive.add("prefill")
         return self._router is not None and self._router.is_running and len(alive) == 2
@@ -143,10 +204,11 @@ class Cluster(Closing):
     def wait(self, timeout_s: float | None = None) -> KVFerryError | None:
         """Waits until a part of the cluster ends by itself; returns why, ``None`` when time is up.
 
-        Every death is returned once.
+        Every death is returned once. Meanwhile engines are started again and entered at the router.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            self._start_again()
             # In short waits: a queue that is waited for without end holds Ctrl-C off.
             left = 0.5 if deadline is None else min(0.5, deadline - time.monotonic())
             try:
@@ -155,8 +217,12 @@ class Cluster(Closing):
                 if deadline is not None and time.monotonic() >= deadline:
                     return None
                 continue
-            if news.event is None and news.child in self._processes:
+            if news.child not in self._processes:
+                continue
+            if news.event is None:
+                self._has_ended(news.child)
                 return news.child.error()
+            self._note(news)
 
     def close(self) -> None:
         """Ends every process, the router first; kills what does not end in time. Idempotent."""
@@ -183,17 +249,18 @@ class Cluster(Closing):
         folder = self._convert(self.config.model, deadline)
         check_shapes(self.config, load_model_config(folder), where)
         # All at once: no engine waits for another, so that their order does not matter.
-        key = secrets.token_hex(32)
         self.engines = tuple(
-            self._start_engine(engine, role, key) for engine, role in _roles(self.config)
+            RunningEngine(engine, role, self._start_engine(engine, role))
+            for engine, role in _roles(self.config)
         )
         while not all(engine.port for engine in self.engines):
             self._take(deadline)
-        # The router loads its tokenizer while the engines load the model.
-        self._start_router(deadline)
+        if self._is_whole:  # it loads its tokenizer while the engines load the model
+            self._start_router(deadline)
         while not all(engine.is_ready for engine in self.engines):
             self._take(deadline)
-        self._await_router(deadline)
+        if self._is_whole:
+            self._await_router(deadline)
 
     def _convert(self, model: ModelConfig, deadline: float) -> str:
         process = self._spawn("model", "convert", model)
@@ -203,17 +270,18 @@ class Cluster(Closing):
         self._processes.remove(process)
         return self.model_folder
 
-    def _start_engine(self, engine: EngineConfig, role: Role, key: str) -> RunningEngine:
+    def _start_engine(self, engine: EngineConfig, role: Role) -> ChildProcess:
+        if self._cluster_key is not None:
+            engine = with_cluster_key(engine, self._cluster_key)
         settings = EngineSettings(
-            engine=with_cluster_key(engine, key),
+            engine=engine,
             role=role,
-            host=HOST,
             model_folder=self.model_folder,
             model_name=self.config.model.source,
             dtype=self.config.model.dtype,
+            api_key=self._api_key,
         )
-        process = self._spawn(engine.name, "engine", settings, engine.threads)
-        return RunningEngine(engine, role, process)
+        return self._spawn(engine.name, "engine", settings, engine.threads)
 
     def _start_router(self, deadline: float) -> None:
         settings = RouterSettings(
@@ -224,7 +292,11 @@ class Cluster(Closing):
             ),
             model_folder=self.model_folder,
             model_name=self.config.model.source,
+            api_key=self._api_key,
+            operator_key=self._operator_key,
         )
+        for engine in self.engines:
+            engine.known_url = engine.url
         self._router = self._spawn("router", "router", settings)
         while not self._router_port:
             self._take(deadline)
@@ -277,7 +349,7 @@ class Cluster(Closing):
                 if news.child in self._processes:
                     raise news.child.error()
             case Loading(doing=doing, done=done):
-                self._progress(news.child.name, doing, done)
+                self.progress(news.child.name, doing, done)
             case Ready(folder=str(folder)):
                 self.model_folder = folder
             case Bound(port=port) if engine is not None:
@@ -287,7 +359,41 @@ class Cluster(Closing):
             case Ready(control=control) if engine is not None:
                 engine.control = control
                 engine.is_ready = True
-                self._progress(engine.name, "ready", 1.0)
+                engine.ready_at = time.monotonic()
+                self.progress(engine.name, "ready", 1.0)
+
+    # ---- start again --------------------------------------------------------------------------
+
+    def _has_ended(self, child: ChildProcess) -> None:
+        """An engine that failed is to be started again, a while later each time."""
+        engine = next((one for one in self.engines if one.process is child), None)
+        if engine is None or not engine.is_restarted:
+            return
+        now = time.monotonic()
+        if engine.is_ready and now - engine.ready_at > STEADY_S:
+            engine.back_off_s = FIRST_BACK_OFF_S
+        engine.starts_at = now + engine.back_off_s
+        engine.back_off_s = min(2 * engine.back_off_s, LONGEST_BACK_OFF_S)
+        engine.is_ready = False
+
+    def _start_again(self) -> None:
+        for engine in self.engines:
+            if engine.starts_at is not None and time.monotonic() >= engine.starts_at:
+                engine.starts_at = None
+                self._processes.remove(engine.process)
+                engine.process = self._start_engine(engine.config, engine.role)
+            elif self._is_whole and engine.is_ready and engine.known_url != engine.url:
+                self._enter(engine)
+
+    def _enter(self, engine: RunningEngine) -> None:
+        """Tells the router where an engine is now."""
+        client = RouterClient(self.url, self._operator_key or self._api_key)
+        try:
+            client.put(engine.role, engine.name, engine.url)
+        except KVFerryError as error:
+            logger.warning("engine %r is not entered yet: %s", engine.name, error)
+        else:
+            engine.known_url = engine.url
 
 
 def _says_it_all(error: BaseException) -> bool:
@@ -295,6 +401,11 @@ def _says_it_all(error: BaseException) -> bool:
     return isinstance(
         error, ConfigError | PortInUseError | ModelError | KeyboardInterrupt | SystemExit
     )
+
+
+def http_url(host: str, port: int) -> str:
+    """Of a server."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _roles(config: ClusterConfig) -> Iterator[tuple[EngineConfig, Role]]:

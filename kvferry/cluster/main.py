@@ -70,7 +70,7 @@ def _router(report: Reporter) -> None:
 def _engine(report: Reporter) -> None:
     settings = begin(EngineSettings)
     who = f"engine {settings.engine.name!r}"
-    with contextlib.closing(listen(settings.host, settings.engine.port, who)) as listener:
+    with contextlib.closing(listen(settings.engine.host, settings.engine.port, who)) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
         from kvferry.cluster.engine_server import run_engine
 

@@ -18,12 +18,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     engine: EngineConfig
     role: Role
-    host: str
-    """Address of its HTTP server."""
     model_folder: str
     """The converted model."""
     model_name: str
     dtype: str
+    api_key: str | None = None
+    """Bearer token that the router must show."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,15 +14,19 @@ from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights import load_model_config, prepare_model
 from kvferry.engine.weights_folder import CONFIG_FILE, TINY_MODELS, Progress, read_json
 from kvferry.errors import ConfigError, HostError, PortInUseError
+from kvferry.zeromq import is_loopback
 
 
-def check_cluster(cluster: ClusterConfig, engine_host: str, where: str = "") -> None:
-    """Checks connectors, cluster keys and ports. Needs no model, and leaves nothing behind.
+def check_cluster(
+    cluster: ClusterConfig, where: str = "", *, api_key: str | None = None, router: bool = True
+) -> None:
+    """Checks connectors, keys and ports. Needs no model, and leaves nothing behind.
 
     Args:
         cluster: the cluster.
-        engine_host: address on which engines serve HTTP.
         where: how the user finds the cluster, the name of its file say.
+        api_key: what engines will ask for at their HTTP servers.
+        router: whether it has a router.
 
     Raises:
         PluginError, ConfigError: the first thing found wrong, with the engine's name.
@@ -32,13 +36,28 @@ def check_cluster(cluster: ClusterConfig, engine_host: str, where: str = "") -> 
     try:
         extras = check_plugins(cluster)
         check_cluster_keys(cluster, extras)
+        _check_hosts(cluster, extras, api_key)
     except ConfigError as error:
         raise placed(error, where) from error
-    check_ports(cluster, extras, engine_host)
+    check_ports(cluster, extras, router=router)
+
+
+def _check_hosts(
+    cluster: ClusterConfig, extras: Mapping[str, msgspec.Struct], api_key: str | None
+) -> None:
+    """Whoever reaches an engine's HTTP server may use it, unless it asks for a key."""
+    for engine in cluster.engines:
+        is_open = api_key is None and not getattr(extras[engine.name], "insecure", False)
+        if is_open and not is_loopback(engine.host):
+            raise ConfigError(
+                f"engine {engine.name!r}: host {engine.host} is reached from other machines, and "
+                "nothing keeps them from using the engine; set KVFERRY_API_KEY for engines and "
+                "router, or insecure: true in kv_connector_extra_config if the network is trusted"
+            )
 
 
 def check_ports(
-    cluster: ClusterConfig, extras: dict[str, msgspec.Struct], engine_host: str
+    cluster: ClusterConfig, extras: dict[str, msgspec.Struct], *, router: bool = True
 ) -> None:
     """Tries every port that the cluster file names. A process may still take one afterwards.
 
@@ -47,14 +66,14 @@ def check_ports(
         HostError: the router's address is not of this machine.
     """
     taken: list[str] = []
-    router = cluster.router
     try:
-        _try_port(router.host, router.port, "router", "port")
+        if router:
+            _try_port(cluster.router.host, cluster.router.port, "router", "port")
     except PortInUseError as error:
         taken.append(str(error))
     for engine in cluster.engines:
         who = f"engine {engine.name!r}"
-        for host, port, key in _engine_ports(engine, extras[engine.name], engine_host):
+        for host, port, key in _engine_ports(engine, extras[engine.name]):
             try:
                 _try_port(host, port, who, key)
             except PortInUseError as error:
@@ -67,10 +86,8 @@ def check_ports(
         raise PortInUseError("\n  ".join(taken))
 
 
-def _engine_ports(
-    engine: EngineConfig, extra: msgspec.Struct, engine_host: str
-) -> Iterator[tuple[str, int, str]]:
-    yield engine_host, engine.port, "port"
+def _engine_ports(engine: EngineConfig, extra: msgspec.Struct) -> Iterator[tuple[str, int, str]]:
+    yield engine.host, engine.port, "port"
     host = getattr(extra, "host", None)
     # A connector without a host does not listen: its kv_port means nothing.
     if isinstance(host, str):

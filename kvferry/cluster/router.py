@@ -10,7 +10,6 @@ get their first token from the prefill engine; every other body is passed throug
 import asyncio
 import contextlib
 import dataclasses
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -183,13 +182,13 @@ class Router:
 
     def _authorize(self, request: Request) -> None:
         if self._settings.api_key is not None:
-            _check_bearer(request, self._settings.api_key, "api_key")
+            web.check_bearer(request, self._settings.api_key, "this router, its api_key")
 
     def _authorize_operator(self, request: Request) -> None:
         """Whoever may change the engines sees all prompts: a client's token is not enough."""
         key = self._settings.operator_key
         if key is not None:
-            _check_bearer(request, key, "operator_key")
+            web.check_bearer(request, key, "this router, its operator_key")
         elif is_loopback(self._settings.host):
             self._authorize(request)
         else:
@@ -269,12 +268,6 @@ class Router:
 
     async def _render_metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
-
-
-def _check_bearer(request: Request, key: str, name: str) -> None:
-    shown = request.headers.get("authorization", "")
-    if not secrets.compare_digest(shown.encode(), f"Bearer {key}".encode()):
-        raise ApiError(401, f"authorization: not the bearer token of this router, its {name}")
 
 
 def _bearer(api_key: str | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
@@ -75,6 +76,17 @@ class BodyReader:
 
 _BODIES_AT_A_TIME = 8
 """Bodies of the greatest length for which there is memory while they arrive."""
+
+
+def check_bearer(request: Request, token: str, whose: str) -> None:
+    """Makes sure that the client shows a token.
+
+    Raises:
+        ApiError: 401, it shows another one or none.
+    """
+    shown = request.headers.get("authorization", "")
+    if not secrets.compare_digest(shown.encode(), f"Bearer {token}".encode()):
+        raise ApiError(401, f"authorization: not the bearer token of {whose}")
 
 
 def json_response(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvferry.config.parsing import check_table, fields_of, parse_struct, unknown_key
+from kvferry.config.parsing import check_table, fields_of, parse_struct, shown, unknown_key
 from kvferry.errors import ConfigError
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
@@ -148,6 +148,8 @@ _AT_LEAST_ONE = (
 )
 
 
+_EVERYWHERE = ("", "*", "0.0.0.0", "::")  # noqa: S104 - these are refused
+
 _ENDPOINT = re.compile(r"tcp://(?P<host>\*|[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d{1,5})")
 _MOST_MESSAGES = 1_000_000_000  # ZeroMQ counts in 32 bits
 
@@ -235,8 +237,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests computed per step at most."""
     threads: int = 1
     """Compute threads per rank."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which the router reaches the engine's HTTP server."""
     port: int = 0
     """TCP port of the engine's HTTP server; 0 takes a free one."""
+    restart: Literal["never", "on-failure"] = "on-failure"
+    """Whether the engine is started again when it ends by itself."""
     kv_events: KVEventsConfig | None = None
     """Whether and where it publishes what its prefix cache holds; not at all unless given."""
 
@@ -253,6 +259,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "write 2 or more"
             )
         _check_port("port", self.port)
+        if self.host in _EVERYWHERE:
+            raise ValueError(
+                f"host: {self.host!r} is no address that a router could reach; name one of this "
+                "machine's"
+            )
 
     def transfer_config(self) -> KVTransferConfig:
         """The checked ``kv_transfer_config``, its ``engine_id`` defaulting to ``name``.
@@ -307,6 +318,21 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):
     def engines(self) -> tuple[EngineConfig, ...]:
         """All engines, prefill first."""
         return self.prefill + self.decode
+
+    def only(self, name: str) -> "ClusterConfig":
+        """The cluster with one of its engines alone.
+
+        Raises:
+            ConfigError: no engine has that name.
+        """
+        names = [engine.name for engine in self.engines]
+        if name not in names:
+            raise ConfigError(f"engine {shown(name)} is not in the cluster; there are {names}")
+        return msgspec.structs.replace(
+            self,
+            prefill=tuple(engine for engine in self.prefill if engine.name == name),
+            decode=tuple(engine for engine in self.decode if engine.name == name),
+        )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], where: str = "cluster") -> "ClusterConfig":

@@ -204,7 +204,7 @@ def test_metrics_of_an_engine_tell_of_loads(cluster, client):
     assert 'kvferry_engine_prompt_tokens_total{source="peer"}' in metrics
 
 
-def test_a_rank_that_dies_is_reported_and_the_end_is_clean(cache, tmp_path):
+def test_an_engine_whose_rank_dies_is_reported_and_comes_back_and_the_end_is_clean(cache, tmp_path):
     cluster = Cluster.open(cluster_config(prefill={"tp": 1}), logs=tmp_path, timeout_s=150)
     try:
         everything = processes_of(cluster)
@@ -227,13 +227,24 @@ def test_a_rank_that_dies_is_reported_and_the_end_is_clean(cache, tmp_path):
         assert "SIGKILL" in str(error)
         assert "perhaps by the OOM killer: see dmesg" in str(error)
         assert time.monotonic() - began < 20
-        assert not cluster.can_serve
+        assert cluster.can_serve
         with httpx.Client(base_url=cluster.url, timeout=30, trust_env=False) as client:
             # The prefill engine still answers what it can answer alone.
             assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).is_success
             response = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5})
             assert response.status_code == 503
             assert "'d0'" in response.json()["error"]["message"]
+            deadline = time.monotonic() + 120
+            while not response.is_success:
+                assert cluster.wait(0.5) is None
+                response = client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 5})
+                assert time.monotonic() < deadline
+        everything += processes_of(cluster)
+        # Who is ended from outside without a failure stays so.
+        decode.process.terminate()
+        cluster.wait(30)
+        assert cluster.wait(2) is None
+        assert not cluster.can_serve
     finally:
         cluster.close()
     psutil.wait_procs(everything, timeout=5)
@@ -339,9 +350,9 @@ def test_a_control_port_is_tried_on_the_connectors_own_host(taken_port):
     config = cluster_config(
         prefill={"kv_transfer_config": transfer("kv_producer", taken_port, host="127.0.0.2")}
     )
-    check_cluster(config, "127.0.0.1")
+    check_cluster(config)
     with socket.create_server(("127.0.0.2", taken_port)), pytest.raises(PortInUseError):
-        check_cluster(config, "127.0.0.1")
+        check_cluster(config)
 
 
 def test_all_ports_in_use_are_one_error(no_start, taken_port):
@@ -356,7 +367,7 @@ def test_all_ports_in_use_are_one_error(no_start, taken_port):
 def test_a_port_that_is_taken_after_the_check_is_named_once(
     cache, tmp_path, taken_port, monkeypatch
 ):
-    monkeypatch.setattr("kvferry.cluster.launcher.check_cluster", lambda *_args: None)
+    monkeypatch.setattr("kvferry.cluster.launcher.check_cluster", lambda *_args, **_options: None)
     config = cluster_config(router={"port": taken_port})
     with pytest.raises(PortInUseError, match=rf"^router: port {taken_port} "):
         Cluster.open(config, logs=tmp_path)
@@ -400,7 +411,7 @@ def test_cluster_keys_are_compared_by_value(tmp_path):
 
     file = tmp_path / "key"
     file.write_text("k" * 32 + "\n")
-    check_cluster(keyed({"cluster_key_file": str(file)}, {"cluster_key": "k" * 32}), "127.0.0.1")
+    check_cluster(keyed({"cluster_key_file": str(file)}, {"cluster_key": "k" * 32}))
 
 
 def test_an_interrupted_start_leaves_no_logs_behind(cache, temporary):

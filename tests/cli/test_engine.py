@@ -1,0 +1,122 @@
+"""``kvferry engine`` as processes: it enters a router, comes back when it dies, and drains."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import psutil
+import pytest
+
+COMMAND = [sys.executable, "-m", "kvferry.cli"]
+PROMPT = list(range(1, 40))
+
+ENGINE = """
+[[{role}]]
+name = "{name}"
+tp = {tp}
+block_size = {block_size}
+num_blocks = 64
+max_model_len = 512
+[{role}.kv_transfer_config]
+kv_connector = "PullConnector"
+kv_role = "{kv_role}"
+kv_port = 0
+[{role}.kv_transfer_config.kv_connector_extra_config]
+cluster_key = "0123456789abcdef0123456789abcdef"
+"""
+
+FILE = (
+    '[model]\nsource = "tiny"\ndtype = "float64"\n'
+    + ENGINE.format(role="prefill", name="p0", tp=2, block_size=16, kv_role="kv_producer")
+    + ENGINE.format(role="decode", name="d0", tp=1, block_size=24, kv_role="kv_consumer")
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command whose output goes to a file; returns both."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments):
+            log = tmp_path / f"{arguments[0]}-{arguments[2]}.log"
+            with log.open("w") as output:
+                process = stack.enter_context(
+                    subprocess.Popen([*COMMAND, *arguments], stdout=output, stderr=output)
+                )
+            stack.callback(process.kill)
+            return process, log
+
+        yield begin
+
+
+def until(condition):
+    deadline = time.monotonic() + 120
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def states(url):
+    with contextlib.suppress(httpx.HTTPError):
+        found = httpx.get(f"{url}/kvferry/engines", trust_env=False, timeout=10).json()
+        return {engine["name"]: engine["state"] for engine in found["engines"]}
+    return None
+
+
+def ask(url):
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json()
+    return answer["choices"][0]["token_ids"]
+
+
+def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(file, start):
+    router, log = start("router", "--port", "0")
+    url = until(lambda: re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", log.read_text()))[0]
+    prefill, _ = start("engine", str(file), "p0", "--router", url)
+    decode, said = start("engine", str(file), "d0", "--router", url)
+    until(lambda: states(url) == {"p0": "ready", "d0": "ready"})
+    tokens = ask(url)
+
+    for child in psutil.Process(decode.pid).children(recursive=True):
+        child.kill()
+    until(lambda: "serves again: d0" in said.read_text())
+    until(lambda: states(url) == {"p0": "ready", "d0": "ready"})
+    assert ask(url) == tokens
+
+    for engine in (decode, prefill):
+        engine.send_signal(signal.SIGTERM)
+        assert engine.wait(60) == 0
+    assert "drained\n" in said.read_text()
+    assert states(url) == {}
+    router.send_signal(signal.SIGINT)
+    assert router.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "message"),
+    [
+        ("", "d1", "engine 'd1' is not in the cluster; there are ['p0', 'd0']"),
+        ('name = "d0"\nhost = "0.0.0.0"', "d0", "host: '0.0.0.0' is no address that a router"),
+        ('name = "d0"\nhost = "10.1.2.3"', "d0", "set KVFERRY_API_KEY for engines and router"),
+    ],
+)
+def test_an_engine_that_cannot_be_started_is_one_message(file, change, name, message):
+    if change:
+        file.write_text(FILE.replace('name = "d0"', change))
+    done = subprocess.run(
+        [*COMMAND, "engine", str(file), name], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
