@@ -31,6 +31,7 @@
     └── EngineError                  the reference engine cannot go on
         ├── RequestError             correct the request; the engine goes on without it
         ├── DrainingError            the engine is about to leave; ask another one
+        ├── StuckStepError           a rank of the engine hangs; ask another one
         ├── ModelError               the model folder cannot be used
         └── WorkerDiedError          a rank of the engine is gone
 
@@ -169,6 +170,10 @@ class EngineError(KVFerryError):
 
 class DrainingError(EngineError):
     """The engine takes no new requests: it ends once those that it has are over."""
+
+
+class StuckStepError(EngineError):
+    """A step does not end: requests that wait for it are given up, and new ones are refused."""
 
 
 class RequestError(EngineError):

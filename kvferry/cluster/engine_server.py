@@ -33,7 +33,7 @@ from kvferry.engine.engine import Engine, EngineStats
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
-from kvferry.errors import DrainingError, KVFerryError
+from kvferry.errors import DrainingError, KVFerryError, StuckStepError
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,8 @@ class _Run:
 
 def api_error(name: str, message: str) -> ApiError:
     """The HTTP answer to an error that ended one request, by the name of its class."""
-    return ApiError(400 if name in _CLIENT_ERRORS else 500, message, code=name)
+    status = 400 if name in _CLIENT_ERRORS else 503 if name == StuckStepError.__name__ else 500
+    return ApiError(status, message, code=name)
 
 
 def _unavailable(error: KVFerryError) -> ApiError:
@@ -371,7 +372,7 @@ class EngineServer:
             "silent_peers": self._engine.silent_peers,
         }
         if step.is_stuck:
-            stuck = ApiError(503, str(step), code="stuck_step")
+            stuck = ApiError(503, str(step), code=StuckStepError.__name__)
             return web.json_response({**stuck.body(), "status": "stuck", **told}, stuck.status)
         status = "ok" if self._engine.drain_state is None else "draining"
         return web.json_response({"status": status, **told})

@@ -14,7 +14,7 @@ import msgspec
 
 from kvferry.engine.engine import IDLE_SLEEP_S, Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
-from kvferry.errors import DrainingError, EngineError, KVFerryError
+from kvferry.errors import DrainingError, EngineError, KVFerryError, StuckStepError
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 
@@ -26,7 +26,8 @@ OnOutput = Callable[[EngineOutput], object]
 T = TypeVar("T")
 
 STUCK_STEP_S = 60.0
-"""A step that runs for longer is reported, and its engine gets no new requests until it ends."""
+"""A step that runs for longer is reported. The requests that wait for it are given up, and until it
+ends new ones are refused."""
 
 _CHECK_INTERVAL_S = 1.0
 """Pause between two looks at idle ranks: a rank that dies then is noticed within it."""
@@ -83,6 +84,10 @@ class EngineLoop(Closing):
         self._engine = engine
         self._on_failure = on_failure
         self._listeners: dict[str, OnOutput] = {}
+        self._arriving: dict[object, tuple[str, OnOutput]] = {}
+        """Requests that the engine's thread has not taken in, and who is told of them."""
+        self._stuck_step: float | None = None
+        """When the step began that was found stuck last."""
         self._lock = threading.Lock()
         self._closing = False
         self._draining = False
@@ -159,6 +164,7 @@ class EngineLoop(Closing):
 
         Raises:
             DrainingError: it takes no new requests.
+            StuckStepError: a step is stuck.
             KVFerryError: the engine is closed, or cannot go on.
         """
         add = partial(
@@ -170,7 +176,13 @@ class EngineLoop(Closing):
             cache_salt=cache_salt,
             arrival=arrival,
         )
-        self._post(lambda: self._add(request_id, add, on_output), is_new=True)
+        place = object()
+        self._arriving[place] = request_id, on_output
+        try:
+            self._post(lambda: self._add(place, add), is_new=True)
+        except KVFerryError:
+            self._arriving.pop(place, None)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Ends a request; it is answered with ``abort`` unless it has just ended otherwise.
@@ -213,6 +225,8 @@ class EngineLoop(Closing):
         with self._lock:
             if is_new and self._draining:
                 raise DrainingError("the engine is draining and takes no new requests")
+            if is_new and self._step_started == self._stuck_step is not None:
+                raise StuckStepError(f"{self.step_state()}; no new requests until it ends")
             if self._failure is not None:
                 raise self._failure
             if self._closing:
@@ -229,16 +243,34 @@ class EngineLoop(Closing):
             self._mailbox.post(partial(self._wind_up, error))
 
     def _watch(self) -> None:
-        """Says once of every stuck step that it is, on a thread of its own."""
-        told: float | None = None
+        """Looks for stuck steps, on a thread of its own."""
+        seen, looks_s = None, 0.0
         while not self._ended.wait(_CHECK_INTERVAL_S):
             started, state = self._step_started, self.step_state()
-            if told is not None and started != told:
+            if self._stuck_step is not None and started != self._stuck_step:
                 logger.info("the step that was stuck has ended")
-                told = None
-            if told is None and started is not None and state.is_stuck:
-                told = started
-                logger.warning("%s; no new requests are wanted until it ends", state)
+                self._stuck_step = None
+            looks_s = looks_s + _CHECK_INTERVAL_S if started == seen else 0.0
+            seen = started
+            if started is None or not state.is_stuck or self._stuck_step is not None:
+                continue
+            # While this process did not get to run for a minute, its ranks did not either.
+            if looks_s >= STUCK_STEP_S / 2:
+                self._stuck_step = started
+                logger.warning("%s; its requests are given up", state)
+                self._give_up(StuckStepError(f"{state}; the request is given up"))
+
+    def _give_up(self, error: KVFerryError) -> None:
+        """Answers all requests with an error while the engine's thread is in a step."""
+        waiting = [self._arriving.pop(place, None) for place in list(self._arriving)]
+        for request_id in list(self._listeners):
+            # Whoever takes the listener out tells it of the end: the step may end just now.
+            listener = self._listeners.pop(request_id, None)
+            if listener is not None:
+                waiting.append((request_id, listener))
+                self.abort(request_id)
+        for request_id, listener in filter(None, waiting):
+            self._tell(listener, _error_output(request_id, error))
 
     # -- on the engine's thread ---------------------------------------------------------------
 
@@ -293,7 +325,11 @@ class EngineLoop(Closing):
         finally:
             self._step_started = None
 
-    def _add(self, request_id: str, add: Callable[[], None], on_output: OnOutput) -> None:
+    def _add(self, place: object, add: Callable[[], None]) -> None:
+        arrived = self._arriving.pop(place, None)
+        if arrived is None:
+            return  # it was given up
+        request_id, on_output = arrived
         try:
             add()
         except Exception as error:
@@ -309,12 +345,11 @@ class EngineLoop(Closing):
             self._engine.abort(request_id)
 
     def _deliver(self, output: EngineOutput) -> None:
-        listener = self._listeners.get(output.request_id)
-        if listener is None:
-            return
-        if output.finish_reason is not None:
-            del self._listeners[output.request_id]
-        self._tell(listener, output)
+        ended = output.finish_reason is not None
+        take = self._listeners.pop if ended else self._listeners.get
+        listener = take(output.request_id, None)
+        if listener is not None:
+            self._tell(listener, output)
 
     def _tell(self, listener: OnOutput, output: EngineOutput) -> None:
         try:
@@ -326,7 +361,7 @@ class EngineLoop(Closing):
     def _wind_up(self, error: KVFerryError) -> None:
         """The last task."""
         self._ended.set()
-        for request_id, listener in self._listeners.items():
+        for request_id, listener in list(self._listeners.items()):
             self._tell(listener, _error_output(request_id, error))
         self._listeners.clear()
         try:

@@ -96,7 +96,7 @@ class FakeEngine:
 
     async def _health(self, _: Request) -> Response:
         if self.unwell:
-            return JSONResponse({"error": {"message": self.unwell, "code": "stuck_step"}}, 503)
+            return JSONResponse({"error": {"message": self.unwell, "code": "StuckStepError"}}, 503)
         return JSONResponse(self.tells, 200 if self.healthy else 503)
 
     async def _complete(self, request: Request) -> Response:

@@ -269,15 +269,19 @@ def test_a_stuck_step_makes_the_engine_unhealthy_until_it_ends(served, frozen, m
     monkeypatch.setattr(loops, "STUCK_STEP_S", 0.2)
     late = served.client.get("/health")
     assert late.status_code == 503
-    assert late.json()["error"]["code"] == "stuck_step"
+    assert late.json()["error"]["code"] == "StuckStepError"
     assert re.fullmatch(
         r"the step has run for \d+ s and waits for rank 0", late.json()["error"]["message"]
     )
     assert late.json()["waiting_for_ranks"] == [0]
 
-    thaw.set()
     until(lambda: answers)
+    assert answers[0].status_code == served.complete("new").status_code == 503
+    assert answers[0].json()["error"]["code"] == "StuckStepError"
+    assert "waits for rank 0; the request is given up" in answers[0].json()["error"]["message"]
+    thaw.set()
     until(lambda: served.client.get("/health").status_code == 200)
+    assert served.complete("next").status_code == 200
 
 
 def test_an_engine_that_drains_ends_what_it_has_and_takes_nothing_new(served, frozen):

@@ -1,5 +1,6 @@
 """An engine on its own thread: requests and questions from anywhere, and a clean end."""
 
+import re
 import threading
 import time
 
@@ -9,7 +10,7 @@ from kvferry.engine import loop as loops
 from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.errors import EngineError, WorkerDiedError
+from kvferry.errors import EngineError, StuckStepError, WorkerDiedError
 from tests.engine.simulated import VOCAB, open_simulated
 from tests.engine.toy_cache import reference_tokens
 
@@ -265,6 +266,45 @@ def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monk
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
     assert "the step has run for 0 s and waits for rank 0" in warnings[0]
+
+
+def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, frozen, monkeypatch):
+    monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
+    monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
+    with EngineLoop.open(simulated[0]) as loop:
+        listeners = [submit(loop, "in the step", [1, 2])]
+        until(lambda: loop.step_state().age_s)
+        listeners.append(submit(loop, "before it", [1, 2]))
+        for listener in listeners:
+            answer = listener.wait()
+            assert answer.error_type == "StuckStepError"
+            assert re.fullmatch(
+                r"the step has run for \d+ s and waits for rank 0; the request is given up",
+                answer.error,
+            )
+        with pytest.raises(StuckStepError, match="waits for rank 0; no new requests until it ends"):
+            submit(loop, "new", [1, 2])
+        monkeypatch.setattr(loops, "STUCK_STEP_S", 60)
+        frozen.set()
+        until(lambda: not loop.step_state().age_s)
+        assert submit(loop, "in the step", [1, 2]).wait().finish_reason == "length"
+        assert [listener.calls for listener in listeners] == [1, 1]
+        stats = loop.call(lambda engine: engine.stats()).result(WAIT_S).scheduler
+        assert stats.free_blocks == stats.usable_blocks
+
+
+def test_a_process_that_did_not_run_gives_nothing_up(simulated, frozen, monkeypatch):
+    """As after a pause of the whole machine: the step is old, and nobody has looked at it."""
+    monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
+    with EngineLoop.open(simulated[0]) as loop:
+        listener = submit(loop, "a", [1, 2])
+        until(lambda: loop.step_state().age_s)
+        loop._step_started -= 100
+        assert loop.step_state().is_stuck
+        time.sleep(0.3)
+        assert not listener.calls
+        frozen.set()
+        assert listener.wait().finish_reason == "length"
 
 
 def test_the_state_of_a_step_reads_as_a_sentence():
