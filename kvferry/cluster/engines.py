@@ -163,6 +163,11 @@ class Reply(msgspec.Struct):
     usage: dict[str, Any] | None = None
     error: _Error | None = None
 
+    @classmethod
+    def ended(cls, finish_reason: str) -> "Reply":
+        """The end of an answer, without another token."""
+        return cls([_Choice([], finish_reason)])
+
     @property
     def token_ids(self) -> list[int]:
         """The new tokens."""

@@ -28,6 +28,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry import errors
 from kvferry.cluster import web
 from kvferry.cluster.engines import (
     Engine,
@@ -38,6 +39,7 @@ from kvferry.cluster.engines import (
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.engine.messages import SamplingParams
+from kvferry.errors import LeaseError, TicketError, TransferError
 
 T = TypeVar("T")
 
@@ -55,7 +57,12 @@ it that its token counts: where that one ends the answer, nothing has to be kept
 
 
 class _StartAgainError(Exception):
-    """The decode engine died with the lease in its hands: prefill anew."""
+    """What the prefill engine lent is of no use any more: prefill anew."""
+
+
+MOST_FAILED_LOADS = 2
+"""How often a prompt is computed again because its KV could not be loaded; then the client is
+told."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,6 +123,7 @@ class TokenRequest(_Tries):
     generation: Generation
     """What it is a choice of."""
     drawn: list[int] = field(default_factory=list)
+    failed_loads: int = 0
 
     def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
         """An engine's request for the next ``max_tokens`` tokens."""
@@ -152,7 +160,8 @@ class PrefillDecode:
 
         Only the first reply, a prefill engine's, tells how many tokens of the prompt it had; only
         the last one has a finish reason. An engine that cannot be reached is replaced by another,
-        and so is the first one that dies before its first token.
+        and so is the first one that dies, in the middle of its answer too: the tokens that were
+        drawn become part of the prompt. A prompt whose KV could not be loaded is computed again.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
@@ -168,7 +177,7 @@ class PrefillDecode:
                 yield reply
 
     async def _steps(self, request: TokenRequest) -> AsyncGenerator[Reply, None]:
-        while True:
+        while request.tokens_left:
             reply = await self._prefill(request)
             params = reply.kv_transfer_params if reply is not None else None
             fetched = False
@@ -185,15 +194,16 @@ class PrefillDecode:
                             fetched = True
                             lent.close()
                             yield reply
-                except _StartAgainError:
-                    request.give_back(params)
-                    request.attempt += 1
-                    continue
-                except BaseException:  # the client went away, time is up, no decode engine is left
+                    return
+                except BaseException as error:
+                    # The client went away, time is up, or no decode engine is left or able.
                     if not fetched:
                         request.give_back(params)
-                    raise
-            return
+                    if not isinstance(error, _StartAgainError):
+                        raise
+                    request.attempt += 1
+        # All tokens were drawn by an engine that died before it said so.
+        yield Reply.ended("length")
 
     async def _prefill(self, request: TokenRequest) -> Reply | None:
         # With one token left nothing follows, so nothing has to be kept.
@@ -208,21 +218,34 @@ class PrefillDecode:
         while True:
             engine = await self.decode.pick(request.tried)
             body = request.body(request.tokens_left, kv_transfer_params)
-            began = False
+            began, ended = False, False
             try:
                 async with aclosing(engine.stream(body, request.engine_request_id)) as replies:
                     async for reply in replies:
                         if reply.choices:
-                            began = True
+                            began, ended = True, reply.finish_reason is not None
                             request.drawn.extend(reply.token_ids)
                             yield reply
                 return
             except EngineDownError as error:
-                if began:
-                    raise
+                if ended:
+                    return  # nothing of the answer was lost
                 request.failed(engine, error)
-                if error.reached:
+                if began or error.reached:
                     raise _StartAgainError from error
+            except ApiError as error:
+                if began or not _tells_of_a_failed_load(error):
+                    raise
+                request.failed_loads += 1
+                if request.failed_loads > MOST_FAILED_LOADS:
+                    raise
+                raise _StartAgainError from error
+
+
+def _tells_of_a_failed_load(error: ApiError) -> bool:
+    """Whether a decode engine could not load the KV: the prompt itself may be well."""
+    kind = getattr(errors, error.code or "", None)
+    return isinstance(kind, type) and issubclass(kind, TransferError | LeaseError | TicketError)
 
 
 async def _by_prefill(
@@ -249,6 +272,8 @@ def _take_first(reply: Reply, request: TokenRequest) -> bool:
         raise ApiError(
             502, f"a prefill engine returned {len(reply.token_ids)} tokens where one was asked for"
         )
+    if request.attempt > 1:
+        reply.usage = None  # the first prefill engine has told of the prompt
     request.drawn += reply.token_ids
     ended = reply.finish_reason == "stop" or request.tokens_left == 0
     if not ended:

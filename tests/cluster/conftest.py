@@ -57,6 +57,10 @@ class FakeEngine:
     """Answer every completion with this status and message."""
     refuse_code: str | None = None
     """The code of that error."""
+    refusals: int | None = None
+    """How often it does so; always unless given."""
+    says_how_it_ends: bool = True
+    """Whether its last token comes with the reason why it is the last one."""
     break_after: int | None = None
     """Drop the stream after so many tokens."""
     error_after: int | None = None
@@ -109,7 +113,8 @@ class FakeEngine:
                     self.aborted.set()
                     return Response(status_code=499)
                 await asyncio.sleep(0.01)
-        if self.refuse:
+        if self.refuse and self.refusals != 0:
+            self.refusals = None if self.refusals is None else self.refusals - 1
             status, message = self.refuse
             error = {"message": message, "code": self.refuse_code}
             return JSONResponse({"error": error}, status)
@@ -142,9 +147,11 @@ class FakeEngine:
                     yield web.sse_event({"error": {"message": "the load failed", "code": 500}})
                     return
                 last = count == len(tokens) - 1
-                choice = {"token_ids": [token], "finish_reason": reason if last else None}
-                yield web.sse_event({"choices": [choice]})
+                told = reason if last and self.says_how_it_ends else None
+                yield web.sse_event({"choices": [{"token_ids": [token], "finish_reason": told}]})
                 await asyncio.sleep(self.pause_s)
+            if self.break_after == len(tokens):
+                raise ConnectionResetError("as told by the test")
             yield web.sse_event({"choices": [], "usage": {}})
             yield web.SSE_DONE
         except (asyncio.CancelledError, GeneratorExit):

@@ -295,35 +295,75 @@ def test_a_decode_engine_that_dies_before_its_first_token_starts_the_request_ane
     assert len(set(setup.prefill[0].ids)) == 2, "the first id may still hold lent blocks"
 
 
-def test_a_decode_engine_that_dies_in_the_middle_is_an_error(make_setup):
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 5}])
+def test_an_answer_goes_on_where_a_decode_engine_died_in_the_middle_of_it(make_setup, sampling):
+    """The fakes check that the prompt and the offset of the seed hold every token so far."""
     setup = make_setup(decode=2)
+    setup.decode[0].break_after = 2
+
+    events = setup.stream(max_tokens=5, stream_options={"include_usage": True}, **sampling)
+
+    assert text_of(events[:-2]) == "Hello"
+    assert events[-2]["usage"]["completion_tokens"] == 5
+    assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}  # told once
+    assert [asked["prompt"] for asked in setup.prefill[0].bodies] == [list(b"Hi"), list(b"HiHel")]
+    assert setup.decode[1].bodies[0]["prompt"] == list(b"HiHell")
+
+
+def test_an_answer_under_which_two_decode_engines_died_is_an_error(make_setup):
+    setup = make_setup(decode=3)
     for engine in setup.decode:
-        engine.break_after = 2
+        engine.break_after = 1
 
-    response = setup.complete(max_tokens=5)
-    assert response.status_code == 503
-    assert "decode engine 'd0'" in response.json()["error"]["message"]
-
-    setup.client.get("/health")
     events = setup.stream(max_tokens=5)
-    assert text_of(events[:-2]) == "Hel"
+
+    assert text_of(events[:-2]) == "Hell"
     assert "decode engine 'd1'" in events[-2]["error"]["message"]
     assert events[-1] == "[DONE]"
+    assert not setup.decode[2].bodies
 
 
-def test_a_failed_load_is_an_error_and_not_retried(setup):
-    setup.decode[0].refuse = (500, "the KV of this request could not be loaded")
+@pytest.mark.parametrize("at", ["last token", "its end"])
+def test_a_decode_engine_that_dies_once_it_has_said_everything_harms_nothing(make_setup, at):
+    setup = make_setup(decode=1)
+    setup.decode[0].break_after = 4
+    setup.decode[0].says_how_it_ends = at == "its end"
+
+    choice = setup.complete(max_tokens=5).json()["choices"][0]
+
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    assert len(setup.prefill[0].bodies) == 1
+
+
+@pytest.mark.parametrize("code", ["TransferError", "PeerLostError", "LeaseRevokedError"])
+def test_a_prompt_whose_kv_could_not_be_loaded_is_computed_again(make_setup, code):
+    setup = make_setup(prefill=2)
+    (decode,) = setup.decode
+    decode.refuse, decode.refuse_code, decode.refusals = (500, "no KV"), code, 2
+
+    assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+
+    assert len(decode.bodies) == 3
+    assert len(set(decode.ids)) == 3
+    decode.refusals = 3
+    response = setup.complete(max_tokens=5)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "decode engine 'd0': no KV"
+
+
+def test_another_error_before_the_first_token_is_not_retried(setup):
+    setup.decode[0].refuse = (500, "something of this request")
 
     response = setup.complete(max_tokens=5)
 
     assert response.status_code == 500
     error = response.json()["error"]
-    assert error["message"] == ("decode engine 'd0': the KV of this request could not be loaded")
+    assert error["message"] == "decode engine 'd0': something of this request"
     assert error["type"] == "server_error"
     assert len(setup.decode[0].bodies) == 1
     events = setup.stream(max_tokens=5)
     assert text_of(events[:1]) == "H"
-    assert "could not be loaded" in events[1]["error"]["message"]
+    assert "something of this request" in events[1]["error"]["message"]
     assert events[2:] == ["[DONE]"]
 
 
