@@ -356,6 +356,15 @@ def check(
             show_default=False,
         ),
     ],
+    seen_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="HOST:PORT",
+            help="One more engine: tell only how this one loads from the others.",
+            show_default=False,
+        ),
+    ] = None,
     keys: Keys = None,
     timeout: Timeout = 5.0,
     tokens: Tokens = 2048,
@@ -365,7 +374,7 @@ def check(
     """Ask running engines whether, and how, each prefill/decode pair will work. Exit code 1: no."""
     from kvferry.cli.check import check as command
 
-    command(addresses, keys, timeout, tokens, device, as_json)
+    command(addresses, keys, timeout, tokens, device, as_json, seen_from)
 
 
 @app.command()

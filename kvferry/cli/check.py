@@ -15,9 +15,16 @@ from kvferry.cli.status import load_keys, parse_address
 from kvferry.control.client import fetch_descriptions
 from kvferry.control.handshake import common_transports, compare
 from kvferry.control.messages import DescriptionReply
-from kvferry.errors import ConfigError, KVFerryError, NotReadyError, PeerLostError
+from kvferry.errors import (
+    ConfigError,
+    KVFerryError,
+    NotReadyError,
+    PeerLostError,
+    PluginError,
+)
 from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.topology.description import EngineDescription
+from kvferry.transports.registry import transport_class
 from kvferry.zeromq import tcp_address
 
 FAILED_EXIT_CODE = 1
@@ -36,8 +43,8 @@ class _Verdict:
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Names of those that every rank of both serves."""
-        return tuple(sorted(common_transports(self.prefill, self.decode)))
+        """Names of those that the decode engine tries, in its order; it uses the first."""
+        return tuple(_reaching(self.prefill, self.decode))
 
 
 def check(
@@ -47,6 +54,7 @@ def check(
     tokens: int,
     device: str,
     as_json: bool,
+    seen_from: str | None = None,
 ) -> None:
     """Prints whether and how each pair of a producer and a consumer will work.
 
@@ -55,10 +63,16 @@ def check(
         PeerLostError: engines that did not answer, all of them.
         SystemExit: 1 if a pair does not fit.
     """
+    if seen_from is not None:
+        addresses = [seen_from, *addresses]
+    answers = _ask(addresses, keys, timeout_s)
     verdicts = [
         _judge(prefill.description, decode.description, tokens, device)
-        for prefill, decode in _pairs(_ask(addresses, keys, timeout_s))
+        for prefill, decode in _pairs(answers)
+        if seen_from is None or decode is answers[0]
     ]
+    if not verdicts:
+        raise ConfigError(f"--from: {seen_from} is {answers[0].role}, which loads from nobody")
     if as_json:
         print_json([_as_json(verdict) for verdict in verdicts])
     else:
@@ -114,12 +128,37 @@ def _pairs(answers: Sequence[DescriptionReply]) -> list[tuple[DescriptionReply, 
 def _judge(
     prefill: EngineDescription, decode: EngineDescription, tokens: int, device: str
 ) -> _Verdict:
-    mismatches = tuple(compare(prefill, decode))
+    mismatches = compare(prefill, decode)
+    transports = _reaching(prefill, decode)
+    if not mismatches and not transports:
+        mismatches.append(
+            f"transports: {', '.join(sorted(common_transports(prefill, decode)))}: both have them, "
+            "and they reach ranks on one host only, and these are on several; add tcp on both"
+        )
     pair = None
     if not mismatches:
-        transports = load_transports(sorted(common_transports(prefill, decode)))
-        pair = explain_pair(_engine(prefill), _engine(decode), tokens, transports, device)
-    return _Verdict(prefill, decode, mismatches, pair)
+        pair = explain_pair(
+            _engine(prefill), _engine(decode), tokens, load_transports(transports), device
+        )
+    return _Verdict(prefill, decode, tuple(mismatches), pair)
+
+
+def _reaching(prefill: EngineDescription, decode: EngineDescription) -> list[str]:
+    """The transports of both by which the decode engine reaches the other one, best first."""
+    common = common_transports(prefill, decode)
+    hosts = {rank.host for rank in (*prefill.ranks, *decode.ranks)} - {""}
+    return [
+        name
+        for name in decode.ranks[0].endpoints
+        if name in common and (len(hosts) < 2 or not _is_of_one_host(name))
+    ]
+
+
+def _is_of_one_host(name: str) -> bool:
+    try:
+        return transport_class(name).same_host
+    except PluginError:
+        return False  # it is not installed here, and may be anything
 
 
 def _engine(description: EngineDescription) -> PlannedEngine:
@@ -137,6 +176,7 @@ def _as_json(verdict: _Verdict) -> dict[str, Any]:
         "decode": verdict.decode.engine_id,
         "fits": not verdict.mismatches,
         "mismatches": verdict.mismatches,
+        "transport": next(iter(verdict.transports), None),
         "transports": verdict.transports,
         "plan": None if verdict.pair is None else pair_as_json(verdict.pair),
     }
@@ -153,8 +193,9 @@ def _show(verdicts: Sequence[_Verdict], console: Console) -> None:
             for mismatch in verdict.mismatches:
                 console.print(Text(f"  {mismatch}"), soft_wrap=True)
             continue
-        over = ", ".join(verdict.transports)
-        console.print(Text(f"{names}: will work, over {over}", style="bold green"), soft_wrap=True)
+        first, *others = verdict.transports
+        over = f"over {first}" + "".join(f", else {name}" for name in others)
+        console.print(Text(f"{names}: will work, {over}", style="bold green"), soft_wrap=True)
         show_explained(verdict.pair, console)
     failed = sum(bool(verdict.mismatches) for verdict in verdicts)
     console.print()

@@ -91,6 +91,8 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     """One entry per group."""
     mirrored: bool = False
     """Whether some transport serves copies of lent blocks, which are made when they are lent."""
+    host: str = ""
+    """Equal for ranks on one host, whose shared memory they have in common; empty if not told."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

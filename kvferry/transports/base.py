@@ -320,6 +320,8 @@ class Transport(Closing):
     least_segment_bytes: ClassVar[int] = 0
     """Mean bytes of a segment from which on it is faster to place them than to stage; measured for
     a transport of segments, 0 for one whose movers cost nothing per segment."""
+    same_host: ClassVar[bool] = False
+    """Whether it reaches ranks on its own host only."""
     ExtraConfig: ClassVar[type[msgspec.Struct]]
     """Struct of the keys this transport takes; checked before it is opened."""
 

@@ -4,6 +4,7 @@ A long read is copied by movers that take turns. A short one is copied by the th
 ``read``: handing it over would take longer.
 """
 
+import hashlib
 import threading
 import time
 from abc import abstractmethod
@@ -195,6 +196,7 @@ class LocalTransport(Transport, Generic[PeerT]):
 
     addressing = Addressing.MOVERS
     fences = True
+    same_host = True
     peer_class: type[PeerT]
     """What :meth:`connect` returns."""
     short_bytes: ClassVar[int] = SHORT_BYTES
@@ -287,6 +289,14 @@ def decode_here(kind: type[HereT], endpoint: bytes, transport: str) -> HereT:
             f"the peer runs on another host, where {transport} does not reach; use tcp"
         )
     return described
+
+
+def host_digest() -> str:
+    """Equal for processes on one host, and of no use to who is on another; empty if unknown."""
+    try:
+        return hashlib.sha256(b"kvferry host " + boot_id().encode()).hexdigest()[:16]
+    except OSError:  # a system without the file
+        return ""
 
 
 def boot_id() -> str:

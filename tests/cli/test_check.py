@@ -20,7 +20,9 @@ from kvferry.topology.description import (
 SECRET = b"what a peer connects with"
 
 
-def describe(engine_id, *, weights="w0", dtype="float32", transports=("shm", "tcp"), **shape):
+def describe(
+    engine_id, *, weights="w0", dtype="float32", transports=("shm", "tcp"), host="h0", **shape
+):
     values = {
         "num_layers": 4,
         "num_kv_heads": 4,
@@ -51,6 +53,7 @@ def describe(engine_id, *, weights="w0", dtype="float32", transports=("shm", "tc
                 rank=rank,
                 endpoints=dict.fromkeys(transports, SECRET),
                 memory=(geometry.memory(rank, 10),),
+                host=host,
             )
             for rank in range(geometry.world_size)
         ),
@@ -120,6 +123,54 @@ def test_every_mismatch_of_every_pair_is_listed_and_ends_with_1(kvferry, engine)
     first = lines.index("p1 → d1: will not work") + 1
     found = [line.strip().split(":")[0] for line in lines[first : first + 4]]
     assert found == ["model.dtype", "model.weights_digest", "dtype of layers 0-3", "transports"]
+
+
+@pytest.mark.parametrize(
+    ("lent", "read", "told"),
+    [
+        (("tcp", "shm"), ("shm", "tcp"), "will work, over shm, else tcp"),
+        (("shm", "tcp"), ("tcp", "shm"), "will work, over tcp, else shm"),
+        (("shm", "ucx", "tcp"), ("tcp", "nixl", "shm"), "will work, over tcp, else shm"),
+    ],
+)
+def test_transports_are_told_as_the_decode_engine_prefers_them(kvferry, engine, lent, read, told):
+    servers = (
+        engine("p0", "kv_producer", transports=lent),
+        engine("d0", "kv_consumer", transports=read),
+    )
+    assert f"p0 → d0: {told}\n" in kvferry("check", *map(address, servers)).out
+
+
+def test_what_does_not_reach_another_host_is_not_told(kvferry, engine):
+    near = engine("near", "kv_producer")
+    far = engine("far", "kv_producer", host="h1")
+    alone = engine("alone", "kv_producer", host="h1", transports=("shm", "vm"))
+    old = engine("old", "kv_producer", host="")
+    decode = engine("d0", "kv_consumer", transports=("vm", "shm", "tcp"))
+
+    out = kvferry("check", *map(address, (near, far, alone, old, decode))).out
+
+    for told in (
+        "near → d0: will work, over shm, else tcp\n",
+        "far → d0: will work, over tcp\n",
+        "alone → d0: will not work\n  transports: shm, vm: both have them",
+        "old → d0: will work, over shm, else tcp\n",
+    ):
+        assert told in out
+
+
+def test_pairs_can_be_seen_from_one_engine(kvferry, engine):
+    prefill = engine("p0", "kv_producer")
+    both, decode = engine("b0", "kv_both"), engine("d0", "kv_consumer")
+    others = map(address, (prefill, both))
+
+    document = json.loads(kvferry("check", *others, "--from", address(decode), "--json").out)
+
+    assert [(one["prefill"], one["decode"]) for one in document] == [("p0", "d0"), ("b0", "d0")]
+    assert [one["transport"] for one in document] == ["shm", "shm"]
+    wrong = kvferry("check", address(decode), "--from", address(prefill))
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "kv_producer, which loads from nobody" in wrong.err
 
 
 def test_the_answer_for_programs(kvferry, engine):

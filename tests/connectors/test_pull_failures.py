@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 import kvferry.testing.fake_engine as fake_engine
-from kvferry.control.client import fetch_status
+from kvferry.control.client import fetch_descriptions, fetch_status
 from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import DescriptionReply
 from kvferry.control.tickets import sign, verify
 from kvferry.errors import (
     BlockTableError,
@@ -29,6 +30,7 @@ from kvferry.errors import (
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.transports.local import boot_id, host_digest
 from tests.connectors.engines import KEY, SOURCE, TARGET, retold, served
 
 OpenEngine = Callable[..., FakeEngine]
@@ -501,6 +503,15 @@ def test_a_peer_that_cannot_reach_this_engine_is_warned_of(
 
 
 # ---- what the on-call engineer sees -----------------------------------------------------------
+
+
+def test_ranks_tell_whether_they_share_a_host_and_not_its_name(pair: Pair) -> None:
+    ports = (port_of(pair.producer), port_of(pair.consumer))
+    answers = fetch_descriptions([f"127.0.0.1:{port}" for port in ports])
+    told = [answer.description for answer in answers if isinstance(answer, DescriptionReply)]
+    hosts = {rank.host for description in told for rank in description.ranks}
+    assert hosts == {host_digest()}
+    assert boot_id() not in host_digest()
 
 
 def test_status_shows_peers_leases_and_transfers(pair: Pair) -> None:

@@ -38,6 +38,7 @@ from kvferry.topology.description import RankDescription
 from kvferry.topology.memory import locate_memory
 from kvferry.topology.tensors import RankMemory
 from kvferry.transports.base import DeviceTransport, Transport, TransportOptions
+from kvferry.transports.local import host_digest
 from kvferry.transports.registry import open_transport
 from kvferry.transports.staged import StagedTransport, Staging
 from kvferry.transports.staging import StagingNumbers
@@ -232,6 +233,7 @@ class PullWorker(WorkerConnector):
             endpoints=endpoints,
             memory=self._cache.target.memory,
             mirrored=self._cache.mirror is not None,
+            host=host_digest(),
         )
         return msgspec.msgpack.encode(description)
 
