@@ -14,9 +14,21 @@ import pytest
 
 from kvferry.errors import HostError
 from kvferry.testing.hosts import Link, Network
+from tests.test_docs import blocks
 
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 PATIENCE_S = 60.0
 """Longer than anything here takes on the slowest machine."""
+
+SERVER = """
+import socket, subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+with socket.create_server((sys.argv[1], 9000)) as listener:
+    print("listening", flush=True)
+    connection, _ = listener.accept()
+    print("accepted", flush=True)
+    time.sleep(1000)
+"""
 
 FAMILIES = pytest.mark.parametrize("family", ["ipv4", "ipv6"])
 
@@ -60,18 +72,24 @@ def datagrams(host, port=7000):
     return ours
 
 
-def until_gone(pid):
+def until_state(pid, *states):
+    """Waits until a process is in one of these states, as letters; one that is gone has Z."""
     deadline = time.monotonic() + PATIENCE_S
-    while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in _status(pid):
-        assert time.monotonic() < deadline, f"process {pid} lives on"
+    while (state := _state(pid)) not in states:
+        assert time.monotonic() < deadline, f"process {pid} is in state {state}"
         time.sleep(0.02)
 
 
-def _status(pid):
+def until_gone(pid):
+    until_state(pid, "Z")
+
+
+def _state(pid):
     try:
-        return Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return "\nState:\tZ"
+        return "Z"
+    return status.partition("State:\t")[2][0]
 
 
 # ---- hosts ------------------------------------------------------------------------------------
@@ -160,13 +178,25 @@ def test_signals_reach_a_process(pair):
         process.wait(0.01)
     pid = process.pid
     process.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + PATIENCE_S
-    while "\nState:\tT" not in _status(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until_state(pid, "T")
     process.kill()
     assert process.wait(PATIENCE_S) == -signal.SIGKILL
     process.terminate()  # it has ended: nothing happens
+
+
+def test_a_host_pauses_with_all_its_processes(pair):
+    _, alpha, beta = pair
+    server = beta.run([sys.executable, "-c", SERVER, beta.ipv4], stdout=PIPE)
+    other = alpha.run(["sleep", "1000"])
+    assert server.stdout.readline() == b"listening\n"
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    beta.pause()
+    for pid in (server.pid, *children):
+        until_state(pid, "T")
+    assert _state(other.pid) == "S"
+    with alpha.connect(beta.ipv4, 9000, PATIENCE_S):  # its kernel answers
+        beta.resume()
+        assert server.stdout.readline() == b"accepted\n"
 
 
 def test_a_program_that_is_not_there_is_an_error(pair):
@@ -289,17 +319,6 @@ def _send_and_receive(ours, theirs, content):
 # ---- deaths -----------------------------------------------------------------------------------
 
 
-SERVER = """
-import socket, subprocess, sys, time
-child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-with socket.create_server((sys.argv[1], 9000)) as listener:
-    print("listening", flush=True)
-    connection, _ = listener.accept()
-    print("accepted", flush=True)
-    time.sleep(1000)
-"""
-
-
 def test_a_host_dies_with_all_its_processes_and_tells_nobody(pair):
     _, alpha, beta = pair
     server = beta.run([sys.executable, "-c", SERVER, beta.ipv4], stdout=PIPE)
@@ -334,6 +353,26 @@ def test_a_host_comes_back_as_another_machine_of_the_same_address(pair):
     ours, theirs = connected(alpha, beta)
     with ours, theirs:
         assert theirs.getsockname()[0] == before[1]
+
+
+def test_a_host_dies_while_it_sends(pair):
+    _, alpha, beta = pair
+    flood = (
+        "import socket, sys\n"
+        "with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as ours:\n"
+        "    print('sending', flush=True)\n"
+        "    while True:\n"
+        "        ours.sendto(b'x', (sys.argv[1], 7000))\n"
+    )
+    for _ in range(5):
+        process = alpha.run([sys.executable, "-c", flood, beta.ipv4], stdout=PIPE)
+        assert process.stdout.readline() == b"sending\n"
+        alpha.kill()
+        alpha.start()
+    ours, theirs = connected(alpha, beta)
+    with ours, theirs:
+        ours.sendall(b"x")
+        assert theirs.recv(1) == b"x"
 
 
 def test_a_link_stays_as_it_is_while_its_host_is_dead(pair):
@@ -440,3 +479,11 @@ def test_the_fixture_skips_with_the_reason(pytester, monkeypatch):
     result = pytester.runpytest_inprocess("-rs", "-p", "no:cacheprovider")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*no such luck*"])
+
+
+def test_what_the_page_on_testing_shows_passes(network, pytester):
+    (shown,) = [block for block in blocks(PAGE, "python") if "test_a_cut_heals" in block]
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
+    pytester.makepyfile(shown)
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)

@@ -169,7 +169,9 @@ class Keeper:
     def serve(self) -> None:
         """Returns when the test process has closed its end."""
         while True:
-            for key, _ in self._selector.select(self._relay.send_waiting()):
+            ready = self._selector.select(self._relay.send_waiting())
+            # The message last: it may end a host of which there is something to carry.
+            for key, _ in sorted(ready, key=lambda one: one[0].data is None):
                 if isinstance(key.data, int):
                     self._relay.carry(key.data)
                 elif not self._take_message():

@@ -217,6 +217,20 @@ class Host:
             raise
         return connection
 
+    def pause(self) -> None:
+        """All its processes stop where they are, as if it had no CPU any more. Its kernel goes on:
+        it takes in what is sent, and answers for connections.
+        """
+        self._signal_all("STOP")
+
+    def resume(self) -> None:
+        """Its processes go on."""
+        self._signal_all("CONT")
+
+    def _signal_all(self, signal_name: str) -> None:
+        # In a host's process namespace, -1 is every process of the host but its first.
+        self.run(["sh", "-c", f"kill -{signal_name} -1"]).wait(ANSWER_TIMEOUT_S)
+
     def kill(self) -> None:
         """It dies at once: nothing more is sent, not even that connections end; all its processes
         are killed, its shared memory is gone. Its peers are not told anything. Idempotent.
