@@ -366,6 +366,26 @@ def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
     new.settle()
 
 
+def test_the_silence_of_an_engine_that_died_is_not_held_against_its_next_start(
+    open_engine: OpenEngine, free_port: int
+) -> None:
+    consumer = open_engine("d", TARGET, handshake_timeout_s=1.0)
+    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    served(old, "before")
+    source = old.prefill("lost", 21)
+    old.producer.close()
+    request = old.decode(source)
+    fake_engine.run(
+        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=20.0, what="the load"
+    )
+    assert "did not grant lease" in str(request.error)
+    assert len(consumer.scheduler.silent_peers()) == 1
+
+    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    served(new, "after")
+    assert consumer.scheduler.silent_peers() == ()
+
+
 def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
     open_engine: OpenEngine,
 ) -> None:

@@ -76,9 +76,9 @@ class Source:
     """Clock reading before which no handshake starts."""
     stale: bool = False
     """Whether a ticket or an answer spoke of another start of this engine than we know."""
-    silent: bool = False
-    """Whether a load has waited in vain for any answer: until there is one, further loads do not
-    wait."""
+    silent: str | None = None
+    """The start of this engine for any answer of which a load has waited in vain: until there is
+    one, further loads from that start do not wait. A ticket of another start is a sign of life."""
     given_up: list[Ticket] = field(default_factory=list)
     """Tickets whose leases were given up before the source knew us; told after the handshake."""
 
@@ -201,7 +201,7 @@ class Sources:
             deadline = now + self._handshake_timeout_s
             load = Load(request_id, ticket, source, deadline, now, progressed=now)
             self._loads[load.lease_id] = load
-            if source.silent:
+            if source.silent == ticket.incarnation:
                 # Giving its lease back is the next attempt to reach the source.
                 self._fail(load, _silent(source))
             elif load.is_renewable:
@@ -320,7 +320,7 @@ class Sources:
             error = future.exception()
             if error is None:
                 source.description, source.error, source.stale = future.result(), None, False
-                source.silent = False
+                source.silent = None
                 source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
                 for ticket in source.given_up:
@@ -440,18 +440,24 @@ class Sources:
                     f"(handshake_timeout_s); last error: {source.error}"
                 ),
             )
-            self._note_silence(source)
+            self._note_silence(source, load.ticket.incarnation)
 
-    def _note_silence(self, source: Source) -> None:
+    def _note_silence(self, source: Source, incarnation: str) -> None:
         """A load has waited in vain: where nothing at all came back, the others do not wait on."""
-        if isinstance(source.error, PeerLostError):
-            source.silent = source.stale = True
-            self._fail_all(source, _silent(source))
+        if not isinstance(source.error, PeerLostError):
+            return
+        source.silent, source.stale = incarnation, True
+        for load in self._waiting_for(source):
+            if load.ticket.incarnation == incarnation:
+                self._fail(load, _silent(source))
 
     def _fail_all(self, source: Source, error: KVFerryError) -> None:
-        for load in self._loads.values():
-            if load.source is source and load.state is LoadState.WAITING:
-                self._fail(load, error)
+        for load in self._waiting_for(source):
+            self._fail(load, error)
+
+    def _waiting_for(self, source: Source) -> list[Load]:
+        waiting = [load for load in self._loads.values() if load.state is LoadState.WAITING]
+        return [load for load in waiting if load.source is source]
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
         self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
