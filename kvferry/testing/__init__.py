@@ -11,6 +11,8 @@
     HostCopyStream         a thread in the place of a device            host_device.py
     Network                hosts made of namespaces, and their links    hosts/
     network                the same as a fixture of pytest              fixtures.py
+    HostPair               two engines on two hosts                     host_engines.py
+    MultiHostConnectorConformance   connectors between hosts            multi_host_conformance.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -32,8 +34,10 @@ if TYPE_CHECKING:
         stalling_transport,
     )
     from kvferry.testing.host_device import HostCopyStream
+    from kvferry.testing.host_engines import HostEngine, HostPair
     from kvferry.testing.hosts import Host, HostProcess, Network
     from kvferry.testing.known_cache import KnownCache
+    from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
     from kvferry.testing.transport_conformance import TransportConformance
     from kvferry.testing.unfenced import ReadGate, unfenced_transport
     from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
@@ -44,9 +48,12 @@ __all__ = [
     "Faults",
     "Host",
     "HostCopyStream",
+    "HostEngine",
+    "HostPair",
     "HostProcess",
     "HybridConnectorConformance",
     "KnownCache",
+    "MultiHostConnectorConformance",
     "Network",
     "ReadGate",
     "TransportConformance",
@@ -64,9 +71,12 @@ _MODULES = {
     "Faults": "faults",
     "Host": "hosts",
     "HostCopyStream": "host_device",
+    "HostEngine": "host_engines",
+    "HostPair": "host_engines",
     "HostProcess": "hosts",
     "HybridConnectorConformance": "connector_conformance",
     "KnownCache": "known_cache",
+    "MultiHostConnectorConformance": "multi_host_conformance",
     "Network": "hosts",
     "ReadGate": "unfenced",
     "TransportConformance": "transport_conformance",

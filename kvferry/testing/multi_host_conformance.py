@@ -1,0 +1,323 @@
+"""What a connector must do between hosts; subclass it in the tests of yours.
+
+    class TestMyConnectorBetweenHosts(MultiHostConnectorConformance):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def configs(cls, hosts):
+            return tuple(
+                KVTransferConfig(kv_connector="MyConnector", kv_role=role,
+                                 kv_load_failure_policy="recompute",
+                                 kv_connector_extra_config={"host": cls.address(host)})
+                for role, host in (("kv_producer", hosts.prefill), ("kv_consumer", hosts.decode))
+            )
+
+A prefill and a decode engine of unequal shapes run a small random model in float64, on two hosts
+made of network namespaces; the tests stand on a third and do what a router does. Every answer is
+compared with that of one undivided engine. Where the machine allows no hosts, all are skipped.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import msgspec
+import pytest
+
+from kvferry.config import EngineConfig, KVTransferConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig
+from kvferry.errors import HostError
+from kvferry.testing.host_engines import DTYPE, HostAnswer, HostEngine, HostPair
+from kvferry.testing.hosts import Host, Network
+
+MAX_TOKENS = 6
+NUM_BLOCKS = 256
+FAULT_S = 2.0
+"""Seconds for which a fault lasts."""
+
+CLIENTS = 6
+"""Requests that are under way at a time."""
+
+Prompt: TypeAlias = tuple[int, ...]
+Expected: TypeAlias = Callable[[Sequence[Prompt]], list[list[int]]]
+
+
+def prompt(num_tokens: int, seed: int) -> Prompt:
+    """Tokens of the tiny model; no two of them begin alike."""
+    chance = random.Random(seed)
+    return tuple(chance.randrange(3, 300) for _ in range(num_tokens))
+
+
+def prompts(seed: int, number: int = 6) -> list[Prompt]:
+    """Prompts from 25 tokens on, of several blocks each."""
+    return [prompt(25 + 20 * index, 100 * seed + index) for index in range(number)]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where everything runs."""
+
+    network: Network
+    prefill: Host
+    decode: Host
+    client: Host
+
+
+#: What stops the two engines from hearing of each other for a while; :meth:`HostPair.mend` ends it.
+INTERRUPTIONS: Mapping[str, Callable[[HostPair], None]] = {
+    "cut": lambda pair: pair.network.cut(pair.prefill.host, pair.decode.host),
+    "cut-from-prefill": lambda pair: pair.network.cut(
+        pair.prefill.host, pair.decode.host, one_way=True
+    ),
+    "cut-from-decode": lambda pair: pair.network.cut(
+        pair.decode.host, pair.prefill.host, one_way=True
+    ),
+    "prefill-stopped": lambda pair: pair.prefill.host.pause(),
+    "decode-stopped": lambda pair: pair.decode.host.pause(),
+}
+
+#: What they must be able to work over.
+BAD_LINKS: Mapping[str, Callable[[HostPair], None]] = {
+    "slow": lambda pair: pair.network.slow(
+        pair.prefill.host, pair.decode.host, delay_s=0.05, bytes_per_s=1e6
+    ),
+    "lossy": lambda pair: pair.network.lose(pair.prefill.host, pair.decode.host, 0.1),
+}
+
+
+class MultiHostConnectorConformance:
+    """The tests. Override :meth:`configs`; the rest where your connector differs."""
+
+    timeout_s: ClassVar[float] = 60.0
+    """Seconds after which whatever is waited for counts as failed."""
+    prefill_shape: ClassVar[Mapping[str, Any]] = {"tp": 2, "block_size": 8, "layout": "HND"}
+    """Of the prefill engine, as in a cluster file; override both if yours must be equal."""
+    decode_shape: ClassVar[Mapping[str, Any]] = {"block_size": 12, "layout": "NHD"}
+    """Of the decode engine."""
+    family: ClassVar[Literal["ipv4", "ipv6"]] = "ipv4"
+    """Which of their addresses hosts use."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def configs(cls, hosts: Hosts) -> tuple[KVTransferConfig, KVTransferConfig]:
+        """The configuration of a producer and of a consumer that can reach it.
+
+        With ``kv_load_failure_policy="recompute"``, so that no fault costs an answer.
+        """
+        raise NotImplementedError("override the fixture `configs`, with scope='class'")
+
+    @classmethod
+    def address(cls, host: Host) -> str:
+        """Where others reach a host."""
+        return host.ipv6 if cls.family == "ipv6" else host.ipv4
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def hosts(cls) -> Iterator[Hosts]:
+        """The machines, with nothing on them; skips where there can be none."""
+        try:
+            network = Network.open()
+        except HostError as error:
+            pytest.skip(str(error))
+        with network:
+            yield Hosts(network, *map(network.add_host, ("prefill", "decode", "client")))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """The folder of the model."""
+        return prepare_model("tiny", tiny=TinyConfig(), cache=tmp_path_factory.mktemp("models"))
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def expected(cls, model: Path) -> Iterator[Expected]:
+        """Answers of one engine with one rank, in this process."""
+        config = EngineConfig(name="undivided", kv_transfer_config={})
+        with build_engine(
+            config, model, dtype=DTYPE, executor="inprocess", connect=False
+        ) as engine:
+            sampling = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+            yield lambda asked: [one.token_ids for one in engine.generate(asked, sampling)]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def engines(
+        cls,
+        hosts: Hosts,
+        configs: tuple[KVTransferConfig, KVTransferConfig],
+        model: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> HostPair:
+        """A prefill and a decode engine, not yet running."""
+        logs = tmp_path_factory.mktemp("logs")
+
+        def engine(host: Host, config: KVTransferConfig, shape: Mapping[str, Any]) -> HostEngine:
+            engine = EngineConfig(
+                name=host.name,
+                kv_transfer_config=msgspec.to_builtins(config),
+                num_blocks=NUM_BLOCKS,
+                **shape,
+            )
+            return HostEngine(
+                host,
+                hosts.client,
+                engine,
+                address=cls.address(host),
+                model=model,
+                log=logs / host.name,
+                timeout_s=cls.timeout_s,
+            )
+
+        return HostPair(
+            hosts.network,
+            engine(hosts.prefill, configs[0], cls.prefill_shape),
+            engine(hosts.decode, configs[1], cls.decode_shape),
+            MAX_TOKENS,
+            cls.timeout_s,
+        )
+
+    @pytest.fixture
+    def pair(self, engines: HostPair) -> Iterator[HostPair]:
+        """Two engines that run and hold nothing; started again after a test that failed."""
+        if not engines.is_settled:
+            engines.start()
+        engines.is_settled = False
+        yield engines
+        engines.mend()
+
+    # -- a good link ----------------------------------------------------------------------------
+
+    def test_answers_are_those_of_an_undivided_engine(
+        self, pair: HostPair, expected: Expected
+    ) -> None:
+        asked = [prompt(length, seed=length) for length in (2, 30, 100)]
+        answers = [pair.serve(one) for one in asked]
+        self.check(answers, expected(asked))
+        loaded = [pair.summary(answer).num_external_tokens for answer in answers]
+        assert all(loaded[1:]), f"tokens that came from the prefill engine: {loaded}"
+        pair.settle()
+
+    def test_many_requests_at_once(self, pair: HostPair, expected: Expected) -> None:
+        asked = prompts(seed=1, number=2 * CLIENTS)
+        self.check(_at_once(pair.serve, asked), expected(asked))
+        pair.settle()
+
+    def test_what_was_loaded_is_what_was_lent(self, pair: HostPair) -> None:
+        # Where a connector records digests; the tokens above say the same in other words.
+        _at_once(pair.serve, prompts(seed=2))
+        pair.check_digests()
+        pair.settle()
+
+    def test_a_prefix_that_was_loaded_serves_other_requests(
+        self, pair: HostPair, expected: Expected
+    ) -> None:
+        # Attention does not mind in which order it meets the blocks of a prompt. Whoever finds one
+        # of them in the prefix cache, alone, does.
+        size = self.decode_shape["block_size"]
+        loaded, rest = prompt(5 * size, seed=30), prompt(7, seed=31)
+        self.check([pair.serve(loaded)], expected([loaded]))
+        asked = [(*loaded[: size * blocks], *rest) for blocks in (1, 2, 3, 4)]
+        answers = [pair.decode.complete(one, MAX_TOKENS, {}) for one in asked]
+        self.check(answers, expected(asked))
+        pair.settle()
+
+    def test_what_nobody_fetches_comes_back(self, pair: HostPair) -> None:
+        for one in prompts(seed=3, number=2):
+            assert pair.lend(one).error == ""
+        pair.settle()
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("begin", BAD_LINKS.values(), ids=BAD_LINKS)
+    def test_a_bad_link_costs_no_answer(
+        self, pair: HostPair, expected: Expected, begin: Callable[[HostPair], None]
+    ) -> None:
+        asked = prompts(seed=4)
+        begin(pair)
+        self.check(_at_once(pair.serve, asked), expected(asked))
+        self.check_recovery(pair, expected)
+
+    @pytest.mark.parametrize("begin", INTERRUPTIONS.values(), ids=INTERRUPTIONS)
+    def test_an_interruption_costs_no_answer(
+        self, pair: HostPair, expected: Expected, begin: Callable[[HostPair], None]
+    ) -> None:
+        lent, new = prompts(seed=5), prompts(seed=6)
+        firsts = _at_once(pair.lend, lent)
+        begin(pair)
+        with ThreadPoolExecutor(2 * CLIENTS) as pool:
+            loads = pool.map(pair.load, lent, firsts)
+            whole = pool.map(pair.serve, new)
+            time.sleep(FAULT_S)
+            pair.mend()
+            answers = [*loads, *whole]
+        self.check(answers, expected([*lent, *new]))
+        self.check_recovery(pair, expected)
+
+    def test_a_prefill_host_that_dies_costs_no_answer_that_it_has_begun(
+        self, pair: HostPair, expected: Expected
+    ) -> None:
+        asked = prompts(seed=7)
+        firsts = _at_once(pair.lend, asked)
+        pair.prefill.host.kill()
+        self.check(_at_once(pair.load, asked, firsts), expected(asked))
+        pair.prefill.start()
+        pair.prefill.wait_until_ready()
+        self.check_recovery(pair, expected)
+
+    def test_a_decode_host_that_dies_keeps_no_block(
+        self, pair: HostPair, expected: Expected
+    ) -> None:
+        asked = prompts(seed=8)
+        firsts = _at_once(pair.lend, asked)
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            # The loads are under way for as long as the link is this slow.
+            pair.network.slow(pair.prefill.host, pair.decode.host, bytes_per_s=1e4)
+            loads = pool.map(pair.load, asked, firsts)
+            time.sleep(FAULT_S / 2)
+            pair.decode.host.kill()
+            ended = list(loads)
+        # Whatever was answered in time is right.
+        served = [
+            (one, answer) for one, answer in zip(asked, ended, strict=True) if not answer.error
+        ]
+        self.check([answer for _, answer in served], expected([one for one, _ in served]))
+        pair.mend()
+        pair.decode.start()
+        pair.decode.wait_until_ready()
+        self.check_recovery(pair, expected)
+
+    # -- what is checked ------------------------------------------------------------------------
+
+    def check(self, answers: Sequence[HostAnswer], expected: Sequence[list[int]]) -> None:
+        """Asserts that every request was answered, with the tokens of an undivided engine."""
+        assert [answer.error for answer in answers if answer.error] == []
+        assert [answer.token_ids for answer in answers] == expected
+
+    def check_recovery(self, pair: HostPair, expected: Expected) -> None:
+        """Asserts that, with the fault over, KV moves again, and every block becomes free."""
+        pair.mend()
+        deadline = time.monotonic() + self.timeout_s
+        for seed in itertools.count(1000):
+            asked = [prompt(60, seed)]
+            answers = [pair.serve(asked[0])]
+            self.check(answers, expected(asked))
+            if pair.summary(answers[0]).num_external_tokens:
+                break
+            assert time.monotonic() < deadline, "nothing comes from the prefill engine any more"
+        pair.check_digests()
+        pair.settle()
+
+
+def _at_once(
+    ask: Callable[..., HostAnswer], asked: Sequence[Prompt], *more: Sequence[HostAnswer]
+) -> list[HostAnswer]:
+    """Answers to prompts, several under way at a time."""
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(ask, asked, *more))

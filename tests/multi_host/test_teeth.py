@@ -1,0 +1,52 @@
+"""Connectors that are broken in one way each fail the suite between hosts, where they should."""
+
+from pathlib import Path
+
+import pytest
+
+SUITE = """
+import pytest
+from kvferry.config import KVTransferConfig
+from kvferry.testing import MultiHostConnectorConformance
+
+class TestBroken(MultiHostConnectorConformance):
+    timeout_s = 8.0
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def configs(cls, hosts):
+        return tuple(
+            KVTransferConfig(
+                kv_connector={connector!r},
+                kv_connector_module_path="tests.multi_host.broken",
+                kv_role=role,
+                kv_connector_extra_config=dict(
+                    host=cls.address(host), transport="tcp", cluster_key="k" * 32,
+                    lease_duration_s=600, record_digests=True,
+                ),
+            )
+            for role, host in (("kv_producer", hosts.prefill), ("kv_consumer", hosts.decode))
+        )
+"""
+
+
+@pytest.mark.parametrize(
+    ("connector", "test", "assertion"),
+    [
+        ("ForgetsToConfirm", "undivided", "E*AssertionError: KV blocks that never came back*"),
+        pytest.param(
+            "SwapsTwoBlocks",
+            "lent",
+            "E*AssertionError: lease * arrived wrong*",
+            marks=pytest.mark.slow,
+        ),
+        ("SwapsTwoBlocks", "prefix", ">*[[]answer.token_ids for answer in answers[]] == expected"),
+    ],
+)
+def test_a_broken_connector_fails(pytester, monkeypatch, network, connector, test, assertion):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
+    pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
+    pytester.makepyfile(SUITE.format(connector=connector))
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", test)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([assertion])
