@@ -13,6 +13,7 @@ from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing.connector_conformance import ConnectorConformance
+from kvferry.testing.multi_host_conformance import MultiHostConnectorConformance
 
 HERE = Path(__file__).parent
 
@@ -47,6 +48,26 @@ class TestConformance(ConnectorConformance):
     def lose_source(self, pair):
         for file in self._folder.iterdir():
             file.unlink()
+
+
+@pytest.mark.slow
+class TestBetweenHosts(MultiHostConnectorConformance):
+    """Hosts share the file system, as machines of a cluster may share one over the network."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def configs(cls, tmp_path_factory):
+        extra = {"folder": str(tmp_path_factory.mktemp("kv")), "chunk_tokens": 5, "wait_s": 1}
+        return tuple(
+            KVTransferConfig(
+                kv_connector="FolderConnector",
+                kv_connector_module_path="folder_connector",
+                kv_role=role,
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=extra,
+            )
+            for role in ("kv_producer", "kv_consumer")
+        )
 
 
 @pytest.fixture(scope="session")
