@@ -247,7 +247,9 @@ def test_tables_that_cannot_serve_the_load_are_refused_before_a_block_is_allocat
     served(pair, "next")
 
 
-def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(pair: Pair) -> None:
+def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     source = pair.prefill("r", 21)
     assert source.response_params is not None
     blocks = (1, 2, 3, 4, 5, 6_000)
@@ -257,6 +259,12 @@ def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(pair: Pair)
     assert request.failed
     records = [r for o in pair.consumer.outputs for r in o.transfer_records]
     assert any("block 6000 does not exist" in record.error for record in records)
+    (line,) = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert re.match(
+        rf"request r: its load from engine p \(127.0.0.1:{port_of(pair.producer)}\) failed, and it "
+        r"will \w.*: rank \d: \w+Error: .*block 6000 does not exist",
+        line,
+    )
     served(pair, "next")
 
 

@@ -415,10 +415,27 @@ class PullScheduler(SchedulerConnector):
                 self._server.note_error(
                     "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
                 )
+                load = self._loads.get(record.request_id)
+                if load is not None and not load.rank_error:
+                    load.rank_error = f"rank {record.rank}: {record.error}"
         for request_id in output.finished_recving:
             load = self._loads.get(request_id)
             if load is not None and load.state is LoadState.LOADING:
-                self._loaded(load, ok=request_id not in output.failed_recving)
+                failed = request_id in output.failed_recving
+                if failed and not load.cancelled:
+                    self._log_failure(load)
+                self._loaded(load, ok=not failed)
+
+    def _log_failure(self, load: Load) -> None:
+        """One line per failed load: an engine may tell its client no cause, as vLLM does not."""
+        policy = self._context.config.kv_load_failure_policy
+        logger.error(
+            "request %s: its load from engine %s failed, and it will %s: %s",
+            load.request_id,
+            load.source.name,
+            "be recomputed" if policy == "recompute" else "fail",
+            load.rank_error or "no rank told why",
+        )
 
     def _mirrored(self, record: TransferRecord) -> None:
         """A rank has copied the blocks of a lease to where they are read, or could not."""

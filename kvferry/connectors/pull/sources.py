@@ -109,6 +109,8 @@ class Load:
     groups: SourceGroups | None = None
     """The source's KV cache groups; set before it is ``READY``."""
     error: KVFerryError | None = None
+    rank_error: str = ""
+    """What the first rank that failed said, and which one it was."""
     next_renewal: float = 0.0
     """Clock reading of the next Renew."""
     cancelled: bool = False

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from kvferry.config import shown
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
@@ -133,7 +134,7 @@ class SchedulerHalf:
         try:
             self.pull.on_new_request(self._view(request))
         except KVFerryError as error:
-            self._refuse(request.request_id, error)
+            self._refuse(request, error)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -145,22 +146,23 @@ class SchedulerHalf:
                     self._view(request), num_computed_tokens
                 )
             except KVFerryError as error:
-                self._refuse(request.request_id, error)
+                self._refuse(request, error)
         tokens = request.num_tokens - 1 - num_computed_tokens
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
 
     def _view(self, request: Any) -> RequestView:
         return RequestView(request, self._content)
 
-    def _refuse(self, request_id: str, error: KVFerryError) -> None:
+    def _refuse(self, request: Any, error: KVFerryError) -> None:
         logger.error(
-            "request %s: its load was refused and it will %s: %s: %s",
-            request_id,
+            "request %s: its load from engine %s was refused and it will %s: %s: %s",
+            request.request_id,
+            shown((request.kv_transfer_params or {}).get("remote_engine_id")),
             "be recomputed" if self._recompute else "fail",
             type(error).__name__,
             error,
         )
-        self._refused[request_id] = error
+        self._refused[request.request_id] = error
         if self._stats is None:
             self._stats = LoadStats()
         self._stats.note_refusal(type(error).__name__)

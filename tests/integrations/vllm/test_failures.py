@@ -73,7 +73,7 @@ def test_with_recompute_the_tokens_are_right_anyway(start_pair, reference, rando
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_load_that_fails_under_way_ends_by_the_policy(
-    start_pair, reference, random_prompt, policy, monkeypatch
+    start_pair, reference, random_prompt, policy, monkeypatch, caplog
 ):
     from kvferry.connectors.pull.peer import SourcePeer
     from kvferry.errors import TransferError
@@ -86,6 +86,7 @@ def test_a_load_that_fails_under_way_ends_by_the_policy(
     (params,) = prefill.prefill([prompt])
     monkeypatch.setattr(SourcePeer, "read", broken)
     (output,) = decode.generate([prompt], [params])
+    assert "rank 0: TransferError: the wire broke" in caplog.text
     if policy == "fail":
         assert output.outputs[0].finish_reason == "error"
     else:
