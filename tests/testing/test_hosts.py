@@ -427,6 +427,22 @@ def test_close_ends_everything(network):
     network.close()
 
 
+def test_an_interrupted_question_ends_all(pair, monkeypatch):
+    network, alpha, _ = pair
+    pid = alpha.run(["sleep", "1000"]).pid
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(network, "_receive", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        alpha.open_socket()
+    monkeypatch.undo()
+    with pytest.raises(HostError, match="closed"):  # and no answer to the question before
+        alpha.run(["true"])
+    until_gone(pid)
+
+
 # ---- what the machine allows ------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ The keeper has one thread, because it forks and because it enters hosts' namespa
 """
 
 import ctypes
+import errno
 import os
 import selectors
 import signal
@@ -47,6 +48,8 @@ except ImportError:  # told in the first answer
 
 MTU = 9000
 """Bytes of a packet between hosts, as between those of a cluster."""
+CARRIER_TIMEOUT_S = 30.0
+"""Seconds for a new link to come up; a second is long."""
 SAME_MAC = "02:00:00:00:00:01"
 """Of every host. Nobody asks for it: packets are carried by their addresses."""
 
@@ -322,8 +325,15 @@ class Keeper:
 
 
 def _await_carrier(links: Any, index: int) -> None:
-    """Waits until an interface sends: what is sent before is lost, for up to a second."""
+    """Waits until an interface sends: what is sent before is lost, for up to a second.
+
+    Raises:
+        TimeoutError: it never does.
+    """
+    deadline = time.monotonic() + CARRIER_TIMEOUT_S
     while links.link("get", index=index)[0].get("operstate") != "UP":
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "a link does not come up")
         time.sleep(0.01)
 
 

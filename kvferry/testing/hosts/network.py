@@ -1,16 +1,14 @@
 """Hosts and links as a test sees them."""
 
 import os
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import msgspec
 
@@ -27,88 +25,11 @@ from kvferry.testing.hosts.messages import (
     SetLink,
     StartHost,
 )
+from kvferry.testing.hosts.process import File, HostProcess, open_end
 
 MAX_HOSTS = 200
 ANSWER_TIMEOUT_S = 120.0
 """Seconds for the keeper to do one thing, however busy the machine is."""
-
-File: TypeAlias = int | IO[Any] | None
-"""As :class:`subprocess.Popen` takes it: a descriptor, a file, ``PIPE``, ``DEVNULL``, ``STDOUT``
-(for stderr), or ``None`` for that of this process."""
-
-
-class HostProcess:
-    """A process in a host; the part of :class:`subprocess.Popen` that tests use."""
-
-    def __init__(self, network: "Network", argv: Sequence[str], id: int, pidfd: int) -> None:
-        """Use :meth:`Host.run`."""
-        self.args = list(argv)
-        self.returncode: int | None = None
-        """How it ended, negative for a signal; ``None`` until somebody has asked."""
-        self.stdin: IO[bytes] | None = None
-        """Its stdin, where ``PIPE`` was asked for."""
-        self.stdout: IO[bytes] | None = None
-        """Its stdout, likewise."""
-        self.stderr: IO[bytes] | None = None
-        """Its stderr, likewise."""
-        self._network = network
-        self._id = id
-        self._pidfd = pidfd
-
-    @property
-    def pid(self) -> int:
-        """Its process id on this machine; in its host it has another.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
-        for line in Path(f"/proc/self/fdinfo/{self._pidfd}").read_text().splitlines():
-            if line.startswith("Pid:") and (pid := int(line.split()[1])) > 0:
-                return pid
-        raise ProcessLookupError(f"{self.args[0]} has ended")
-
-    def poll(self) -> int | None:
-        """Its exit code; ``None`` while it runs."""
-        if self.returncode is None:
-            self.returncode = self._network.ask(ExitCode(self._id)).value
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end and returns its exit code.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
-        """
-        if self.returncode is None:
-            waiting = select.poll()
-            waiting.register(self._pidfd, select.POLLIN)
-            if not waiting.poll(None if timeout is None else timeout * 1000):
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(self.args, timeout)
-        code = self.poll()
-        assert code is not None  # its end has been seen
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Sends a signal; does nothing if it has ended."""
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
-
-    def terminate(self) -> None:
-        """Asks it to end."""
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        """Kills it. What it has started lives on, unless it notices."""
-        self.send_signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        """Closes our ends of its pipes, and forgets it."""
-        for pipe in (self.stdin, self.stdout, self.stderr):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        os.close(self._pidfd)
 
 
 class Host:
@@ -169,7 +90,7 @@ class Host:
             descriptors: list[int] = []
             for number, file in enumerate((stdin, stdout, stderr)):
                 out = descriptors[1] if file == subprocess.STDOUT else None
-                descriptor, our = _open_end(number, file, theirs)
+                descriptor, our = open_end(number, file, theirs)
                 descriptors.append(descriptor if out is None else out)
                 ours.append(our)
             try:
@@ -179,7 +100,8 @@ class Host:
                     pipe.close()
                 raise
         assert answer.value is not None
-        process = HostProcess(self._network, message.argv, answer.value, pidfd)
+        asked = ExitCode(answer.value)
+        process = HostProcess(message.argv, pidfd, lambda: self._network.ask(asked).value)
         process.stdin, process.stdout, process.stderr = ours
         self._processes.append(process)
         return process
@@ -254,22 +176,6 @@ class Host:
         for process in self._processes:
             process.close()
         self._processes.clear()
-
-
-def _open_end(number: int, file: File, theirs: ExitStack) -> tuple[int, IO[bytes] | None]:
-    """(descriptor for the process, our end of a pipe) for its stdin, stdout or stderr."""
-    if file == subprocess.PIPE:
-        read, write = os.pipe()
-        their, our = (read, write) if number == 0 else (write, read)
-        theirs.callback(os.close, their)
-        return their, os.fdopen(our, "wb" if number == 0 else "rb")
-    if file == subprocess.DEVNULL:
-        null = os.open(os.devnull, os.O_RDWR)
-        theirs.callback(os.close, null)
-        return null, None
-    if file is None or file == subprocess.STDOUT:
-        return number, None
-    return file if isinstance(file, int) else file.fileno(), None
 
 
 class Network(Closing):
@@ -425,7 +331,13 @@ class Network(Closing):
                 socket.send_fds(self._channel, [msgspec.json.encode(message)], descriptors)
             except (BrokenPipeError, ConnectionResetError):
                 raise HostError("the keeper of the hosts has ended; see its stderr") from None
-            answer, received = self._receive()
+            try:
+                answer, received = self._receive()
+            except BaseException:
+                # A Ctrl-C, or a time-out of the test: the answer to this one would be taken for
+                # that to the next. So there is no next, and all ends.
+                self._channel.close()
+                raise
         if answer.error:
             raise OSError(answer.errno, answer.error)
         return answer, received
@@ -440,7 +352,11 @@ class Network(Closing):
         """Kills all processes of all hosts; the hosts are gone when this returns. Idempotent."""
         with self._lock:
             self._channel.close()
-        self._keeper.wait()
+        try:
+            self._keeper.wait(ANSWER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()  # what it keeps dies with it
+            self._keeper.wait()
         for host in self.hosts:
             host.is_up = False
             host.forget_processes()
