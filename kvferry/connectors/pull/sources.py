@@ -323,6 +323,8 @@ class Sources:
             if error is None:
                 source.description, source.error, source.stale = future.result(), None, False
                 source.silent = None
+                # A source that says again and again that we have not is not asked at once.
+                source.next_attempt = self._clock() + RETRY_S
                 source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
                 for ticket in source.given_up:

@@ -1,0 +1,284 @@
+"""Mistakes that somebody could make, each in one class of the product.
+
+Each has the name of the invariant that must find it.
+"""
+
+from concurrent.futures import Future
+from typing import ClassVar, TypeAlias
+
+import msgspec
+
+from kvferry.connectors.aggregator import REMEMBERED, KVOutputAggregator, _Ledger
+from kvferry.connectors.pull.loads import Loads
+from kvferry.connectors.pull.scheduler import PullScheduler
+from kvferry.connectors.pull.sources import Sources
+from kvferry.control import messages
+from kvferry.control.client import ControlClient
+from kvferry.control.connection import Connection
+from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import FinishAnswer
+from kvferry.control.server import ControlService
+from kvferry.control.tickets import SeenTickets
+from kvferry.errors import PeerLostError
+from tests.control.simulation.engines import Build
+
+# ---- the source ---------------------------------------------------------------------------------
+
+
+class ConfirmsAfterTheEnd(LeaseTable):
+    """A late report is confirmed although the lease has ended."""
+
+    def _late_finish(self, lease_id, target, rank, report):
+        return FinishAnswer.HELD
+
+
+class CountsReports(LeaseTable):
+    """Reports are counted, not ranks."""
+
+    def _report(self, entry, rank, report):
+        entry.reports[len(entry.reports)] = report
+        return FinishAnswer.HELD
+
+
+class ForgetsFormerHolders(LeaseTable):
+    """A target that has lost a lease may have it again."""
+
+    def _renew(self, lease_id, target, now):
+        if (entry := self._open.get(lease_id)) is not None:
+            entry.former.clear()
+        return super()._renew(lease_id, target, now)
+
+
+class SweepsBeforeEveryRank(LeaseTable):
+    """A lease is done when the first rank has reported."""
+
+    def _is_done(self, entry, world_size):
+        return bool(entry.reports)
+
+
+class SweepsTwice(LeaseTable):
+    """A lease that has ended is swept again when somebody gives it up."""
+
+    def release(self, engine_id, incarnation, lease_ids, *, keep=False):
+        super().release(engine_id, incarnation, lease_ids, keep=keep)
+        self._unswept += [self._ended[id] for id in lease_ids if id in self._ended]
+
+
+class KeepsReports(LeaseTable):
+    """The reports of a former holder count for the next one."""
+
+    def _renew(self, lease_id, target, now):
+        entry = self._open.get(lease_id)
+        reports = {} if entry is None else entry.reports
+        answer = super()._renew(lease_id, target, now)
+        if entry is not None:
+            entry.reports = reports
+        return answer
+
+
+class NeverExpires(LeaseTable):
+    """A lease that nobody took is kept for ever."""
+
+    def expire(self, **said):
+        pass
+
+
+class BelievesAnybody(ControlService):
+    """Nobody has to prove anything."""
+
+    def _is_proven(self, peer, proof, action, lease_id, *said):
+        return True
+
+
+class AcceptsProofsOfOtherRanks(ControlService):
+    """The proof of a Finish may be another rank's."""
+
+    def _is_proven(self, peer, proof, action, lease_id, *said):
+        if action == "Finish":
+            names, rest = said[:3], said[4:]
+            for rank in range(peer.world_size):
+                if self._key.accepts(proof, action, lease_id, *names, rank, *rest):
+                    return True
+        return super()._is_proven(peer, proof, action, lease_id, *said)
+
+
+class IsEndedByNoise(ControlService):
+    """What cannot be decoded is raised."""
+
+    def handle(self, payload, connection=b""):
+        messages.decode_request(payload)
+        return super().handle(payload, connection)
+
+
+class KeepsLeasesAtRestart(ControlService):
+    """A source that was started again goes on as the start before, with its leases and peers."""
+
+    kept: ClassVar[dict[str, ControlService]] = {}
+
+    def __init__(self, **said):
+        super().__init__(**said)
+        before = self.kept.get(self.engine_id)
+        if before is not None and not self.incarnation.endswith(".1"):  # else it is another run's
+            self._key, self.peers, self.incarnation = before._key, before.peers, before.incarnation
+            for lease_id, entry in before.leases._open.items():
+                self.leases._open[lease_id] = entry
+        self.kept[self.engine_id] = self
+
+    def set_description(self, description):
+        super().set_description(msgspec.structs.replace(description, incarnation=self.incarnation))
+
+
+# ---- the client ---------------------------------------------------------------------------------
+
+
+class TakesATimeoutForAYes(ControlClient):
+    """A Finish without an answer counts as confirmed."""
+
+    def finish(self, *said, **more):
+        confirmed = Future()
+
+        def answered(future):
+            lost = isinstance(future.exception(), PeerLostError)
+            if future.exception() is None or lost:
+                confirmed.set_result(FinishAnswer.HELD if lost else future.result())
+            else:
+                confirmed.set_exception(future.exception())
+
+        super().finish(*said, **more).add_done_callback(answered)
+        return confirmed
+
+
+class RenewsForTheFirstStart(ControlClient):
+    """Renewals are for the start of the source that this client met first."""
+
+    def renew(self, address, source_incarnation, leases):
+        first = self.__dict__.setdefault("first", {})
+        return super().renew(address, first.setdefault(address, source_incarnation), leases)
+
+
+class ForgetsCallsOfBrokenConnections(ControlClient):
+    """What was asked on a connection that breaks is never answered."""
+
+    def _drop(self, connection):
+        connection.calls.clear()
+        super()._drop(connection)
+
+
+class _FirstComeFirstServed(Connection):
+    def receive(self):
+        ended = []
+        while not self.is_closed and (payload := self.link.receive()) is not None:
+            if self.calls:
+                call = self.calls.pop(next(iter(self.calls)))
+                ended.append((call, messages.decode_reply(payload)))
+                ended += self._send_waiting()
+        return ended
+
+
+class TakesAnAnswerForAnothers(ControlClient):
+    """Answers are taken for those of the oldest open call, whatever their id."""
+
+    def _connection(self, address, resolved):
+        connection = super()._connection(address, resolved)
+        if connection is not None:
+            connection.__class__ = _FirstComeFirstServed
+        return connection
+
+
+# ---- the sources and loads of a target ----------------------------------------------------------
+
+
+class GivesUpAtTheFirstLoss(Sources):
+    """A renewal without an answer is the end of its loads."""
+
+    def _renewed(self, source, loads, future):
+        super()._renewed(source, loads, future)
+        if isinstance(future.exception(), PeerLostError):
+            for load in loads:
+                self._give_up(load, future.exception())
+
+
+class ReportsWithANewNonce(Loads):
+    """A Finish is repeated as another report."""
+
+    def _ask(self, load):
+        load.nonce = load.confirms.to_bytes(8)
+        super()._ask(load)
+
+
+class ReportsWhatIsCancelled(Loads):
+    """A load that is given up is reported at once, while it is still read."""
+
+    def _give_up(self, load, error):
+        super()._give_up(load, error)
+        if not load.confirming:
+            self._confirm(load)
+
+
+class TakesTicketsTwice(PullScheduler):
+    """A ticket may be used again."""
+
+    def on_new_request(self, request):
+        self._tickets._seen = SeenTickets()
+        super().on_new_request(request)
+
+
+class CountsReportsOfRanks(KVOutputAggregator):
+    """A request is finished when so many reports have come as there are ranks."""
+
+    def __init__(self, world_size):
+        super().__init__(world_size)
+        self._recving = _Counting(REMEMBERED)
+
+
+class _Counting(_Ledger):
+    def report(self, rank, request_ids, expected):
+        completed = set()
+        for request_id in request_ids:
+            if request_id not in self.finished:
+                _, reports = self.pending.setdefault(request_id, (expected, set()))
+                reports.add(len(reports))
+                if len(reports) >= expected:
+                    del self.pending[request_id]
+                    self._remember(request_id)
+                    completed.add(request_id)
+        return completed
+
+
+_FREED = "a confirmed read ended before its blocks were freed"
+_DONE = "a lease is done when each rank has reported"
+_SLOW = "slow is not dead"
+_HEALED = "once all is well, loads succeed"
+
+_ENDS = "every load and every lease ends"
+_HELD = "a load counts only when its source said held"
+_STRANGER = "a stranger is not believed"
+
+Found: TypeAlias = tuple[str, tuple[str, ...]]
+
+DEFECTS: dict[Build, Found] = {
+    Build(table=ConfirmsAfterTheEnd): (_FREED, ("restart a target",)),
+    Build(table=CountsReports): (_DONE, ("break", "breaks")),
+    Build(table=KeepsReports): (_DONE, ("twin", "slow_reads")),
+    Build(table=SweepsBeforeEveryRank): (_DONE, ()),
+    Build(table=ForgetsFormerHolders): ("one target holds a lease", ("twin", "slow_reads")),
+    Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
+    Build(table=NeverExpires): (_ENDS, ("restart a target",)),
+    Build(service=BelievesAnybody): (_STRANGER, ("forge",)),
+    Build(service=AcceptsProofsOfOtherRanks): (_STRANGER, ("alter",)),
+    Build(service=IsEndedByNoise): ("bad messages harm only their sender", ("babble",)),
+    Build(service=KeepsLeasesAtRestart): ("nothing before a handshake", ("restart a source",)),
+    Build(client=TakesATimeoutForAYes): (_HELD, ("restart a source",)),
+    Build(client=TakesAnAnswerForAnothers): (_HELD, ("delay", "repeat")),
+    Build(client=RenewsForTheFirstStart): (_HEALED, ("restart a source",)),
+    Build(client=ForgetsCallsOfBrokenConnections): (_ENDS, ("breaks",)),
+    Build(sources=GivesUpAtTheFirstLoss): (_SLOW, ()),
+    Build(loads=ReportsWithANewNonce): (_SLOW, ()),
+    Build(loads=ReportsWhatIsCancelled): (
+        "a finish follows the end of its reads",
+        ("abort", "slow_reads"),
+    ),
+    Build(scheduler=TakesTicketsTwice): ("a rank reads a lease once", ()),
+    Build(aggregator=CountsReportsOfRanks): ("one report per rank", ("stutter",)),
+}
+"""What is wrong → the invariant that finds it, and what must happen in a run for that."""

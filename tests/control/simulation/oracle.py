@@ -1,0 +1,279 @@
+"""The laws as invariants, judged by what the product cannot see.
+
+The oracle knows when each read began and ended, what it found in the source's blocks, when blocks
+were given out and freed, who was told ``held`` in which order, and who gave what up.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvferry.connectors.pull.loads import RankLoad
+from kvferry.control import messages
+from kvferry.control.leases import EndedLease, LeaseOutcome
+from kvferry.control.messages import (
+    ErrorReply,
+    Finishes,
+    FinishReply,
+    Handshake,
+    HandshakeReply,
+    LeaseAnswer,
+    Release,
+    Renew,
+    Renewed,
+)
+from kvferry.control.tickets import Ticket
+from kvferry.errors import DecodeError
+from tests.control.simulation.world import World
+
+if TYPE_CHECKING:
+    from tests.control.simulation.engines import Start, Want
+
+LAWS = {
+    "a confirmed read ended before its blocks were freed": 3,
+    "no load counts that read other blocks": 3,
+    "a load counts only when its source said held": 3,
+    "a finish follows the end of its reads": 3,
+    "a lease is done when each rank has reported": 3,
+    "a lease is released by who holds it": 3,
+    "one target holds a lease": 3,
+    "a rank reads a lease once": 3,
+    "a block is freed once": 3,
+    "no read lands in a block that was freed": 3,
+    "one report per rank": 4,
+    "a stranger is not believed": 5,
+    "bad messages harm only their sender": 5,
+    "nothing before a handshake": 6,
+    "slow is not dead": 7,
+    "every load and every lease ends": 7,
+    "once all is well, loads succeed": 7,
+    "no defect of ours": 0,
+}
+"""Name of each invariant → the law of DESIGN.md that it belongs to."""
+
+PROBE = "probe"
+"""How the ids of requests end that come when all has been well for long."""
+
+Target = tuple[str, str]
+"""An engine id and an incarnation."""
+
+
+@dataclass
+class Lent:
+    """What is known of one lease."""
+
+    name: str
+    ticket: Ticket
+    freed: int | None = None
+    """Step in which its blocks were freed."""
+    holders: list[Target] = field(default_factory=list)
+    """Targets that were told held, in the order of the first time."""
+    reported: set[tuple[Target, int]] = field(default_factory=set)
+    """Targets and ranks that sent a Finish, or in whose place somebody did who saw the ticket."""
+    confirmed: set[tuple[Target, int]] = field(default_factory=set)
+    """Targets and ranks whose Finish was answered held."""
+    is_swept: bool = False
+    given_up: set[Target] = field(default_factory=set)
+    is_taken_back: bool = False
+
+
+class Oracle:
+    """Watches one world."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.leases: dict[str, Lent] = {}
+        self.wants: list[Want] = []
+        """Every request that a target engine was given."""
+        self.handshaken: defaultdict[str, set[Target]] = defaultdict(set)
+        """Incarnation of a source → who has shaken hands with it."""
+        self.forged: set[bytes] = set()
+        """Messages of strangers who cannot make their proofs."""
+        self.must_load = False
+        """Whether nothing worse happens than slowness that the product promises to bear."""
+        self.outcomes: defaultdict[str, int] = defaultdict(int)
+
+    def require(self, holds: bool, law: str, text: str) -> None:
+        """``law`` is broken unless something holds."""
+        assert law in LAWS
+        if not holds:
+            self.world.broken(law, text)
+
+    def name(self, lease_id: str) -> str:
+        """A lease's name in the trace, the same in every run."""
+        lent = self.leases.get(lease_id)
+        return lent.name if lent is not None else "a lease of nobody"
+
+    def plain(self, error: Exception) -> str:
+        """An error in the trace, with the names of leases."""
+        text = re.sub("[0-9a-f]{32}", lambda found: self.name(found[0]), str(error))
+        return f"{type(error).__name__}: {text}"
+
+    # ---- the source ---------------------------------------------------------------------------
+
+    def lent(self, ticket: Ticket) -> None:
+        """A source has granted a lease."""
+        name = f"{ticket.incarnation}/{ticket.request_id}"
+        self.leases[ticket.lease_id] = Lent(name, ticket)
+        self.world.note(f"{ticket.engine_id} lends {name}")
+
+    def swept(self, ended: EndedLease, world_sizes: dict[str, int]) -> None:
+        """The lease table says that the blocks of a lease may be freed."""
+        lent = self.leases[ended.lease_id]
+        self.world.note(f"{lent.name} has ended: {ended.outcome}, {ended.target}")
+        self.require(not lent.is_swept, "a block is freed once", f"{lent.name} is swept twice")
+        lent.is_swept = True
+        if ended.outcome is LeaseOutcome.DONE:
+            assert ended.target is not None
+            reported = {rank for target, rank in lent.reported if target == ended.target}
+            self.require(
+                reported == set(range(world_sizes[ended.target[0]])),
+                "a lease is done when each rank has reported",
+                f"{lent.name} is done, of {ended.target} the ranks {sorted(reported)} reported",
+            )
+        if ended.outcome is LeaseOutcome.RELEASED:
+            self.require(
+                lent.is_taken_back or ended.target in lent.given_up,
+                "a lease is released by who holds it",
+                f"{lent.name} was released, and {ended.target} did not give it up",
+            )
+
+    def freed(self, lease_id: str) -> None:
+        """A source frees the blocks of a lease."""
+        lent = self.leases[lease_id]
+        self.require(lent.freed is None, "a block is freed once", lent.name)
+        lent.freed = self.world.step
+
+    def answered(self, source: "Start", payload: bytes, reply_payload: bytes) -> None:
+        """A source has answered a request."""
+        reply = messages.decode_reply(reply_payload)
+        try:
+            request = messages.decode_request(payload)
+        except DecodeError:
+            law = "bad messages harm only their sender"
+            self.require(isinstance(reply, ErrorReply), law, "noise is answered as a request")
+            return
+        if isinstance(request, Handshake):
+            if isinstance(reply, HandshakeReply):
+                their = request.description
+                self.handshaken[source.incarnation].add((their.engine_id, their.incarnation))
+            return
+        if not isinstance(request, Renew | Finishes | Release):
+            return
+        held: list[str] = []
+        target = (request.engine_id, request.incarnation)
+        if isinstance(reply, Renewed):
+            held = [id for id, answer in reply.states.items() if answer is LeaseAnswer.HELD]
+        elif isinstance(reply, FinishReply) and isinstance(request, Finishes):
+            pairs = zip(request.items, reply.answers, strict=True)
+            items = [item for item, answer in pairs if answer == "held"]
+            held = [item.lease_id for item in items]
+            for item in items:
+                self._check_confirm(self.leases[item.lease_id], target, item.rank)
+        said = type(reply).__name__ if not isinstance(reply, ErrorReply) else reply.name
+        names = ", ".join(self.name(id) for id in held)
+        self.world.note(
+            f"{source.incarnation} answers {type(request).__name__} of {target[1]}: {said} {names}"
+        )
+        if held:
+            self._check_held(source, request, payload, target, held)
+
+    def _check_confirm(self, lent: Lent, target: Target, rank: int) -> None:
+        """A Finish was answered held; that may be repeated after the end."""
+        self.require(
+            lent.freed is None or (target, rank) in lent.confirmed,
+            "a confirmed read ended before its blocks were freed",
+            f"{lent.name} is confirmed to rank {rank} of {target}, and was freed before",
+        )
+        lent.confirmed.add((target, rank))
+
+    def _check_held(
+        self,
+        source: "Start",
+        request: Renew | Finishes | Release,
+        payload: bytes,
+        target: Target,
+        held: list[str],
+    ) -> None:
+        names = ", ".join(self.name(id) for id in held)
+        self.require(
+            payload not in self.forged,
+            "a stranger is not believed",
+            f"{source.incarnation} says that {target} holds {names} to one who has no ticket",
+        )
+        law = "nothing before a handshake"
+        knows = target in self.handshaken[source.incarnation]
+        self.require(knows, law, f"{target} holds {names} and never shook hands")
+        is_ours = request.source_incarnation == source.incarnation
+        self.require(is_ours, law, f"{names}: the message was for another start of the source")
+        for lease_id in held:
+            lent = self.leases[lease_id]
+            if target not in lent.holders:
+                lent.holders.append(target)
+            self.require(
+                lent.holders[-1] == target,
+                "one target holds a lease",
+                f"{target} is told that it holds {lent.name}, which is {lent.holders[-1]}'s",
+            )
+
+    # ---- the target ---------------------------------------------------------------------------
+
+    def reports(self, target: Target, rank: int, lease_id: str, load: RankLoad | None) -> None:
+        """A rank sends a Finish."""
+        lent = self.leases[lease_id]
+        lent.reported.add((target, rank))
+        self.require(
+            load is None or all(transfer.is_terminal for transfer in load.transfers.values()),
+            "a finish follows the end of its reads",
+            f"rank {rank} of {target} reports {lent.name} and still reads",
+        )
+
+    def confirmed(self, target: Target, rank: int, load: RankLoad) -> None:
+        """A load has ended on one rank, and counts there."""
+        lent = self.leases[load.spec.ticket.lease_id]
+        ticket = lent.ticket
+        self.require(
+            (target, rank) in lent.confirmed,
+            "a load counts only when its source said held",
+            f"rank {rank} of {target}, {lent.name}",
+        )
+        right = f"{ticket.engine_id}/{ticket.incarnation}/{ticket.request_id}"
+        for transfer in load.transfers.values():
+            where = f"rank {rank} of {target}, {lent.name}"
+            self.require(
+                transfer.is_terminal and (lent.freed is None or lent.freed > transfer.ended_in),
+                "a confirmed read ended before its blocks were freed",
+                f"{where}: read until step {transfer.ended_in}, freed in step {lent.freed}",
+            )
+            self.require(
+                transfer.found == {right},
+                "no load counts that read other blocks",
+                f"{where}: it found {sorted(transfer.found)}",
+            )
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def check_end(self, starts: list["Start"]) -> None:
+        """After the faults have been over for so long that everything must have ended."""
+        law = "every load and every lease ends"
+        for want in self.wants:
+            self.require(want.outcome != "", law, f"{want.request_id} is still {want.state}")
+            self.outcomes[want.outcome] += 1
+            ok = want.outcome == "loaded"
+            if self.must_load and not want.is_aborted:
+                self.require(ok, "slow is not dead", f"{want.request_id}: {want.outcome}")
+            if want.request_id.endswith(PROBE):
+                law2 = "once all is well, loads succeed"
+                self.require(ok, law2, f"{want.request_id}: {want.outcome}")
+        for start in starts:
+            if start.is_dead:
+                continue
+            where = start.incarnation
+            pinned = start.table.num_open, start.table.pinned_blocks
+            self.require(pinned == (0, 0), law, f"{where}: {pinned[0]} leases, {pinned[1]} blocks")
+            lacking = start.pool.num_held
+            self.require(lacking == 0, law, f"{where}: {lacking} blocks are still held")
+            counters = start.server.status().counters
+            law5 = "bad messages harm only their sender"
+            self.require("errors.internal" not in counters, law5, f"{where}: {counters}")

@@ -1,0 +1,97 @@
+"""The control protocol in virtual time: five hundred seeds, and defects that they must find.
+
+A failure shows the seed and the trace of what led there; ``play(seed)`` runs it again, the same in
+every event. To add a fault, write a function of a :class:`Run` and enter it in ``play.FAULTS``; to
+add an invariant, enter its name in ``oracle.LAWS`` and call ``Oracle.require`` where it is judged,
+and put a defect into ``defects.DEFECTS`` that it must find.
+"""
+
+import hashlib
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from kvferry.control.options import ControlOptions
+from kvferry.control.server import ControlService
+from kvferry.errors import HandshakeNeededError
+from tests.control.simulation.defects import DEFECTS
+from tests.control.simulation.engines import Build, Cluster, Start, Want
+from tests.control.simulation.network import Internet, NetworkFaults
+from tests.control.simulation.oracle import LAWS, Oracle
+from tests.control.simulation.play import SHAPES, play
+from tests.control.simulation.world import BrokenError, World
+
+BATCH = 50
+SLOW = pytest.mark.slow
+SEEDS = [
+    *(pytest.param(first, BATCH, id=f"short-{first}") for first in range(0, 500, BATCH)),
+    # A hundred thousand, in parts that a slow machine ends in time.
+    *(
+        pytest.param(first, 500, id=f"long-{first}", marks=SLOW)
+        for first in range(500, 100_500, 500)
+    ),
+]
+MOST_SEEDS = 200
+"""Runs in which a defect must have been found."""
+
+
+@pytest.mark.parametrize(("first", "count"), SEEDS)
+def test_the_laws_hold_whatever_happens(first, count):
+    for seed in range(first, first + count):
+        play(seed)
+
+
+@pytest.mark.parametrize("build", DEFECTS, ids=lambda build: build.name)
+def test_a_defect_is_found_by_the_invariant_that_it_breaks(build):
+    law, certain = DEFECTS[build]
+    found = Counter()
+    for seed in range(MOST_SEEDS):
+        try:
+            play(seed, build, certain=certain)
+        except BrokenError as broken:
+            found[broken.law] += 1
+        if found[law]:
+            return
+    pytest.fail(f"{build.name}: found by {found}, not by {law!r}")
+
+
+def test_every_invariant_belongs_to_a_law():
+    assert set(LAWS.values()) == {0, 3, 4, 5, 6, 7}
+
+
+class ForgetsEverybody(ControlService):
+    """Shakes hands, and then says that it has not."""
+
+    def _target(self, request):
+        raise HandshakeNeededError("handshake again")
+
+
+def test_a_source_that_always_wants_a_handshake_is_asked_a_few_times_a_second():
+    world = World(seed=1)
+    build = Build(service=ForgetsEverybody)
+    internet = Internet(world, NetworkFaults())
+    cluster = Cluster(world, internet, Oracle(world), build, ControlOptions())
+    source, target = Start(cluster, SHAPES[1], 1), Start(cluster, SHAPES[3], 1)
+    prompt = tuple(range(20))
+    target.decode(Want("r", (*prompt, 0), source.prefill("r", prompt)))
+    world.run(20.0)
+    assert 2 < source.server.status().counters["requests.Handshake"] < 60
+
+
+TRACE = """
+import hashlib
+from tests.control.simulation.play import play
+
+print(hashlib.sha256("\\n".join(play({seed}, keeps_trace=True).trace).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 5, 7])
+def test_a_run_is_the_same_in_every_process(seed):
+    trace = "\n".join(play(seed, keeps_trace=True).trace)
+    assert len(trace) > 1000
+    script = [sys.executable, "-c", TRACE.format(seed=seed)]
+    there = subprocess.run(script, capture_output=True, text=True, check=True, timeout=120)
+    assert there.stdout.strip() == hashlib.sha256(trace.encode()).hexdigest()
