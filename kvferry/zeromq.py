@@ -8,7 +8,7 @@ import functools
 import ipaddress
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeAlias
 
 import zmq
@@ -81,9 +81,22 @@ def zmq_errors(doing: str) -> Iterator[None]:
         raise error_of(error, doing) from error
 
 
+def join_address(host: str, port: int | str) -> str:
+    """``host:port``, an IPv6 address in brackets and in its usual form; ``port`` may be ``*``.
+
+    >>> join_address("fd77:0::1", 80)
+    '[fd77::1]:80'
+    """
+    if ":" not in host:
+        return f"{host}:{port}"
+    with suppress(ValueError):  # whoever connects is told
+        host = str(ipaddress.ip_address(host))
+    return f"[{host}]:{port}"
+
+
 def tcp_address(host: str, port: int | str) -> str:
     """``tcp://host:port``, an IPv6 address in brackets; ``port`` may be ``*``."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{join_address(host, port)}"
 
 
 @functools.lru_cache(maxsize=1024)  # asked with every request

@@ -34,6 +34,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import DrainingError, KVFerryError, StuckStepError
+from kvferry.zeromq import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -482,7 +483,7 @@ def _control_address(engine: Engine, config: EngineConfig) -> str | None:
     if not isinstance(connector, _ListensForPeers):
         return None
     extra = config.transfer_config().kv_connector_extra_config
-    return f"{extra.get('host', '127.0.0.1')}:{connector.port}"
+    return join_address(extra.get("host", "127.0.0.1"), connector.port)
 
 
 async def _run(

@@ -24,6 +24,7 @@ import msgspec
 from kvferry.control.proofs import PROOF_BYTES
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
 from kvferry.transports.decoding import decode
+from kvferry.zeromq import join_address
 
 TICKET_VERSION = 3
 """The version that this release writes and reads."""
@@ -81,8 +82,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def address(self) -> str:
-        """``host:port`` of the source's control channel."""
-        return f"{self.host}:{self.port}"
+        """``host:port`` of the source's control channel, an IPv6 address in brackets."""
+        return join_address(self.host, self.port)
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:

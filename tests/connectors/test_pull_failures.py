@@ -356,6 +356,18 @@ def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_
     served(Pair(producer, consumer, 20.0), "r")
 
 
+@pytest.mark.parametrize("written", ["[::1]:{}", "::1:{}", "[0::0:1]:{}"])
+def test_a_peer_is_known_by_its_ipv6_address_however_that_is_written(
+    open_engine: OpenEngine, written: str
+) -> None:
+    key = {"cluster_key": None, "host": "::1"}  # without one, only peers are contacted
+    producer = open_engine("p", SOURCE, transport="tcp", **key)
+    peers = [written.format(port_of(producer))]
+    consumer = open_engine("d", TARGET, transport="tcp", peers=peers, **key)
+    served(Pair(producer, consumer, 20.0), "r")
+    assert len(consumer.scheduler._sources._sources) == 1  # type: ignore[attr-defined]
+
+
 def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
     open_engine: OpenEngine, free_port: int
 ) -> None:

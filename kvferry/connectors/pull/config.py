@@ -10,6 +10,7 @@ from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
 from kvferry.transports.registry import transport_class
+from kvferry.zeromq import join_address, split_address
 
 MIN_STAGING_BYTES = 4096
 """The smallest staging memory that makes any sense."""
@@ -108,6 +109,17 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[str, ...]:
         """The offered transports, best first."""
         return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    def peer_addresses(self) -> tuple[str, ...]:
+        """``peers`` as tickets name them, in one form for each address.
+
+        Raises:
+            ConfigError: one is not ``host:port``.
+        """
+        try:
+            return tuple(join_address(*split_address(peer)) for peer in self.peers)
+        except ValueError as error:
+            raise ConfigError(f"peers: {error}") from error
 
     def key(self) -> bytes | None:
         """The cluster's key.

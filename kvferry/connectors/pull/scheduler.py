@@ -81,14 +81,10 @@ class PullScheduler(SchedulerConnector):
         extra = context.extra
         assert isinstance(extra, PullConfig)  # the registry checked it
         config = context.config
-        for address in extra.peers:
-            try:
-                split_address(address)
-            except ValueError as error:
-                raise ConfigError(f"peers: {error}") from error
+        peers = extra.peer_addresses()
         key = extra.key()
         _check_reach(extra)
-        if config.is_consumer and key is None and not extra.peers:
+        if config.is_consumer and key is None and not peers:
             logger.warning(
                 "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
                 "request names; set cluster_key_file in kv_connector_extra_config",
@@ -114,7 +110,7 @@ class PullScheduler(SchedulerConnector):
         sources = Sources(
             client,
             groups=context.groups,
-            addresses=extra.peers,
+            addresses=peers,
             renew_interval=lambda ticket: ticket.lease_duration_s / options.renewals_per_lease,
             handshake_timeout_s=extra.handshake_timeout_s,
             progress_timeout_s=extra.progress_timeout_s,

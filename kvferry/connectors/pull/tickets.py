@@ -16,7 +16,7 @@ class AcceptedTickets:
         extra: of the connector; without a key, its ``peers`` bound whom a ticket may name.
         """
         self._key = key
-        self._peers = extra.peers
+        self._peers = extra.peer_addresses()
         self._seen = SeenTickets()
 
     def accept(self, text: object, request: RequestView) -> Ticket:
