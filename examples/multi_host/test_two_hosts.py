@@ -25,6 +25,7 @@ def engine_config(role, host, **shape):
             "host": host.ipv4,
             "cluster_key": "a secret of the whole cluster, 32 bytes or more",
             "handshake_timeout_s": 5,
+            "control_config": {"heartbeat_s": 1},  # a host that died is known sooner
         },
     }
     return EngineConfig(name=host.name, kv_transfer_config=transfer, **shape)
