@@ -39,7 +39,7 @@ import secrets
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -344,8 +344,10 @@ class LeaseTable:
         lives = functools.cache(lives)
         with self._lock:
             now = self._clock()
-            for entry in [entry for entry in self._open.values() if now >= entry.deadline]:
-                if self._is_slow(entry, now, lives):
+            due = [entry for entry in self._open.values() if now >= entry.deadline]
+            last_heard = self._last_heard() if due else {}
+            for entry in due:
+                if self._is_slow(entry, now, last_heard, lives):
                     self._extend(entry, now, EXTENSION * self.duration_s)
                 if now >= entry.deadline:  # of its greatest age too
                     self._end(entry, LeaseOutcome.EXPIRED)
@@ -396,14 +398,27 @@ class LeaseTable:
     def _extend(self, entry: _Open, now: float, seconds: float) -> None:
         entry.deadline = min(now + seconds, entry.granted + self._max_age_s)
 
-    def _is_slow(self, entry: _Open, now: float, lives: Callable[[Target], bool]) -> bool:
+    def _last_heard(self) -> dict[Target, float]:
+        """When each holder last renewed any lease."""
+        heard: dict[Target, float] = {}
+        for entry in self._open.values():
+            if entry.holder is not None:
+                heard[entry.holder] = max(entry.heard, heard.get(entry.holder, -math.inf))
+        return heard
+
+    def _is_slow(
+        self,
+        entry: _Open,
+        now: float,
+        last_heard: Mapping[Target, float],
+        lives: Callable[[Target], bool],
+    ) -> bool:
         """Whether somebody may want a lease who cannot say so: we ourselves, or its holder."""
         if not entry.ready:
             return True
         if entry.holder is None or now - entry.heard >= SLOW * self.duration_s:
             return False
-        spoke = max(other.heard for other in self._open.values() if other.holder == entry.holder)
-        if spoke - entry.heard >= self._takeover_after_s:
+        if last_heard[entry.holder] - entry.heard >= self._takeover_after_s:
             return False  # it renews others, and not this
         return lives(entry.holder)
 

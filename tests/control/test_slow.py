@@ -22,7 +22,7 @@ from kvferry.control.options import ControlOptions
 from kvferry.errors import PeerLostError
 
 WAIT = 60
-SHORT_S = 0.4
+SHORT_S = 0.8
 """Seconds that a lease lives without being renewed."""
 
 
@@ -103,13 +103,15 @@ from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions
 from kvferry.topology.description import EngineDescription
 
-address, incarnation, lease, secret, hold_s = sys.argv[1:]
+address, incarnation, hold_s = sys.argv[1:]
 description = msgspec.json.decode(sys.stdin.readline(), type=EngineDescription)
 options = ControlOptions(request_timeout_s=0.5, heartbeat_s=0.1)
 ids = {"engine_id": description.engine_id, "incarnation": description.incarnation}
 hold = ctypes.PyDLL(None).usleep  # keeps the interpreter lock
 with ControlClient(**ids, options=options) as client:
     client.handshake(address, description).result()
+    print("met", flush=True)
+    lease, secret = sys.stdin.readline().split()
     leases = {lease: bytes.fromhex(secret)}
     print(client.renew(address, incarnation, leases).result()[lease], flush=True)
     sys.stdin.readline()
@@ -121,16 +123,18 @@ with ControlClient(**ids, options=options) as client:
 
 
 @contextlib.contextmanager
-def holder(served, describe, lease_id, hold_s=0.0):
+def holder(served, describe, hold_s=0.0):
     """A target in a process of its own that holds a lease; told so, it does not let Python run."""
-    key = served.keys(lease_id)[lease_id].hex()
-    command = [sys.executable, "-c", HOLDER, served.address, served.incarnation, lease_id, key]
+    command = [sys.executable, "-c", HOLDER, served.address, served.incarnation, str(hold_s)]
     with subprocess.Popen(
-        [*command, str(hold_s)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             described = msgspec.json.encode(describe("decode-1", "d1")).decode()
             print(described, file=process.stdin, flush=True)
+            assert process.stdout.readline() == "met\n"
+            ((lease_id, secret),) = served.keys(served.grant()).items()
+            print(lease_id, secret.hex(), file=process.stdin, flush=True)
             assert process.stdout.readline() == "held\n"
             yield process
         finally:
@@ -143,8 +147,7 @@ def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_a
     """It says nothing for longer than its lease lasts, than heartbeats and than its patience."""
     options = ControlOptions(heartbeat_s=0.1)
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=2.0), options=options)
-    lease_id = served.grant()
-    with holder(served, describe, lease_id, hold_s=3.0) as process:
+    with holder(served, describe, hold_s=3.0) as process:
         print(file=process.stdin, flush=True)
         assert process.stdout.readline() == "held held held\n"
         assert served.leases.sweep() == []
@@ -154,8 +157,7 @@ def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, descr
     """Its connection is lost once heartbeats are not answered; a longer lease would show it."""
     options = ControlOptions(heartbeat_s=0.1)
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S), options=options)
-    lease_id = served.grant()
-    with holder(served, describe, lease_id) as process:
+    with holder(served, describe) as process:
         assert served.server._lives(("decode-1", "d1"))
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
@@ -169,8 +171,7 @@ def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, descr
 
 def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(serve, describe):
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S))
-    lease_id = served.grant()
-    with holder(served, describe, lease_id) as process:
+    with holder(served, describe) as process:
         process.kill()
         process.wait()
         deadline = time.monotonic() + WAIT
