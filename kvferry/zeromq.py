@@ -22,7 +22,7 @@ from kvferry.errors import (
     TransferError,
 )
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_S = 3.0
 """Seconds between two heartbeats, unless configured."""
 
 Socket: TypeAlias = "zmq.Socket[bytes]"

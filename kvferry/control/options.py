@@ -57,7 +57,7 @@ class ControlOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 120.0
     """Seconds after which a peer whose connection lives, and which has not answered, counts as
     hung: a process may not get to run for a minute."""
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = 3.0
     """Seconds between ZeroMQ heartbeats, which need nothing of a process's Python; a peer that
     misses three is disconnected."""
     max_message_bytes: int = 16 << 20
