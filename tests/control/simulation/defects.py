@@ -11,16 +11,17 @@ import msgspec
 from kvferry.connectors.aggregator import REMEMBERED, KVOutputAggregator, _Ledger
 from kvferry.connectors.pull.loads import Loads
 from kvferry.connectors.pull.scheduler import PullScheduler
-from kvferry.connectors.pull.sources import Sources
+from kvferry.connectors.pull.sources import LoadState, Sources
 from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import Connection
-from kvferry.control.leases import LeaseTable
+from kvferry.control.leases import Lease, LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.server import ControlService
 from kvferry.control.tickets import SeenTickets
 from kvferry.errors import PeerLostError
 from tests.control.simulation.engines import Build
+from tests.control.simulation.play import SLOWNESS
 
 # ---- the source ---------------------------------------------------------------------------------
 
@@ -54,6 +55,33 @@ class SweepsBeforeEveryRank(LeaseTable):
 
     def _is_done(self, entry, world_size):
         return bool(entry.reports)
+
+
+class ChargesPauses(LeaseTable):
+    """A lease is charged for time in which its source, or its holder, did not run."""
+
+    def expire(self, **said):
+        super().expire()
+
+
+class RefusesLateRenewals(LeaseTable):
+    """A renewal after the deadline is refused, though the blocks are there."""
+
+    def _renew(self, lease_id, target, now):
+        entry = self._open.get(lease_id)
+        if entry is not None and now >= entry.deadline:
+            self._end(entry, LeaseOutcome.EXPIRED)
+        return super()._renew(lease_id, target, now)
+
+
+class ExpectsTargetsAtOnce(LeaseTable):
+    """A lease that nobody has taken expires after one duration."""
+
+    def grant(self, request_id, num_blocks, *, ready=True):
+        lease = super().grant(request_id, num_blocks, ready=ready)
+        if isinstance(lease, Lease):
+            self._open[lease.lease_id].deadline = self._clock() + lease.duration_s
+        return lease
 
 
 class SweepsTwice(LeaseTable):
@@ -164,6 +192,13 @@ class ForgetsCallsOfBrokenConnections(ControlClient):
         super()._drop(connection)
 
 
+class TakesSlowForLost(ControlClient):
+    """A call that is not answered for five seconds fails, though the connection lives."""
+
+    def __init__(self, *, options, **more):
+        super().__init__(options=msgspec.structs.replace(options, request_timeout_s=5.0), **more)
+
+
 class _FirstComeFirstServed(Connection):
     def receive(self):
         ended = []
@@ -196,6 +231,15 @@ class GivesUpAtTheFirstLoss(Sources):
         if isinstance(future.exception(), PeerLostError):
             for load in loads:
                 self._give_up(load, future.exception())
+
+
+class TakesSlowForUnreachable(Sources):
+    """A load fails that has waited for the handshake's time, though nothing has gone wrong."""
+
+    def _expire(self, now):
+        for load in self._loads.values():
+            if load.state is LoadState.WAITING and now >= load.deadline:
+                self._fail(load, PeerLostError("no answer in time"))
 
 
 class ReportsWithANewNonce(Loads):
@@ -264,6 +308,9 @@ DEFECTS: dict[Build, Found] = {
     Build(table=ForgetsFormerHolders): ("one target holds a lease", ("twin", "slow_reads")),
     Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
+    Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
+    Build(table=RefusesLateRenewals): (_SLOW, (SLOWNESS,)),
+    Build(table=ExpectsTargetsAtOnce): (_SLOW, (SLOWNESS,)),
     Build(service=BelievesAnybody): (_STRANGER, ("forge",)),
     Build(service=AcceptsProofsOfOtherRanks): (_STRANGER, ("alter",)),
     Build(service=IsEndedByNoise): ("bad messages harm only their sender", ("babble",)),
@@ -273,6 +320,8 @@ DEFECTS: dict[Build, Found] = {
     Build(client=RenewsForTheFirstStart): (_HEALED, ("restart a source",)),
     Build(client=ForgetsCallsOfBrokenConnections): (_ENDS, ("breaks",)),
     Build(sources=GivesUpAtTheFirstLoss): (_SLOW, ()),
+    Build(client=TakesSlowForLost): (_SLOW, (SLOWNESS,)),
+    Build(sources=TakesSlowForUnreachable): (_SLOW, (SLOWNESS,)),
     Build(loads=ReportsWithANewNonce): (_SLOW, ()),
     Build(loads=ReportsWhatIsCancelled): (
         "a finish follows the end of its reads",

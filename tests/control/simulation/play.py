@@ -43,6 +43,7 @@ END_AT = QUIET_AT + 220.0
 (``handshake_timeout_s``, 30 s), a read that stalls (10 s), the confirm (three times 5 s and what
 passes between them), a lease that nobody renews (30 s)."""
 LONGEST_STOP_S = 60.0
+SLOWNESS = "slowness"
 SHORT_STOP_S = 2.0
 IMPATIENT = ControlOptions(request_timeout_s=20.0)
 """The options of runs in which messages are lost though their connection lives, as if their
@@ -300,7 +301,8 @@ def play(
     Args:
         seed: decides everything.
         build: the classes under test.
-        certain: faults and rates that this run has, whatever the seed says.
+        certain: faults and rates that this run has, whatever the seed says; :data:`SLOWNESS` for
+            a run that has nothing else.
         keeps_trace: whether the world keeps its whole trace.
 
     Raises:
@@ -308,7 +310,8 @@ def play(
     """
     world = World(seed, keeps_trace=keeps_trace)
     internet = Internet(world, NetworkFaults())
-    options = ControlOptions() if seed % 5 == 0 and not certain else IMPATIENT
+    is_slow = SLOWNESS in certain or (seed % 10 == 0 and not certain)
+    options = ControlOptions() if is_slow or (seed % 5 == 0 and not certain) else IMPATIENT
     cluster = Cluster(world, internet, Oracle(world), build or Build(), options)
     internet.names["p1.cluster"] = SHAPES[0].host
     run = Run(world, cluster, {}, dict.fromkeys((shape.name for shape in SHAPES), 0))
@@ -316,7 +319,7 @@ def play(
         for shape in SHAPES:
             start(run, shape)
         plan_requests(run)
-        if seed % 10 == 0 and not certain:
+        if is_slow:
             plan_slowness(run)
         elif seed % 10 == 5 and not certain:
             plan_broken_connections(run)
@@ -356,10 +359,17 @@ def plan_faults(run: Run, certain: tuple[str, ...]) -> None:
 
 
 def plan_slowness(run: Run) -> None:
-    """Processes stand still for up to a minute, and nothing else happens."""
+    """Every process may stand still for up to a minute, and nothing else happens."""
     run.cluster.oracle.must_load = True
+    dice = run.world.dice
     for _ in range(20):
-        run.world.after(run.world.dice.uniform(0.0, QUIET_AT), partial(stop, run))
+        run.world.after(dice.uniform(0.0, QUIET_AT), partial(stop, run))
+    for start in run.engines.values():
+        for process in start.processes:
+            if dice.random() < 0.5:  # once, for long
+                seconds = dice.uniform(LONGEST_STOP_S / 12, LONGEST_STOP_S)
+                stand = partial(process.stand_still, seconds, frozen=False)
+                run.world.after(dice.uniform(0.0, QUIET_AT), stand)
 
 
 def plan_broken_connections(run: Run) -> None:

@@ -20,7 +20,7 @@ from tests.control.simulation.defects import DEFECTS
 from tests.control.simulation.engines import Build, Cluster, Start, Want
 from tests.control.simulation.network import Internet, NetworkFaults
 from tests.control.simulation.oracle import LAWS, Oracle
-from tests.control.simulation.play import SHAPES, play
+from tests.control.simulation.play import SHAPES, SLOWNESS, play
 from tests.control.simulation.world import BrokenError, World
 
 BATCH = 50
@@ -41,6 +41,21 @@ MOST_SEEDS = 200
 def test_the_laws_hold_whatever_happens(first, count):
     for seed in range(first, first + count):
         play(seed)
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [
+        pytest.param(0, BATCH, id="short"),
+        *(
+            pytest.param(first, 500, id=f"long-{first}", marks=SLOW)
+            for first in range(BATCH, 5000 + BATCH, 500)
+        ),
+    ],
+)
+def test_no_load_fails_while_processes_stand_still_for_up_to_a_minute(first, count):
+    for seed in range(first, first + count):
+        play(seed, certain=(SLOWNESS,))
 
 
 @pytest.mark.parametrize("build", DEFECTS, ids=lambda build: build.name)
