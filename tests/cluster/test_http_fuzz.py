@@ -169,6 +169,12 @@ class Pair:
             )
         return [ended.get(timeout=60).kv_transfer_params for _ in range(8)]
 
+    async def take_back(self, lent):
+        """What somebody was lent, and will not use."""
+        for params in lent:
+            taken = self.prefill.loop.call(methodcaller("take_back", params))
+            await asyncio.wrap_future(taken)
+
     def close(self):
         for member in self.members:
             member.loop.close()
@@ -275,6 +281,8 @@ async def settled(pair):
     deadline = time.monotonic() + 25
     for member in pair.members:
         while not await asyncio.to_thread(member.is_settled):
+            unread, pair.inside.unread = pair.inside.unread, []
+            await pair.take_back(itertools.chain(*map(lent_in, unread)))
             assert time.monotonic() < deadline, member.leases.snapshot()
             await asyncio.sleep(0.01)
     for engine in pair.router.members:
@@ -310,10 +318,7 @@ async def attack(pair, hostile, requests_of, count, batch=BATCH):
         requests = await asyncio.to_thread(lambda: list(requests_of()))
         lent = await hostile.batch(requests, min(batch, count - first))
         lent += [params for one in requests if (params := (one.body or {}).get(KV))]
-        unread, pair.inside.unread = pair.inside.unread, []
-        for params in [*lent, *itertools.chain(*map(lent_in, unread))]:
-            taken = pair.prefill.loop.call(methodcaller("take_back", params))
-            await asyncio.wrap_future(taken)
+        await pair.take_back(lent)
         await settled(pair)
         await honest(pair)
         await settled(pair)
