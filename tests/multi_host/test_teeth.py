@@ -50,6 +50,7 @@ class TestBroken(MultiHostConnectorConformance):
     ids=["swaps-tokens", "swaps-digests", "forgets"],
 )
 def test_a_broken_connector_fails(pytester, monkeypatch, network, connector, test, assertion):
+    # `network` is asked for so that this is skipped where there can be no hosts.
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]), prepend=":")
     pytester.makeini("[pytest]\nasyncio_default_fixture_loop_scope = function")
     pytester.makepyfile(SUITE.format(connector=connector))

@@ -27,8 +27,8 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address on which this engine listens and which its tickets name."""
     peers: tuple[str, ...] = ()
-    """``host:port`` of engines to shake hands with at start. Without a cluster key, these are
-    the only ones a ticket may name."""
+    """``host:port``, for IPv6 ``[address]:port``, of engines to shake hands with at start. Without
+    a cluster key, these are the only ones a ticket may name."""
     cluster_key: str | None = None
     """Secret of the whole cluster; tickets are signed with it."""
     cluster_key_file: str | None = None
