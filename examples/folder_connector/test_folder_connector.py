@@ -57,7 +57,7 @@ class TestBetweenHosts(MultiHostConnectorConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def configs(cls, tmp_path_factory):
-        extra = {"folder": str(tmp_path_factory.mktemp("kv")), "chunk_tokens": 5, "wait_s": 1}
+        extra = {"folder": str(tmp_path_factory.mktemp("kv")), "chunk_tokens": 5, "wait_s": 20}
         return tuple(
             KVTransferConfig(
                 kv_connector="FolderConnector",

@@ -25,8 +25,8 @@ class TestPullBetweenHosts(MultiHostConnectorConformance):
                     # Shorter than the patience of the suite, longer than its faults.
                     "lease_duration_s": 3,
                     "handshake_timeout_s": 4,
-                    # A host that is gone is known as such after four of these.
-                    "control_config": {"heartbeat_s": 1},
+                    # A host that is gone is known as such after three of these.
+                    "control_config": {"heartbeat_s": 2},
                 },
             )
 
