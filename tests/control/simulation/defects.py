@@ -20,8 +20,8 @@ from kvferry.control.messages import FinishAnswer
 from kvferry.control.server import ControlService
 from kvferry.control.tickets import SeenTickets
 from kvferry.errors import PeerLostError
-from tests.control.simulation.engines import Build
 from tests.control.simulation.play import SLOWNESS
+from tests.control.simulation.shapes import Build
 
 # ---- the source ---------------------------------------------------------------------------------
 

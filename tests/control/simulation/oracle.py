@@ -28,7 +28,8 @@ from kvferry.errors import DecodeError
 from tests.control.simulation.world import World
 
 if TYPE_CHECKING:
-    from tests.control.simulation.engines import Start, Want
+    from tests.control.simulation.engines import Start
+    from tests.control.simulation.shapes import Want
 
 LAWS = {
     "a confirmed read ended before its blocks were freed": 3,

@@ -18,9 +18,10 @@ from kvferry.control import messages
 from kvferry.control.messages import Finish, Finishes, Handshake, Release, Renew, StatusRequest
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import prove
-from tests.control.simulation.engines import Build, Cluster, Shape, Start, Want
+from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import SILENCE_S, Internet, NetworkFaults
 from tests.control.simulation.oracle import PROBE, Oracle
+from tests.control.simulation.shapes import Build, Shape, Want
 from tests.control.simulation.world import Defects, World
 
 SHAPES = (

@@ -17,10 +17,11 @@ from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlService
 from kvferry.errors import HandshakeNeededError
 from tests.control.simulation.defects import DEFECTS
-from tests.control.simulation.engines import Build, Cluster, Start, Want
+from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import Internet, NetworkFaults
 from tests.control.simulation.oracle import LAWS, Oracle
 from tests.control.simulation.play import SHAPES, SLOWNESS, play
+from tests.control.simulation.shapes import Build, Want
 from tests.control.simulation.world import BrokenError, World
 
 BATCH = 50

@@ -1,0 +1,158 @@
+"""What the engines of a simulated cluster are made of: classes, shapes, blocks, requests."""
+
+import functools
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvferry.connectors.aggregator import KVOutputAggregator
+from kvferry.connectors.pull.config import PullConfig
+from kvferry.connectors.pull.loads import Loads
+from kvferry.connectors.pull.scheduler import PullScheduler
+from kvferry.connectors.pull.sources import Sources
+from kvferry.control.client import ControlClient
+from kvferry.control.leases import LeaseTable
+from kvferry.control.server import ControlService
+from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.topology.description import (
+    ModelFingerprint,
+)
+
+NUM_BLOCKS = 64
+KEY = "the key of the simulated cluster"
+MODEL = ModelFingerprint(
+    name="tiny",
+    architecture="Llama",
+    num_layers=2,
+    num_kv_heads=3,
+    head_size=2,
+    dtype="float32",
+    rope="",
+    config_digest="c",
+    weights_digest="w",
+)
+
+
+@dataclass(frozen=True)
+class Build:
+    """The product's classes; a mutation takes the place of one."""
+
+    table: type[LeaseTable] = LeaseTable
+    service: type[ControlService] = ControlService
+    client: type[ControlClient] = ControlClient
+    sources: type[Sources] = Sources
+    scheduler: type[PullScheduler] = PullScheduler
+    loads: type[Loads] = Loads
+    aggregator: type[KVOutputAggregator] = KVOutputAggregator
+
+    @property
+    def name(self) -> str:
+        """Of the class that is not the product's."""
+        made = (getattr(self, one.name) for one in fields(self))
+        return " ".join(one.__name__ for one in made if not one.__module__.startswith("kvferry"))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine as its user configures it."""
+
+    name: str
+    host: str
+    """Address of its machine."""
+    advertised: str
+    """What its tickets name: that address, or a name."""
+    block_size: int
+    tp: int
+    pp: int = 1
+    peers: tuple[str, ...] = ()
+    lends: bool = False
+    """Whether it is a source, or a target."""
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:14579"
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp
+
+    @functools.cached_property
+    def geometry(self) -> EngineGeometry:
+        return EngineGeometry(
+            num_layers=MODEL.num_layers,
+            num_kv_heads=MODEL.num_kv_heads,
+            head_size=MODEL.head_size,
+            dtype=MODEL.dtype,
+            block_size=self.block_size,
+            layout="NHD",
+            parallel=ParallelShape(tp=self.tp, pp=self.pp),
+        )
+
+    @functools.cached_property
+    def extra(self) -> PullConfig:
+        return PullConfig(host=self.advertised, cluster_key=KEY, peers=self.peers)
+
+
+class Pool:
+    """The blocks of an engine, and what is in them."""
+
+    def __init__(self) -> None:
+        self.content = ["nothing"] * NUM_BLOCKS
+        """Whose tokens each block holds."""
+        self._free = list(range(NUM_BLOCKS - 1, 0, -1))
+
+    @property
+    def num_held(self) -> int:
+        return NUM_BLOCKS - 1 - len(self._free)
+
+    def take(self, count: int, content: str) -> list[int] | None:
+        """Blocks for somebody; ``None`` if there are not so many."""
+        if count > len(self._free):
+            return None
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self.content[block] = content
+        return blocks
+
+    def free(self, blocks: list[int]) -> None:
+        """Gives them back; the next one to take any takes these."""
+        for block in blocks:
+            self.content[block] = "nothing"
+        self._free.extend(blocks)
+
+    def forget(self, content: str) -> None:
+        """The process has died: what is left in memory is of no use."""
+        self.content[:] = [content] * NUM_BLOCKS
+
+
+@dataclass(eq=False)
+class Want:
+    """One request at one engine, as the connector sees it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int = 0
+    finish_reason: str | None = None
+    state: str = "waiting"
+    """``waiting``, ``loading``, ``running`` or ``over``."""
+    outcome: str = ""
+    """What came of its load: ``loaded``, ``computed``, ``aborted``, ``died``, ``refused``."""
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_aborted(self) -> bool:
+        return self.finish_reason == "abort"
+
+    @property
+    def finished_cleanly(self) -> bool:
+        return not self.is_aborted
+
+    def content_keys(self, num_tokens: int) -> dict[str, str]:
+        return {}
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.blocks,)
