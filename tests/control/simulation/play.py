@@ -69,12 +69,12 @@ class Run:
 Fault = Callable[[Run], None]
 
 
-def stop(run: Run, longest: float = LONGEST_STOP_S) -> None:
+def stop(run: Run, longest: float = LONGEST_STOP_S, shortest: float = 0.05) -> None:
     """A process gets no CPU, while ZeroMQ's own threads run."""
     process = run.world.dice.choice(run.choose(SHAPES).processes)
-    if run.world.now < process.still_until + longest and process.still_until:
+    if process.still_until and run.world.now < process.still_until + longest:
         return  # it is to have run for a while
-    seconds = run.world.between(0.05, longest)
+    seconds = run.world.between(shortest, longest)
     run.world.note(f"{process.name} stands still for {seconds:.3f} s")
     process.stand_still(seconds, frozen=False)
 
@@ -360,17 +360,12 @@ def plan_faults(run: Run, certain: tuple[str, ...]) -> None:
 
 
 def plan_slowness(run: Run) -> None:
-    """Every process may stand still for up to a minute, and nothing else happens."""
+    """Processes stand still for up to a minute, most of them for long; nothing else happens."""
     run.cluster.oracle.must_load = True
-    dice = run.world.dice
-    for _ in range(20):
-        run.world.after(dice.uniform(0.0, QUIET_AT), partial(stop, run))
-    for start in run.engines.values():
-        for process in start.processes:
-            if dice.random() < 0.5:  # once, for long
-                seconds = dice.uniform(LONGEST_STOP_S / 12, LONGEST_STOP_S)
-                stand = partial(process.stand_still, seconds, frozen=False)
-                run.world.after(dice.uniform(0.0, QUIET_AT), stand)
+    for number in range(20):
+        shortest = 0.05 if number % 4 == 0 else LONGEST_STOP_S / 12
+        at = run.world.dice.uniform(0.0, QUIET_AT)
+        run.world.after(at, partial(stop, run, shortest=shortest))
 
 
 def plan_broken_connections(run: Run) -> None:
