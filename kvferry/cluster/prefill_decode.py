@@ -231,7 +231,7 @@ class PrefillDecode:
                 if ended:
                     return  # nothing of the answer was lost
                 request.failed(engine, error)
-                if began or error.reached:
+                if began or (error.reached and not _passes_on(kv_transfer_params)):
                     raise _StartAgainError from error
             except ApiError as error:
                 if began or not _tells_of_a_failed_load(error):
@@ -240,6 +240,15 @@ class PrefillDecode:
                 if request.failed_loads > MOST_FAILED_LOADS:
                     raise
                 raise _StartAgainError from error
+
+
+def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
+    """Whether another decode engine may load what one may have loaded that has gone.
+
+    A lease of ours passes on as soon as its holder's connection has gone; where it does not, the
+    load fails. What others lend may be freed by now, and nobody would notice.
+    """
+    return kv_transfer_params is None or "ticket" in kv_transfer_params
 
 
 def _tells_of_a_failed_load(error: ApiError) -> bool:
@@ -356,7 +365,7 @@ class PassThrough:
                     return await engine.forward(request.path, body, request.engine_request_id)
                 except EngineDownError as error:
                     request.failed(engine, error)
-                    if error.reached:  # the lease may be in its hands: prefill anew
+                    if error.reached and not _passes_on(params):
                         request.give_back(params)
                         request.attempt += 1
                         params = await self._prefill(request)

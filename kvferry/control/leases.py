@@ -162,7 +162,7 @@ class LeaseTable:
         duration_s: seconds that a lease lives without being renewed once it is taken.
         max_blocks: blocks that leases may pin together, those not yet swept included.
         takeover_after_s: seconds of the holder's silence after which another target may take a
-            lease; half of ``duration_s`` unless given.
+            lease; half of ``duration_s`` unless given. At once where its connection has gone.
         max_age_s: seconds after which a lease expires however often it is renewed.
         remembered: ended leases whose late messages are still answered as before.
         clock: seconds that never run backwards; the only judge of expiry.
@@ -231,16 +231,25 @@ class LeaseTable:
                 self._extend(entry, self._clock(), SLOW * self.duration_s)
 
     def renew(
-        self, engine_id: str, incarnation: str, lease_ids: Iterable[str]
+        self,
+        engine_id: str,
+        incarnation: str,
+        lease_ids: Iterable[str],
+        *,
+        lives: Callable[[Target], bool] = lambda _: True,
     ) -> dict[str, LeaseAnswer]:
         """Takes leases for a target, or extends those it holds by one duration.
 
-        The caller has made sure that ``incarnation`` is the engine's current one.
+        Args:
+            engine_id: the target.
+            incarnation: the engine's current one; the caller has made sure of that.
+            lease_ids: the leases.
+            lives: whether the connection of a target lives; called with this table's lock held.
         """
         target = (engine_id, incarnation)
         with self._lock:
             now = self._clock()
-            return {lease_id: self._renew(lease_id, target, now) for lease_id in lease_ids}
+            return {lease_id: self._renew(lease_id, target, now, lives) for lease_id in lease_ids}
 
     def finish(
         self,
@@ -422,7 +431,9 @@ class LeaseTable:
             return False  # it renews others, and not this
         return lives(entry.holder)
 
-    def _renew(self, lease_id: str, target: Target, now: float) -> LeaseAnswer:
+    def _renew(
+        self, lease_id: str, target: Target, now: float, lives: Callable[[Target], bool]
+    ) -> LeaseAnswer:
         entry = self._open.get(lease_id)
         if entry is None:
             is_done = self._done_by(lease_id, target) is not None
@@ -435,7 +446,8 @@ class LeaseTable:
             # Another start of the same engine was given the same request: the one before is gone,
             # or somebody has sent them both the request, and then either may have it.
             is_other = entry.holder[0] != target[0]
-            if is_other and now - entry.heard < self._takeover_after_s:
+            is_heard = now - entry.heard < self._takeover_after_s
+            if is_other and is_heard and lives(entry.holder):
                 return LeaseAnswer.TAKEN
             entry.drop_holder()
         if entry.holder is None:

@@ -209,7 +209,9 @@ class ControlService:
                 if held:
                     peer = self.peers.current(request.engine_id, request.incarnation)
                     peer.connection = connection
-                states = self.leases.renew(request.engine_id, request.incarnation, held)
+                states = self.leases.renew(
+                    request.engine_id, request.incarnation, held, lives=self._lives
+                )
                 lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
                 return Renewed(id=request.id, states=lost | states)
             case Finishes():
@@ -319,6 +321,10 @@ class ControlService:
             nonce=item.nonce,
             world_size=peer.world_size,
         )
+
+    def _lives(self, target: Target) -> bool:
+        """Whether the connection of a target lives, as far as is known."""
+        return True
 
     def _refusal(self, request_id: int, error: KVFerryError) -> ErrorReply:
         if not isinstance(error, NotReadyError):  # asking too early is no error

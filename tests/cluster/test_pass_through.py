@@ -33,8 +33,8 @@ class Server:
     name: str
     model: str = "big"
     status: int = 200
-    lends: bool = True
-    """Whether it returns transfer parameters."""
+    lends: bool | dict[str, Any] = True
+    """Whether it returns transfer parameters, or which."""
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
@@ -81,7 +81,8 @@ class Server:
         if params.get("do_remote_decode"):
             reply = {"choices": [ids]}
             if self.lends:
-                reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}
+                ticket = {"ticket": f"from {self.name}"}
+                reply["kv_transfer_params"] = ticket if self.lends is True else self.lends
             return JSONResponse(reply)
         return JSONResponse(ANSWER)
 
@@ -260,19 +261,22 @@ def test_a_prefill_server_that_is_down_is_replaced(make):
 
 
 @pytest.mark.parametrize("failure", ["busy", "gone"])
-def test_a_decode_server_that_fails_before_its_first_byte_is_replaced_after_a_new_prefill(
-    make, failure
-):
+@pytest.mark.parametrize("lent", [{"ticket": "t"}, {"remote_block_ids": [[1]]}])
+def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(make, failure, lent):
+    """A lease of ours passes on to the next one; what others lent may be gone by now."""
     setup = make(decode=2)
+    setup.prefill[0].lends = lent
     setup.decode[0].status = 503 if failure == "busy" else 200
     setup.decode[0].drop = failure == "gone"
 
     with setup.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as r:
         assert r.read() == b"".join(EVENTS)
 
+    passes_on = "ticket" in lent
     assert len(setup.decode[0].bodies) == 1  # it was picked first
-    assert len(setup.prefill[0].bodies) == 2
-    assert setup.decode[1].headers[0]["x-request-id"].endswith("-try2")
+    assert len(setup.prefill[0].bodies) == (1 if passes_on else 2)
+    again = setup.decode[1].headers[0]["x-request-id"].endswith("-try2")
+    assert again is not passes_on
 
 
 def test_a_client_that_goes_away_ends_the_work_of_the_server(make):

@@ -292,6 +292,19 @@ def test_released_leases_end_or_are_left_to_another_target(serve, describe):
     assert renew(two, served, ended, kept) == {ended: LeaseAnswer.REVOKED, kept: LeaseAnswer.HELD}
 
 
+def test_a_lease_of_a_target_that_has_gone_is_another_ones_at_once(serve, describe):
+    served = serve()
+    one, two = target(served, describe), target(served, describe, engine_id="decode-1")
+    lease_id = served.grant()
+    renew(one, served, lease_id)
+    assert renew(two, served, lease_id) == {lease_id: LeaseAnswer.TAKEN}
+    one.close()
+    deadline = time.monotonic() + WAIT  # ZeroMQ's thread notices it
+    while renew(two, served, lease_id) != {lease_id: LeaseAnswer.HELD}:
+        assert time.monotonic() < deadline
+    assert finish(two, served, lease_id) == FinishAnswer.HELD
+
+
 def test_a_rank_that_the_target_does_not_have_is_an_error_and_changes_nothing(serve, describe):
     served = serve()
     client = target(served, describe)

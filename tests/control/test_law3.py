@@ -92,6 +92,8 @@ class World(RuleBasedStateMachine):
     def start(self, drift):
         self.now = 0.0
         self.step = 0
+        self.lives = True
+        """Whether the source takes the targets' connections for living."""
         self.clock = lambda: 3600.0 + self.now * drift
         self.starts = Counter(p=0, x=0, y=0)
         self.network: list[Sent] = []
@@ -116,6 +118,7 @@ class World(RuleBasedStateMachine):
             options=ControlOptions(lease_duration_s=DURATION),
             clock=self.clock,
         )
+        self.service._lives = lambda _: self.lives  # a service without sockets knows nothing
         self.service.set_description(self.descriptions("p", self.incarnation))
 
     def descriptions(self, engine_id, incarnation, tp=1):
@@ -160,8 +163,9 @@ class World(RuleBasedStateMachine):
 
     # ---- the targets -----------------------------------------------------------------------
 
-    @rule(engine=engines, pick=picks, late=seldom)
-    def renew(self, engine, pick, late):
+    @rule(engine=engines, pick=picks, late=seldom, lives=st.booleans())
+    def renew(self, engine, pick, late, lives):
+        self.lives = lives
         lease, target = self.pick_lease(pick), self.target(engine)
         self.post(self.renewal(lease, target), target, late=late)
 
@@ -423,10 +427,10 @@ class KeepsReports(LeaseTable):
 class GivesBack(LeaseTable):
     """Mutation: a target that has lost a lease may have it again."""
 
-    def _renew(self, lease_id, target, now):
+    def _renew(self, lease_id, target, now, lives):
         if lease_id in self._open:
             self._open[lease_id].former.clear()
-        return super()._renew(lease_id, target, now)
+        return super()._renew(lease_id, target, now, lives)
 
 
 class FreesAtRelease(LeaseTable):

@@ -194,6 +194,21 @@ def test_one_target_at_a_time_holds_a_lease(table):
     assert renew(table, D1, lease_id) == LeaseAnswer.HELD
 
 
+def test_another_target_takes_over_at_once_where_the_holders_connection_has_gone(table):
+    lease_id = grant(table)
+    renew(table, D1, lease_id)
+    assert finish(table, D1, lease_id, rank=0) == FinishAnswer.HELD
+
+    def asks(lives):
+        return table.renew(*D2, [lease_id], lives=lives)[lease_id]
+
+    assert asks(lambda target: target == D1) == LeaseAnswer.TAKEN
+    assert asks(lambda target: target != D1) == LeaseAnswer.HELD
+    assert finish(table, D1, lease_id, rank=1) == FinishAnswer.REVOKED
+    assert table.sweep() == []
+    assert [finish(table, D2, lease_id, rank=rank) for rank in (0, 1)] == [FinishAnswer.HELD] * 2
+
+
 def test_another_target_takes_over_once_the_holder_stopped_renewing(table, clock):
     lease_id = grant(table)
     renew(table, D1, lease_id)

@@ -44,10 +44,10 @@ class CountsReports(LeaseTable):
 class ForgetsFormerHolders(LeaseTable):
     """A target that has lost a lease may have it again."""
 
-    def _renew(self, lease_id, target, now):
+    def _renew(self, lease_id, target, now, lives):
         if (entry := self._open.get(lease_id)) is not None:
             entry.former.clear()
-        return super()._renew(lease_id, target, now)
+        return super()._renew(lease_id, target, now, lives)
 
 
 class SweepsBeforeEveryRank(LeaseTable):
@@ -67,11 +67,11 @@ class ChargesPauses(LeaseTable):
 class RefusesLateRenewals(LeaseTable):
     """A renewal after the deadline is refused, though the blocks are there."""
 
-    def _renew(self, lease_id, target, now):
+    def _renew(self, lease_id, target, now, lives):
         entry = self._open.get(lease_id)
         if entry is not None and now >= entry.deadline:
             self._end(entry, LeaseOutcome.EXPIRED)
-        return super()._renew(lease_id, target, now)
+        return super()._renew(lease_id, target, now, lives)
 
 
 class ExpectsTargetsAtOnce(LeaseTable):
@@ -95,10 +95,10 @@ class SweepsTwice(LeaseTable):
 class KeepsReports(LeaseTable):
     """The reports of a former holder count for the next one."""
 
-    def _renew(self, lease_id, target, now):
+    def _renew(self, lease_id, target, now, lives):
         entry = self._open.get(lease_id)
         reports = {} if entry is None else entry.reports
-        answer = super()._renew(lease_id, target, now)
+        answer = super()._renew(lease_id, target, now, lives)
         if entry is not None:
             entry.reports = reports
         return answer
