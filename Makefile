@@ -5,6 +5,8 @@
 #                    handed to pytest
 #                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
 #                    and NIXL and ucxx in .venv, for the transports that use them)
+#                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
+#                    thousand lives of the control protocol
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
@@ -38,7 +40,7 @@ VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
 # run in their order: sorted by their number of tests, the longest would come last and run alone.
 JOBS ?= 2
 
-MARKERS := $(if $(SLOW),not gpu and not vllm,not slow and not gpu and not vllm)
+MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
 .PHONY: demo test test-vllm lint typecheck bench check

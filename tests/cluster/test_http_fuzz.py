@@ -44,11 +44,12 @@ VOCAB = 257
 LONGEST = 40
 """Tokens of a sequence."""
 PROMPT = list(b"an honest prompt")
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 COUNTS = [
-    *(pytest.param(5000, seed, id=f"short-{seed}") for seed in range(2)),
+    pytest.param(2500, 0, id="short"),
+    pytest.param(10_000, 1, id="long", marks=SLOW),
     # A million, in parts that a slow machine ends in time.
-    *(pytest.param(10_000, seed, id=f"long-{seed}", marks=SLOW) for seed in range(2, 102)),
+    *(pytest.param(10_000, seed, id=f"soak-{seed}", marks=SOAK) for seed in range(2, 102)),
 ]
 
 
@@ -387,7 +388,7 @@ class HostileBySocket(Hostile):
     ("count", "seed"),
     [
         pytest.param(500, 0, id="short"),
-        *(pytest.param(5000, seed, id=f"long-{seed}", marks=SLOW) for seed in range(1, 5)),
+        *(pytest.param(5000, seed, id=f"soak-{seed}", marks=SOAK) for seed in range(1, 5)),
     ],
 )
 @pytest.mark.parametrize("which", ["router", "engine"])

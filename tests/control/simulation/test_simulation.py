@@ -25,13 +25,14 @@ from tests.control.simulation.shapes import Build, Want
 from tests.control.simulation.world import BrokenError, World
 
 BATCH = 50
-SLOW = pytest.mark.slow
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 SEEDS = [
     *(pytest.param(first, BATCH, id=f"short-{first}") for first in range(0, 500, BATCH)),
+    *(pytest.param(first, 500, id=f"long-{first}", marks=SLOW) for first in (500, 1000, 1500)),
     # A hundred thousand, in parts that a slow machine ends in time.
     *(
-        pytest.param(first, 500, id=f"long-{first}", marks=SLOW)
-        for first in range(500, 100_500, 500)
+        pytest.param(first, 500, id=f"soak-{first}", marks=SOAK)
+        for first in range(2000, 100_000, 500)
     ),
 ]
 MOST_SEEDS = 200
@@ -48,9 +49,10 @@ def test_the_laws_hold_whatever_happens(first, count):
     ("first", "count"),
     [
         pytest.param(0, BATCH, id="short"),
+        pytest.param(BATCH, 500, id="long", marks=SLOW),
         *(
-            pytest.param(first, 500, id=f"long-{first}", marks=SLOW)
-            for first in range(BATCH, 5000 + BATCH, 500)
+            pytest.param(first, 500, id=f"soak-{first}", marks=SOAK)
+            for first in range(550, 5050, 500)
         ),
     ],
 )

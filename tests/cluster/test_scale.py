@@ -1,0 +1,146 @@
+"""A cluster that grows and shrinks under load: nobody notices."""
+
+import os
+import threading
+import time
+
+import httpx
+import pytest
+
+from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.router import Router
+from kvferry.cluster.router_client import RouterClient
+from kvferry.config import ClusterConfig
+from tests.cluster.test_starved import REQUESTS, ask, undivided
+
+ROUNDS = int(os.environ.get("SCALE_ROUNDS", "3"))
+CLIENTS = 4
+WAIT_S = 240.0
+
+
+def engine(role, number):
+    """No two of a role that live at the same time have one shape."""
+    transfer = {
+        "kv_connector": "PullConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_port": 0,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"cluster_key": "k" * 32, "transport": "tcp"},
+    }
+    return {
+        "name": f"{role}-{number}",
+        "tp": 1 + number % 2,
+        "block_size": (16, 24, 8)[number % 3],
+        "num_blocks": 256,
+        "max_model_len": 512,
+        "kv_transfer_config": transfer,
+    }
+
+
+CONFIG = ClusterConfig.from_mapping(
+    {
+        "model": {"source": "tiny", "dtype": "float64"},
+        "prefill": [engine("prefill", number) for number in range(ROUNDS + 2)],
+        "decode": [engine("decode", number) for number in range(ROUNDS + 2)],
+    }
+)
+
+
+class Load:
+    """Clients that ask the same prompts again and again; every answer is kept."""
+
+    def __init__(self, url):
+        self.answers = []
+        self.errors = []
+        self._client = httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False)
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+
+    def _ask(self, first):
+        number = first
+        while not self._stop.is_set():
+            try:
+                self.answers.append((number, ask(self._client, number)))
+            except (AssertionError, httpx.HTTPError) as error:
+                self.errors.append(str(error))
+            number = (number + 1) % REQUESTS
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    running = {}
+
+    def begin(name):
+        running[name] = Cluster.open(CONFIG, only=name, logs=tmp_path / "logs", timeout_s=WAIT_S)
+        return running[name].engines[0]
+
+    yield begin, running
+    for cluster in running.values():
+        cluster.close()
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def live_requests(engine):
+    """State → requests of an engine, the ended ones that lend among them."""
+    text = httpx.get(f"{engine.url}/metrics", timeout=WAIT_S, trust_env=False).text
+    lines = [line for line in text.splitlines() if "live_requests{" in line]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers):
+    begin, running = start
+    first = [begin(f"{role}-{number}") for role in ("prefill", "decode") for number in (0, 1)]
+    folder = next(iter(running.values())).model_folder
+    settings = RouterSettings(
+        engines=tuple(EngineAddress.of(one.role, one.url, one.name) for one in first),
+        model_folder=folder,
+        decode_only="never",
+    )
+    url = servers.start(Router(settings, TextCodec.open(folder)).app())
+    router = RouterClient(url, None)
+
+    def state(role, name):
+        found = {(one["role"], one["name"]): one["state"] for one in router.engines()}
+        return found.get((role, name))
+
+    until(lambda: all(one["state"] == "ready" for one in router.engines()))
+    with Load(url) as load:
+        for number in range(ROUNDS):
+            for role in ("prefill", "decode"):
+                come = begin(f"{role}-{number + 2}")
+                router.put(role, come.name, come.url)
+                until(lambda role=role, come=come: state(role, come.name) == "ready")
+                go = f"{role}-{number}"
+                router.drain(role, go)
+                until(lambda role=role, go=go: state(role, go) == "drained")
+                router.delete(role, go)
+                running.pop(go).close()
+            before = len(load.answers)
+            until(lambda before=before: load.errors or len(load.answers) > before + 2 * CLIENTS)
+    expected = undivided(folder)
+    wrong = [number for number, tokens in load.answers if tokens != expected[number]]
+    assert (load.errors, wrong) == ([], [])
+    for cluster in running.values():  # nothing is stranded
+        until(lambda cluster=cluster: not any(live_requests(cluster.engines[0]).values()))
