@@ -1,0 +1,80 @@
+"""The manifests fit Kubernetes' schema, and what they start exists and fits together."""
+
+import json
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import typer.main
+import yaml
+
+from kvferry.cli.app import app
+from kvferry.config import KVTransferConfig, parse_struct
+from kvferry.connectors.pull.config import PullConfig
+
+HERE = Path(__file__).parent
+MANIFESTS = [
+    manifest
+    for name in ("servers.yaml", "router.yaml")
+    for manifest in yaml.safe_load_all((HERE / name).read_text(encoding="utf-8"))
+]
+PORTS = {"vllm-prefill": 8100, "vllm-decode": 8200}
+
+
+def containers(kind="Deployment"):
+    return {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]["spec"]["containers"][0]
+        for manifest in MANIFESTS
+        if manifest["kind"] == kind
+    }
+
+
+def options(*names):
+    """The options of a command of ours."""
+    command = typer.main.get_command(app)
+    for name in names:
+        command = command.commands[name]
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+@pytest.mark.parametrize(
+    "manifest", MANIFESTS, ids=lambda one: f"{one['kind']}-{one['metadata']['name']}"
+)
+def test_a_manifest_fits_the_schema(manifest):
+    kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_router_is_started_with_options_that_exist_and_servers_that_are_there():
+    arguments = dict(
+        argument.partition("=")[::2] for argument in containers()["kvferry-router"]["args"]
+    )
+    assert arguments.keys() <= options("router")
+    for role in ("prefill", "decode"):
+        assert arguments[f"--{role}"] == f"http://vllm-{role}:{PORTS[f'vllm-{role}']}"
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_server_has_a_configuration_that_is_valid_and_drains_before_it_stops(name):
+    container, port = containers()[name], PORTS[name]
+    config = KVTransferConfig.from_mapping(json.loads(container["args"][-1]), name)
+    parse_struct(PullConfig, config.kv_connector_extra_config, name)
+    assert config.kv_role == {"vllm-prefill": "kv_producer", "vllm-decode": "kv_consumer"}[name]
+    ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    assert ports == {"http": port, "control": config.kv_port}
+    assert f"--port={port}" in container["args"]
+    script = container["lifecycle"]["preStop"]["exec"]["command"][-1].split()
+    role = name.removeprefix("vllm-")
+    assert script[:4] == ["kvferry", "router", "drain", role]
+    assert script[4] == f'"$POD_IP:{port}"'
+    assert {word for word in script if word.startswith("--")} <= options("router", "drain")
+
+
+@pytest.mark.parametrize("name", PORTS)
+def test_a_pod_may_take_as_long_as_its_drain(name):
+    (pod,) = (
+        manifest["spec"]["template"]["spec"]
+        for manifest in MANIFESTS
+        if manifest["kind"] == "Deployment" and manifest["metadata"]["name"] == name
+    )
+    script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1].split()
+    assert pod["terminationGracePeriodSeconds"] > float(script[script.index("--timeout") + 1])
