@@ -163,7 +163,7 @@ def test_bytes_that_are_no_zeromq_at_all(serve, describe):
 def test_a_bug_in_an_answer_is_noted_and_the_next_request_is_served(serve, describe):
     served = serve()
 
-    def bug(*args):
+    def bug(*_args, **_options):
         raise RuntimeError("a bug of ours")
 
     served.leases.renew = bug

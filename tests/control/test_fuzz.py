@@ -32,11 +32,14 @@ from tests.control.test_members import HONEST, MEMBER, Cluster
 from tests.fuzzing import nearly
 
 BATCH = 1000
-SLOW = pytest.mark.slow
 COUNTS = [
     pytest.param(10_000, 0, id="short"),
+    pytest.param(100_000, 1, id="long", marks=pytest.mark.slow),
     # A million, in parts that a slow machine ends in time.
-    *(pytest.param(100_000, seed, id=f"long-{seed}", marks=SLOW) for seed in range(1, 11)),
+    *(
+        pytest.param(100_000, seed, id=f"soak-{seed}", marks=pytest.mark.soak)
+        for seed in range(2, 11)
+    ),
 ]
 
 

@@ -34,11 +34,14 @@ from kvferry.transports.wire_messages import (
 from tests.fuzzing import nearly
 
 REGIONS = (1 << 20, 4096)
-SLOW = pytest.mark.slow
 COUNTS = [
     pytest.param(10_000, 0, id="short"),
+    pytest.param(100_000, 1, id="long", marks=pytest.mark.slow),
     # A million, in parts that a slow machine ends in time.
-    *(pytest.param(100_000, seed, id=f"long-{seed}", marks=SLOW) for seed in range(1, 11)),
+    *(
+        pytest.param(100_000, seed, id=f"soak-{seed}", marks=pytest.mark.soak)
+        for seed in range(2, 11)
+    ),
 ]
 
 
