@@ -184,6 +184,16 @@ def test_a_step_that_is_elsewhere_is_noticed():
     assert "EngineLoop.nope" not in defined_names(ROOT / "kvferry" / "engine" / "loop.py")
 
 
+def test_the_files_of_the_page_are_those_of_their_folders():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+)/` \| (.*)$", page, re.MULTILINE)
+    assert len(rows) > 5
+    for folder, files in rows:
+        there = {path.name for path in (ROOT / "kvferry" / folder).glob("*.py")}
+        named = set(re.findall(r"`(\w+\.py)`", files))
+        assert named == there - {"__init__.py", "__main__.py"}, folder
+
+
 def thread_names(text: str) -> set[str]:
     """The threads that a module of the product starts, without ``kvferry-``."""
     names = set(re.findall(r'= [mM]ailbox\("([\w-]+)"', text))
