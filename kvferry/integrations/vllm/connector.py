@@ -3,6 +3,31 @@
 vLLM loads it early, to read its class methods. The halves come later, with their role: vLLM's CPU
 platform looks through the names of all loaded modules when a worker starts and stumbles over
 llvmlite's, so Numba must not be there yet.
+
+Methods of vLLM's API that are left to its base classes, and why:
+
+| `role` | the base class's own answers |
+| `supports_divergent_local_hybrid_hits` | only recurrent states have such hits |
+| `requires_kv_delivery` | the base class answers by the role |
+| `bind_connector_metadata` | the base class's own does |
+| `clear_connector_metadata` | the base class's own does |
+| `has_connector_metadata` | the base class's own does |
+| `get_mem_pool_context` | no transport needs memory of its own making |
+| `set_host_xfer_buffer_ops` | caches are read where they are |
+| `finish_forward` | nothing is saved during the forward pass |
+| `reset_capture_state` | nothing happens inside a captured graph |
+| `handle_preemptions` | only ended requests lend blocks |
+| `get_kv_connector_kv_cache_events` | the connector keeps no cache |
+| `bind_gpu_block_pool` | leases hold blocks by `request_finished` |
+| `get_external_cache_hit_sources` | the class attribute `_cache_hit_source` says it: a peer |
+| `register_finished_partial_tail` | it is for stores that keep partial blocks by hash |
+| `take_events` | the connector keeps no cache |
+| `has_pending_block_frees` | a request that lacks blocks should preempt, not wait for a lease |
+| `get_required_kvcache_layout` | every layout is converted on the way |
+| `requires_piecewise_for_cudagraph` | no layer waits for a load or saves |
+| `get_finished_count` | every rank reports every request, which is vLLM's default |
+| `set_xfer_handshake_metadata` | the form that knows pipeline stages is implemented |
+| `reset_cache` | there is none; lent blocks stay until their leases end |
 """
 
 from typing import TYPE_CHECKING, Any
@@ -29,8 +54,7 @@ if TYPE_CHECKING:
 class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     """kvferry's PullConnector inside vLLM: decode engines read leased blocks of prefill engines.
 
-    vLLM makes one instance in the scheduler's process and one in every worker. Which methods of
-    vLLM's API are not here, and why, is in ``docs/vllm.md``.
+    vLLM makes one instance in the scheduler's process and one in every worker.
     """
 
     _cache_hit_source = CacheHitSource.P2P
