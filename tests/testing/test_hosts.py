@@ -390,7 +390,9 @@ def test_a_link_stays_as_it_is_while_its_host_is_dead(pair):
 
 
 RUN_FOR_EVER = """
-import subprocess, sys, time
+import signal, time
+# A shell starts background commands with it ignored, and so their children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvferry.testing.hosts import Network
 with Network.open() as network:
     host = network.add_host("alpha")
