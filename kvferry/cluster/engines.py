@@ -355,7 +355,7 @@ class Engine:
                 model = models.json()["data"][0]
                 self.model = printable(str(model["id"])[:_NAME_LENGTH])
                 self.max_model_len = int(model["max_model_len"])
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             self.down(_reason(error), reached=False)
         except (ValueError, LookupError, TypeError) as error:
             self.down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
@@ -403,6 +403,8 @@ class Engine:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 response = await self.client.post(f"{self.url}/kvferry/drain", {}, "", once=False)
                 await response.aclose()
+            if self._probing is not None:
+                await asyncio.wait((self._probing,))  # it may have asked before the engine was told
             await self.probing()
 
     @contextlib.contextmanager
@@ -514,5 +516,5 @@ def _code(error: _Error) -> str | None:
     return printable(error.code[:_NAME_LENGTH]) if isinstance(error.code, str) else None
 
 
-def _reason(error: httpx.HTTPError) -> str:
+def _reason(error: httpx.HTTPError | httpx.InvalidURL) -> str:
     return str(error) or type(error).__name__

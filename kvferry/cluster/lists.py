@@ -54,15 +54,24 @@ def engines_in(path: Path) -> EngineList:
 
 
 def engines_behind(role: Role, url: str) -> EngineList:
-    """The engines at all addresses that the name in an ``http`` URL has."""
+    """The engines at all addresses that the name in an ``http`` URL has.
+
+    Raises:
+        ConfigError: the URL is of another scheme: no address has the name's certificate.
+    """
     parts = urlsplit(url)
+    if parts.scheme != "http":
+        raise ConfigError(
+            f"{url}: all addresses of a name are reached over http; write http://HOST:PORT, or "
+            "leave out --all-addresses"
+        )
     host, port = parts.hostname, parts.port or 80
 
     async def look() -> list[EngineAddress]:
         loop = asyncio.get_running_loop()
         try:
             found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise ConfigError(f"cannot resolve {host}: {error}") from error
         addresses = sorted({str(entry[4][0]) for entry in found})
         return [

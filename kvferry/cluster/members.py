@@ -141,7 +141,8 @@ class Members:
         return next((engine for engine in pool.engines if engine.name == name), None)
 
     def add(self, address: EngineAddress) -> Engine:
-        """Enters an engine, or takes one back that was about to leave.
+        """Enters an engine, or takes one back that was about to leave; an engine of ours that was
+        told to drain takes requests again only after its next start.
 
         One that is known by this name with another address gives way: what it works on goes on,
         and it gets nothing new.
@@ -166,9 +167,13 @@ class Members:
         return engine
 
     def remove(self, engine: Engine) -> None:
-        """Gives it nothing new and forgets it; what it works on goes on, and is watched."""
+        """Gives it nothing new and forgets it; what it works on goes on, and is watched.
+
+        Idempotent: whoever waits for an engine to drain may find that somebody else has removed it.
+        """
         engine.is_leaving = True
-        self._pool(engine.role).engines.remove(engine)
+        with contextlib.suppress(ValueError):
+            self._pool(engine.role).engines.remove(engine)
 
     @contextlib.asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
@@ -305,7 +310,7 @@ def _role(request: Request) -> Role:
         raise ApiError(404, f"role: {error}") from error
 
 
-_ENGINE = "/kvferry/engines/{role}/{name}"
+_ENGINE = "/kvferry/engines/{role}/{name:path}"  # a name may have a slash
 _PLACE_BYTES = 4096
 
 

@@ -42,8 +42,13 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
             ValueError: the URL is none of a server, or the name cannot be shown.
         """
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not url.isprintable():
+        is_plain = url.isprintable() and not (parts.query or parts.fragment)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise ValueError(f"{url!r} is no URL of a server; write http://HOST:PORT")
+        try:
+            _ = parts.port
+        except ValueError as error:
+            raise ValueError(f"{url!r}: {error}; write http://HOST:PORT") from error
         name = name or parts.netloc.rpartition("@")[2]
         if not name.isprintable() or len(name) > MOST_NAME_CHARACTERS:
             raise ValueError(

@@ -1,5 +1,6 @@
 """Engines that come, change and leave while a router serves."""
 
+import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,9 @@ import httpx
 import pytest
 
 from kvferry.cluster import engines, members
+from kvferry.cluster.engines import Engine, EngineClient
 from kvferry.cluster.lists import engines_behind, engines_in
+from kvferry.cluster.members import Members
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 from kvferry.errors import ConfigError
@@ -244,6 +247,9 @@ def test_an_engine_whose_kv_role_does_not_fit_is_not_used_and_says_why(setup):
     ("method", "path", "body", "status", "says"),
     [
         ("PUT", "decode/d9", {"url": "localhost:80"}, 400, "'localhost:80' is no URL of a server"),
+        ("PUT", "decode/d9", {"url": "http://h:http"}, 400, "'http://h:http': Port could not be"),
+        ("PUT", "decode/d9", {"url": "http://h:99999"}, 400, "Port out of range 0-65535; write"),
+        ("PUT", "decode/d9", {"url": "http://h:80?to=/x"}, 400, "is no URL of a server"),
         ("PUT", "decode/d9", {"url": "http://h", "rol": 1}, 400, "rol"),
         ("PUT", "decode/d9", {}, 400, "url"),
         ("PUT", "decoder/d9", {"url": "http://h"}, 404, "Invalid enum value 'decoder'"),
@@ -258,6 +264,49 @@ def test_bad_requests_to_change_the_engines_are_named(setup, method, path, body,
     assert response.status_code == status
     assert says in response.json()["error"]["message"]
     assert len(setup.client.get("/kvferry/engines").json()["engines"]) == 2
+
+
+def test_an_engine_whose_name_no_resolver_takes_is_down_and_says_why(setup):
+    put(setup, "decode", "d9", "http://xn--\u00fc:80")
+    until(lambda: told(setup, "d9")["last_error"] != "not reached yet")
+    assert "Invalid IDNA hostname" in told(setup, "d9")["last_error"]
+
+
+def test_a_name_may_have_a_slash(setup):
+    (engine,) = setup.decode
+    path = "/kvferry/engines/decode/rack%2F1"
+    assert setup.client.put(path, json={"url": engine.url}).json()["name"] == "rack/1"
+    assert setup.client.post(f"{path}/drain").json()["state"] == "drained"
+    assert setup.client.delete(path).status_code == 200
+    assert told(setup, "rack/1") is None
+
+
+def test_what_an_engine_said_before_it_was_told_to_drain_does_not_count():
+    class Client:
+        """An engine whose answers to health checks are on their way until it is told."""
+
+        def __init__(self):
+            self.tells, self.told = {}, asyncio.Event()
+
+        async def get(self, _url):
+            answer = httpx.Response(200, json=self.tells)
+            await self.told.wait()
+            return answer
+
+        async def post(self, *_, **__):
+            left = {"requests": 3, "loads": 0, "leases": 0, "is_over": False}
+            self.tells = {"drain": left}
+            self.told.set()
+            return httpx.Response(200, json=left)
+
+    async def drain():
+        engine = Engine("d0", "http://d0", "decode", Client(), max_model_len=1)
+        engine.probing()
+        await asyncio.sleep(0)  # it asks
+        await engine.leave()
+        return engine.state
+
+    assert asyncio.run(drain()) == "draining"
 
 
 def test_engines_are_bounded(setup, monkeypatch):
@@ -392,6 +441,37 @@ def test_a_file_of_engines_is_followed_and_its_mistakes_change_nothing(follow, t
         assert str(file) in caplog.text
         caplog.clear()
     assert names() == expected
+
+
+def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypatch):
+    look = Lookup()
+
+    async def named(known, name):
+        while not known.find("decode", name):
+            await asyncio.sleep(0.01)
+
+    async def run():
+        known = Members(RouterSettings(engines=()), EngineClient({}), [look])
+
+        async def leave(engine):
+            known.remove(engine)  # while the engine is being told
+
+        monkeypatch.setattr(Engine, "leave", leave)
+        async with asyncio.timeout(20), known.watching():
+            look.found = [("decode", "http://127.0.0.1:9", "d0")]
+            await named(known, "d0")
+            look.found = []
+            while known.find("decode", "d0"):
+                await asyncio.sleep(0.01)
+            look.found = [("decode", "http://127.0.0.1:9", "d1")]
+            await named(known, "d1")
+
+    asyncio.run(run())
+
+
+def test_addresses_of_a_name_are_not_asked_without_the_encryption_that_its_url_wants():
+    with pytest.raises(ConfigError, match="https://a: all addresses of a name are reached over"):
+        engines_behind("prefill", "https://a")
 
 
 def test_a_name_stands_for_all_its_addresses(follow, monkeypatch):
