@@ -302,6 +302,8 @@ class _BodyRequest(_Tries):
     body: Mapping[str, Any]
     deadline: float
     """On the event loop's clock."""
+    forwarded: Forwarded | None = None
+    """The decode engine's answer, once it has begun."""
 
 
 class _RefusedError(Exception):
@@ -340,11 +342,15 @@ class PassThrough:
             return await web.until_disconnect(request.receive, self._answer(asked))
         except _RefusedError as refused:
             return Response(refused.content, refused.status, media_type="application/json")
+        except web.ClientGoneError:
+            if asked.forwarded is not None:  # it began just as the client went away
+                await asked.forwarded.aclose()
+            raise
 
     async def _answer(self, request: _BodyRequest) -> Response:
         headers = {"x-request-id": request.request_id}
         async with web.deadline(request.deadline, self.timeout_s):
-            forwarded = await self._open(request)
+            request.forwarded = forwarded = await self._open(request)
         chunks = _chunks(forwarded, request, self.timeout_s)
         if forwarded.is_stream:
             return web.EventStream(chunks, headers)
@@ -356,22 +362,34 @@ class PassThrough:
         """The decode engine's answer."""
         params = await self._prefill(request)
         while True:
-            with request.lending(params):
-                engine = await self.decode.pick(request.tried)
-                body = dict(request.body)
-                if params is not None:
-                    body["kv_transfer_params"] = params
-                try:
-                    return await engine.forward(request.path, body, request.engine_request_id)
-                except EngineDownError as error:
-                    request.failed(engine, error)
-                    if error.reached and not _passes_on(params):
-                        request.give_back(params)
-                        request.attempt += 1
-                        params = await self._prefill(request)
-                except BaseException:  # the client went away, or time is up
-                    request.give_back(params)
-                    raise
+            try:
+                with request.lending(params):
+                    return await self._forward(request, params)
+            except _StartAgainError:
+                request.give_back(params)
+                request.attempt += 1
+                params = await self._prefill(request)
+            except BaseException:  # the client went away, time is up, or no engine is left
+                request.give_back(params)
+                raise
+
+    async def _forward(self, request: _BodyRequest, params: dict[str, Any] | None) -> Forwarded:
+        """The answer of the first decode engine that gives one.
+
+        Raises:
+            _StartAgainError: an engine went away with what was lent, and no other may load it.
+        """
+        body = dict(request.body)
+        if params is not None:
+            body["kv_transfer_params"] = params
+        while True:
+            engine = await self.decode.pick(request.tried)
+            try:
+                return await engine.forward(request.path, body, request.engine_request_id)
+            except EngineDownError as error:
+                request.failed(engine, error)
+                if error.reached and not _passes_on(params):
+                    raise _StartAgainError from error
 
     async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""

@@ -15,8 +15,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvferry.cluster.engines import Engine
+from kvferry.cluster.members import EnginePool
 from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.prefill_decode import PassThrough
 from kvferry.cluster.router import Router
+from kvferry.cluster.web import ClientGoneError
 from tests.cluster.conftest import until
 
 ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
@@ -24,6 +28,7 @@ EVENTS = [
     b'data: {"choices": [{"text": "?", "token_ids": [63], "finish_reason": "length"}]}\n\n',
     b"data: [DONE]\n\n",
 ]
+EVENT_STREAM = {"content-type": "text/event-stream"}
 
 
 @dataclass
@@ -298,6 +303,40 @@ def test_what_a_client_that_goes_away_leaves_behind_is_given_back(make):
         setup.client.post("/v1/completions", json={"prompt": "a"}, timeout=0.3)
 
     until(lambda: setup.prefill[0].taken_back)
+
+
+def test_what_no_decode_server_will_fetch_is_given_back(make):
+    setup = make()
+    setup.decode[0].status = 503
+
+    assert setup.post().status_code == 503
+
+    until(lambda: setup.prefill[0].taken_back)
+
+
+def test_an_answer_that_begins_as_its_client_goes_away_leaves_nothing_behind():
+    gone = asyncio.Event()
+
+    class Client:
+        async def post(self, *_, **__):
+            gone.set()
+            return httpx.Response(200, headers=EVENT_STREAM, content=EVENTS[0])
+
+    async def receive():
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def run():
+        engine = Engine("d0", "http://d0", "decode", Client(), healthy=True)
+        asked = PassThrough(
+            EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0), 5.0
+        )
+        asked.decode.engines.append(engine)
+        with pytest.raises(ClientGoneError):
+            await asked.answer(Request({"type": "http"}, receive), "/v1/completions", {})
+        return engine.outstanding
+
+    assert asyncio.run(run()) == 0
 
 
 def _until_idle(client: httpx.Client) -> None:
