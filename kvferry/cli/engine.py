@@ -1,6 +1,7 @@
 """``kvferry engine``."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ def engine(
 
     Raises:
         KVFerryError: it cannot be started.
+        SystemExit: 1, it has failed and is not to be started again; its logs are kept.
     """
     console = make_console()
     config = load_cluster(file)
@@ -82,15 +84,19 @@ def engine(
     with cluster:
         show(cluster, console)
         (running,) = cluster.engines
+        has_failed = False
         try:
             while cluster.can_serve:
                 if running.is_ready:
                     routers.enter(running)
                 tell(cluster, console, ENTER_INTERVAL_S)
+            has_failed = running.process.exit_code != 0
         except KeyboardInterrupt:
             with contextlib.suppress(KeyboardInterrupt):  # a second one: at once
                 _drain(running, routers, api_key, console, drain_timeout_s)
         routers.leave(running)
+    if has_failed:
+        sys.exit(1)
     if logs is None:
         cluster.remove_logs()
 

@@ -64,7 +64,7 @@ def drain(role: str, name: str, router: str, operator_key: str | None, timeout_s
     """Has an engine drain, waits until it has, and has the router forget it.
 
     Raises:
-        KVFerryError: it has not drained in time; it goes on draining.
+        KVFerryError: it has not drained in time, and goes on; or somebody has entered it again.
     """
     client, console = RouterClient(router, operator_key), make_console()
     deadline = time.monotonic() + timeout_s
@@ -84,6 +84,11 @@ def drain(role: str, name: str, router: str, operator_key: str | None, timeout_s
             break
         (engine,) = found
     else:
+        if engine["state"] != "drained":
+            raise KVFerryError(
+                f"{role} engine {name!r} is {engine['state']}: somebody has entered it again while "
+                "it drained; drain it once more"
+            )
         client.delete(role, name)
     console.print(f"{role} engine {escape(name)} has drained; it can be stopped")
 

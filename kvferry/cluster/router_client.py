@@ -4,11 +4,22 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from kvferry.errors import KVFerryError, PeerLostError
 
 TIMEOUT_S = 20.0
 """Seconds for a router's answer."""
+
+
+class _Reason(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    """What a router answers to what it does not do."""
+
+    error: _Reason
 
 
 class RouterClient:
@@ -46,12 +57,13 @@ class RouterClient:
         try:
             with httpx.Client(trust_env=False, timeout=TIMEOUT_S, headers=self._headers) as client:
                 response = client.request(method, url, json=body)
-            answer: dict[str, Any] = response.json()
+            if response.status_code != 200:
+                refusal = msgspec.json.decode(response.content, type=_Refusal)
+                raise KVFerryError(f"router {self._url}: {refusal.error.message}")
+            return msgspec.json.decode(response.content, type=dict[str, Any])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PeerLostError(f"router {self._url}: {error}") from error
-        except ValueError as error:
-            raise KVFerryError(f"{self._url} is no router of kvferry: {error}") from error
-        if response.status_code != 200:
-            said = answer.get("error") or {}
-            raise KVFerryError(f"router {self._url}: {said.get('message', response.status_code)}")
-        return answer
+        except msgspec.DecodeError as error:
+            raise KVFerryError(
+                f"{self._url} is no router of kvferry: it answers {response.status_code}, {error}"
+            ) from error

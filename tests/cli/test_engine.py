@@ -104,6 +104,16 @@ def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(fi
     assert router.wait(60) == 0
 
 
+def test_an_engine_that_fails_and_is_not_started_again_ends_with_1(file, start):
+    file.write_text(FILE.replace('name = "d0"', 'name = "d0"\nrestart = "never"'))
+    command, said = start("engine", str(file), "d0")
+    until(lambda: "logs: " in said.read_text())
+    for child in psutil.Process(command.pid).children(recursive=True):
+        child.kill()
+    assert command.wait(60) == 1
+    assert "died: d0" in said.read_text()
+
+
 @pytest.mark.parametrize(
     ("change", "name", "message"),
     [

@@ -9,6 +9,10 @@ import sys
 import httpx
 import pytest
 
+from kvferry.cli import members
+from kvferry.cluster.router_client import RouterClient
+from kvferry.errors import KVFerryError
+
 COMMAND = [sys.executable, "-m", "kvferry.cli", "router"]
 
 
@@ -129,3 +133,31 @@ def test_a_router_that_is_not_there_is_named():
     )
     assert done.returncode == 2
     assert "router http://127.0.0.1:9: " in done.stderr
+
+
+@pytest.mark.parametrize("answer", [b'{"error": "no"}', b'["kvferry"]', b"Not Found"])
+def test_a_server_of_another_kind_is_no_router(monkeypatch, answer):
+    monkeypatch.setattr(
+        httpx.Client, "request", lambda *_, **__: httpx.Response(404, content=answer)
+    )
+    with pytest.raises(KVFerryError, match="http://a is no router of kvferry: it answers 404"):
+        RouterClient("http://a/v1/", None).put("decode", "d0", "http://b")
+
+
+def test_an_engine_that_was_entered_again_while_it_drained_is_not_said_to_have(monkeypatch):
+    class Router:
+        """Takes an engine back as soon as it has been told to drain it."""
+
+        def __init__(self, *_):
+            self.state = {"role": "decode", "name": "d0", "outstanding": 1, "lent": 0}
+
+        def drain(self, *_):
+            return {**self.state, "state": "draining", "drain": None}
+
+        def engines(self):
+            return [{**self.state, "state": "ready", "drain": None}]
+
+    monkeypatch.setattr(members, "RouterClient", Router)
+    monkeypatch.setattr(members, "POLL_S", 0.0)
+    with pytest.raises(KVFerryError, match="'d0' is ready: somebody has entered it again"):
+        members.drain("decode", "d0", "http://a", None, 60.0)
