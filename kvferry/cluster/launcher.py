@@ -178,7 +178,8 @@ class Cluster(Closing):
     def url(self) -> str:
         """Where the router serves; ``/v1`` is OpenAI's API."""
         host = self.config.router.host
-        return http_url("127.0.0.1" if host in ("0.0.0.0", "::") else host, self._router_port)  # noqa: S104
+        here = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what listens everywhere
+        return http_url(here.get(host, host), self._router_port)
 
     @property
     def deaths(self) -> list[KVFerryError]:

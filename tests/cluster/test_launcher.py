@@ -89,6 +89,16 @@ def client(cluster):
         yield client
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_a_router_that_listens_everywhere_is_reached_on_loopback(host, address, tmp_path):
+    config = cluster_config(router={"host": host})
+    cluster = Cluster(config, tmp_path, print, is_whole=True, api_key=None, operator_key=None)
+    assert cluster.url == f"http://{address}:0"
+
+
 def test_every_part_tells_what_it_does_while_it_starts(cluster):
     parts = {part for part, _, _ in cluster.said}
     assert {"model", "p0", "d0"} <= parts
