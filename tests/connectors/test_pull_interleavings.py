@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import kvferry.transports.shm as shm
-from kvferry.connectors.pull.sources import LoadState
+from kvferry.connectors.pull.sources import NAMED_S, LoadState
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import LeaseAnswer
 from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
@@ -195,6 +195,54 @@ def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
     pair.run(lambda: not source.silent, "an answer")
     assert scheduler.silent_peers() == ()
     served(pair, "fourth")
+
+
+def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = open_engine("d", TARGET, handshake_timeout_s=1.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    scheduler: Any = consumer.scheduler
+    sources = scheduler._sources
+
+    def unanswered(*_: Any) -> "Future[Any]":
+        lost: Future[Any] = Future()
+        lost.set_exception(PeerLostError("no answer"))
+        return lost
+
+    monkeypatch.setattr(sources._client, "handshake", unanswered)
+    pair.finish(pair.decode(pair.prefill("first", 21)))
+    (source,) = sources._sources.values()
+    pair.run(lambda: not source.given_up, "the attempt to give its lease back")
+    assert sources.silent_peers() == (source.name,)
+    clock = sources._clock
+    monkeypatch.setattr(sources, "_clock", lambda: clock() + NAMED_S)
+    assert sources.silent_peers() == ()
+
+
+def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    scheduler: Any = consumer.scheduler
+    sources = scheduler._sources
+    answers: list[Future[Any]] = [Future(), Future()]
+    asked = iter(answers)
+    monkeypatch.setattr(sources._client, "handshake", lambda *_: next(asked, answers[1]))
+    request = pair.decode(pair.prefill("r", 21))
+    (load,) = sources._loads.values()
+    load.deadline += 1000
+    (source,) = sources._sources.values()
+    answers[0].set_exception(PeerLostError("it is just starting"))
+    pair.run(lambda: source.handshake is answers[1], "the second handshake")
+    pair.run(lambda: sources._thread.awake_s > 0.1, "that nobody blames our own slowness")
+    load.deadline = 0.0
+    sources._turn()
+    assert load.state is LoadState.WAITING  # it is connected, and slow
+    answers[1].set_exception(PeerLostError("now it is gone"))
+    pair.finish(request)
+    assert "now it is gone" in str(request.error)
 
 
 def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(

@@ -44,6 +44,9 @@ RETRY_S = 0.5
 """Pause after a handshake or a renewal that failed."""
 PENDING_RETRY_S = 0.01
 """Pause after a lease was not to be had yet: its source is copying the blocks to host memory."""
+NAMED_S = 600.0
+"""Seconds for which a source is named as silent after it was last asked in vain: one that no
+request names any more may have left for good."""
 REFUSED_RETRY_S = 10.0
 """Pause after a refused handshake: only a restart of the other side can change the answer."""
 
@@ -70,6 +73,8 @@ class Source:
     """Its KV cache groups, paired with ours; set with the description."""
     error: KVFerryError | None = None
     """Why it did not answer well when it was last asked; ``None`` if it did."""
+    failed_at: float = 0.0
+    """Clock reading of that error."""
     handshake: "Future[EngineDescription] | None" = None
     """The handshake under way."""
     next_attempt: float = 0.0
@@ -247,7 +252,12 @@ class Sources:
 
     def silent_peers(self) -> tuple[str, ...]:
         """The sources that are silent, by name and address; for any thread, and never waits."""
-        return tuple(source.name for source in list(self._sources.values()) if source.silent)
+        since = self._clock() - NAMED_S
+        return tuple(
+            source.name
+            for source in list(self._sources.values())
+            if source.silent and source.failed_at > since
+        )
 
     @property
     def has_news(self) -> bool:
@@ -345,6 +355,7 @@ class Sources:
             logger.warning("%s", text)
             self._note_error(what, text)
         source.error = error
+        source.failed_at = self._clock()
 
     def _renew(self, source: Source, now: float) -> None:
         """Sends one Renew for every lease at a source if any of them is due."""
@@ -434,8 +445,10 @@ class Sources:
             return  # we have not run: answers may have come since
         for load in self._loads.values():
             source = load.source
-            if load.state is not LoadState.WAITING or now < load.deadline or source.error is None:
+            if load.state is not LoadState.WAITING or now < load.deadline:
                 continue
+            if source.error is None or source.handshake is not None:
+                continue  # an answer is awaited: whoever is gone shows in the connection
             self._fail(
                 load,
                 PeerLostError(
