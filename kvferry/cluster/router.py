@@ -185,7 +185,9 @@ class Router:
             web.check_bearer(request, self._settings.api_key, "this router, its api_key")
 
     def _authorize_operator(self, request: Request) -> None:
-        """Whoever may change the engines sees all prompts: a client's token is not enough."""
+        """Whoever may change the engines sees all prompts: a client's token is not enough, except
+        where the router cannot be reached from other machines.
+        """
         key = self._settings.operator_key
         if key is not None:
             web.check_bearer(request, key, "this router, its operator_key")
