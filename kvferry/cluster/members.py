@@ -212,10 +212,11 @@ class Members:
     async def _follow(self, look: EngineList) -> None:
         """Enters what a list names, and lets go of what it names no longer; for ever.
 
-        What is not named any more drains, and is forgotten when it has. A list that cannot be read
-        changes nothing.
+        What two looks in a row do not name drains, and is forgotten when it has: a file that is
+        being written is empty for a moment. A list that cannot be read changes nothing.
         """
         named: dict[tuple[Role, str], EngineAddress] = {}
+        missing: set[tuple[Role, str]] = set()
         leaving: set[tuple[Role, str]] = set()
         problem = ""
         while True:
@@ -233,8 +234,11 @@ class Members:
                         "a list of engines cannot be used; the last one stands: %s", error
                     )
             else:
-                leaving |= named.keys() - found.keys()
-                named = found
+                absent = named.keys() - found.keys()
+                gone = absent & missing
+                missing = absent - gone
+                leaving |= gone
+                named = found | {key: named[key] for key in missing}
             for key in tuple(leaving):
                 if await self._has_left(*key):
                     leaving.discard(key)

@@ -469,6 +469,28 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
     asyncio.run(run())
 
 
+def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
+    looks = 0
+
+    async def look():
+        nonlocal looks
+        looks += 1
+        return [EngineAddress.of("decode", "http://127.0.0.1:9", "d0")] if looks % 2 else []
+
+    async def leave(_engine):
+        raise AssertionError("it is told to drain")
+
+    async def run():
+        known = Members(RouterSettings(engines=()), EngineClient({}), [look])
+        monkeypatch.setattr(Engine, "leave", leave)
+        async with asyncio.timeout(20), known.watching():
+            while looks < 6:
+                await asyncio.sleep(0.01)
+        assert known.find("decode", "d0")
+
+    asyncio.run(run())
+
+
 def test_addresses_of_a_name_are_not_asked_without_the_encryption_that_its_url_wants():
     with pytest.raises(ConfigError, match="https://a: all addresses of a name are reached over"):
         engines_behind("prefill", "https://a")
