@@ -253,7 +253,7 @@ def test_an_engine_whose_kv_role_does_not_fit_is_not_used_and_says_why(setup):
         ("PUT", "decode/d9", {"url": "http://h", "rol": 1}, 400, "rol"),
         ("PUT", "decode/d9", {}, 400, "url"),
         ("PUT", "decoder/d9", {"url": "http://h"}, 404, "Invalid enum value 'decoder'"),
-        ("PUT", "decode/a%0Ab", {"url": "http://h"}, 400, "is not printable text"),
+        ("PUT", "decode/a%1Bb", {"url": "http://h"}, 400, "is not printable text"),
         ("PUT", f"decode/{'n' * 300}", {"url": "http://h"}, 400, "of 1 to 256 characters"),
         ("DELETE", "decode/d9", None, 404, "decode engine 'd9' is not known here; there are 'd0'"),
         ("POST", "prefill/d0/drain", None, 404, "there are 'p0'"),
