@@ -27,7 +27,7 @@ from kvferry.control.leases import LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
-from kvferry.errors import ConfigError, KVFerryError, TicketError
+from kvferry.errors import CancelledError, ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.zeromq import is_loopback, split_address
 
@@ -418,7 +418,7 @@ class PullScheduler(SchedulerConnector):
             load = self._loads.get(request_id)
             if load is not None and load.state is LoadState.LOADING:
                 failed = request_id in output.failed_recving
-                if failed and not load.cancelled:
+                if failed and not _was_given_up(load):
                     self._log_failure(load)
                 self._loaded(load, ok=not failed)
 
@@ -513,3 +513,13 @@ def _check_reach(extra: PullConfig) -> None:
 def _num_loadable(load: Load, request: RequestView) -> int:
     """End of the tokens that may come from the source: one is computed here, for its logits."""
     return min(load.ticket.num_tokens, request.num_tokens - 1)
+
+
+def _was_given_up(load: Load) -> bool:
+    """Whether a load failed because its request had been aborted.
+
+    vLLM ends a request whose load has failed before it hands us the report that says why.
+    """
+    return load.cancelled and CancelledError.__name__ in (
+        load.rank_error or CancelledError.__name__
+    )
