@@ -74,6 +74,8 @@ def router(
             console.print(f"more servers: as {file} says", style="dim")
         if not named and file is None:
             console.print("no servers yet: see kvferry router add --help", style="dim")
+        if settings.operator_key is None:
+            console.print("its servers are fixed: no KVFERRY_OPERATOR_KEY is set", style="dim")
         first = "prefill" if codec is not None else "decode (give --tokenizer to have prefill's)"
         console.print(f"first token: from {first}", style="dim")
         port = listener.getsockname()[1]

@@ -32,7 +32,6 @@ from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
 from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
-from kvferry.zeromq import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -110,9 +109,7 @@ class Cluster(Closing):
         self._router: ChildProcess | None = None
         self._router_port = 0
         self._api_key = api_key
-        self._operator_key = operator_key
-        if self._operator_key is None and not is_loopback(config.router.host):
-            self._operator_key = secrets.token_hex(32)
+        self._operator_key = operator_key or secrets.token_hex(32)
         self._news: queue.Queue[News] = queue.Queue()
         self._processes: list[ChildProcess] = []
         self._closing = threading.Lock()
@@ -137,7 +134,8 @@ class Cluster(Closing):
             only: the one engine to start, without a router; it signs tickets with the key that
                 its table names, if it names one.
             api_key: bearer token that router and engines ask for.
-            operator_key: bearer token of who may change the router's engines.
+            operator_key: bearer token of who may change the router's engines; a random one unless
+                given.
             where: the name of its file, for messages.
             logs: folder for the logs; a new temporary one if left out.
             progress: told what every part is doing, from the caller's thread.
@@ -388,7 +386,7 @@ class Cluster(Closing):
 
     def _enter(self, engine: RunningEngine) -> None:
         """Tells the router where an engine is now."""
-        client = RouterClient(self.url, self._operator_key or self._api_key)
+        client = RouterClient(self.url, self._operator_key)
         try:
             client.put(engine.role, engine.name, engine.url)
         except KVFerryError as error:

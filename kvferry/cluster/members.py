@@ -258,10 +258,16 @@ class Members:
 
     # ---- HTTP -----------------------------------------------------------------------------
 
-    def routes(self, authorize: Callable[[Request], None]) -> list[Route]:
-        """The API. ``authorize`` raises an ``ApiError`` for who may not use it."""
+    def routes(
+        self, may_read: Callable[[Request], None], may_change: Callable[[Request], None]
+    ) -> list[Route]:
+        """The API. What it is given raises an ``ApiError`` for who may not look at the engines, or
+        change them.
+        """
 
         def route(path: str, answer: Callable[[Request], Any], method: str) -> Route:
+            authorize = may_read if method == "GET" else may_change
+
             async def endpoint(request: Request) -> Response:
                 authorize(request)
                 return web.json_response(await answer(request))

@@ -72,8 +72,7 @@ class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     api_key: str | None = None
     """Bearer token that clients must show, and engines are shown."""
     operator_key: str | None = None
-    """Bearer token of who may change the engines. Without one that is whoever reaches a router on
-    a loopback address, and nobody elsewhere."""
+    """Bearer token of who may change the engines; without one nobody can."""
     port: int = 0
 
 

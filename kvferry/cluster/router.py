@@ -32,7 +32,6 @@ from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
 from kvferry.engine.messages import SamplingParams
-from kvferry.zeromq import is_loopback
 
 
 class Router:
@@ -70,7 +69,7 @@ class Router:
             Route("/v1/models", self._models),
             Route("/health", self._health),
             Route("/metrics", self._render_metrics),
-            *self.members.routes(self._authorize_operator),
+            *self.members.routes(self._authorize_reader, self._authorize_operator),
         ]
         return Starlette(
             routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
@@ -184,21 +183,26 @@ class Router:
         if self._settings.api_key is not None:
             web.check_bearer(request, self._settings.api_key, "this router, its api_key")
 
-    def _authorize_operator(self, request: Request) -> None:
-        """Whoever may change the engines sees all prompts: a client's token is not enough, except
-        where the router cannot be reached from other machines.
-        """
-        key = self._settings.operator_key
-        if key is not None:
-            web.check_bearer(request, key, "this router, its operator_key")
-        elif is_loopback(self._settings.host):
+    def _authorize_reader(self, request: Request) -> None:
+        """Whoever may change the engines may look at them too."""
+        try:
             self._authorize(request)
-        else:
+        except ApiError:
+            if self._settings.operator_key is None:
+                raise
+            self._authorize_operator(request)
+
+    def _authorize_operator(self, request: Request) -> None:
+        """Whoever may change the engines sees all prompts: a client's token is not enough, nor is
+        it to reach the router, which clients of a proxy do as well.
+        """
+        if self._settings.operator_key is None:
             raise ApiError(
                 403,
-                "operator_key: this router has none and can be reached from other machines, so its "
-                "engines cannot be changed; start it with KVFERRY_OPERATOR_KEY",
+                "operator_key: this router has none, so its engines cannot be changed; start it "
+                "with KVFERRY_OPERATOR_KEY, and show that key",
             )
+        web.check_bearer(request, self._settings.operator_key, "this router, its operator_key")
 
     def _model_name(self, generation: Generation) -> str:
         return self._settings.model_name or generation.model or self._first_model() or ""

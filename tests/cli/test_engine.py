@@ -36,6 +36,11 @@ FILE = (
 )
 
 
+@pytest.fixture(autouse=True)
+def _operator_key(monkeypatch):
+    monkeypatch.setenv("KVFERRY_OPERATOR_KEY", "operator")
+
+
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "cluster.toml"

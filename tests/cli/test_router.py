@@ -67,6 +67,11 @@ def test_a_taken_port_is_named():
     assert f"port {port} on 127.0.0.1 is in use" in done.stderr
 
 
+@pytest.fixture(autouse=True)
+def _operator_key(monkeypatch):
+    monkeypatch.setenv("KVFERRY_OPERATOR_KEY", "operator")
+
+
 @pytest.fixture
 def running():
     """A router without engines; returns how its commands are called."""

@@ -294,13 +294,19 @@ def make_setup(
             EngineAddress(name=fake.name, role=fake.role, url=fake.url)  # type: ignore[arg-type]
             for fake in fakes
         )
+        settings.setdefault("operator_key", "operator")
         router = Router(
             RouterSettings(
                 engines=addresses, model_folder=str(byte_model), model_name="fake", **settings
             ),
             codec,
         )
-        client = httpx.Client(base_url=servers.start(router.app()), timeout=20, trust_env=False)
+        client = httpx.Client(
+            base_url=servers.start(router.app()),
+            timeout=20,
+            trust_env=False,
+            headers={"authorization": "Bearer operator"},
+        )
         clients.append(client)
         setup = Setup(fakes[:prefill], fakes[prefill:], client, servers)
         setup.says("Hello")

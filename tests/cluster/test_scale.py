@@ -117,9 +117,10 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
         engines=tuple(EngineAddress.of(one.role, one.url, one.name) for one in first),
         model_folder=folder,
         decode_only="never",
+        operator_key="operator",
     )
     url = servers.start(Router(settings, TextCodec.open(folder)).app())
-    router = RouterClient(url, None)
+    router = RouterClient(url, "operator")
 
     def state(role, name):
         found = {(one["role"], one["name"]): one["state"] for one in router.engines()}
