@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from kvferry.cli.console import PartProgress, make_console
 from kvferry.cli.serve import end_by_interrupt, show, tell
+from kvferry.cluster import web
 from kvferry.cluster.launcher import Cluster, RunningEngine
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import load_cluster
@@ -112,9 +113,8 @@ def _drain(
     console.print(f"draining, {timeout_s:g} s at most (once more to stop at once)", style="dim")
     routers.drain(running)
     deadline = time.monotonic() + timeout_s
-    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
     told = ""
-    with httpx.Client(trust_env=False, timeout=timeout_s, headers=headers) as client:
+    with httpx.Client(trust_env=False, timeout=timeout_s, headers=web.bearer(api_key)) as client:
         while time.monotonic() < deadline:
             try:
                 answer = client.post(f"{running.url}/kvferry/drain")
@@ -125,9 +125,8 @@ def _drain(
             if left.is_over:
                 console.print("drained", style="dim")
                 return
-            said = f"{left.requests} requests, {left.loads} loads, {left.leases} leases"
-            if said != told:
-                told = said
-                console.print(f"draining: {said}", style="dim")
+            if str(left) != told:
+                told = str(left)
+                console.print(f"draining: {told}", style="dim")
             time.sleep(POLL_S)
     console.print(f"not drained in time: {told}", style="yellow")

@@ -3,11 +3,14 @@
 import time
 from typing import Any
 
+import msgspec
 from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import make_console, print_json
+from kvferry.cluster.messages import EngineAddress
 from kvferry.cluster.router_client import RouterClient
+from kvferry.engine.loop import DrainState
 from kvferry.errors import KVFerryError
 
 POLL_S = 0.5
@@ -41,8 +44,6 @@ def _silence(engine: dict[str, Any]) -> str:
 
 def add(role: str, url: str, name: str, router: str, operator_key: str | None) -> None:
     """Enters an engine."""
-    from kvferry.cluster.messages import EngineAddress
-
     try:
         name = EngineAddress.of("decode", url, name).name
     except ValueError as error:
@@ -97,7 +98,5 @@ def remaining(engine: dict[str, Any]) -> str:
     """What an engine still has, in words."""
     parts = [f"{engine['outstanding']} requests of this router", f"{engine['lent']} loans of it"]
     if drain := engine["drain"]:
-        parts.append(
-            f"in all {drain['requests']} requests, {drain['loads']} loads, {drain['leases']} leases"
-        )
+        parts.append(f"in all {msgspec.convert(drain, DrainState)}")
     return ", ".join(parts)

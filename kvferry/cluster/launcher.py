@@ -32,6 +32,7 @@ from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
 from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
+from kvferry.zeromq import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class RunningEngine:
     @property
     def url(self) -> str:
         """Where it serves HTTP."""
-        return http_url(self.config.host, self.port)
+        return f"http://{join_address(self.config.host, self.port)}"
 
 
 class Cluster(Closing):
@@ -177,7 +178,7 @@ class Cluster(Closing):
         """Where the router serves; ``/v1`` is OpenAI's API."""
         host = self.config.router.host
         here = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what listens everywhere
-        return http_url(here.get(host, host), self._router_port)
+        return f"http://{join_address(here.get(host, host), self._router_port)}"
 
     @property
     def deaths(self) -> list[KVFerryError]:
@@ -400,11 +401,6 @@ def _says_it_all(error: BaseException) -> bool:
     return isinstance(
         error, ConfigError | PortInUseError | ModelError | KeyboardInterrupt | SystemExit
     )
-
-
-def http_url(host: str, port: int) -> str:
-    """Of a server."""
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _roles(config: ClusterConfig) -> Iterator[tuple[EngineConfig, Role]]:

@@ -12,6 +12,7 @@ import msgspec
 
 from kvferry.cluster.messages import EngineAddress, Role
 from kvferry.errors import ConfigError
+from kvferry.zeromq import join_address
 
 EngineList: TypeAlias = Callable[[], Coroutine[Any, Any, list[EngineAddress]]]
 """Looks at a list; raises ``ConfigError`` where it cannot be used."""
@@ -74,9 +75,6 @@ def engines_behind(role: Role, url: str) -> EngineList:
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"cannot resolve {host}: {error}") from error
         addresses = sorted({str(entry[4][0]) for entry in found})
-        return [
-            EngineAddress.of(role, f"http://{f'[{at}]' if ':' in at else at}:{port}")
-            for at in addresses
-        ]
+        return [EngineAddress.of(role, f"http://{join_address(at, port)}") for at in addresses]
 
     return look

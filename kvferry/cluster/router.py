@@ -52,7 +52,7 @@ class Router:
         self._settings = settings
         self._codec = codec
         self._bodies = web.BodyReader(settings.max_request_bytes)
-        self._client = EngineClient(_bearer(settings.api_key))
+        self._client = EngineClient(web.bearer(settings.api_key))
         self.members = members = Members(settings, self._client, lists)
         """The engines that it knows."""
         self._prefill_decode = PrefillDecode(members.prefill, members.decode)
@@ -274,10 +274,6 @@ class Router:
 
     async def _render_metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
-
-
-def _bearer(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
 
 
 def _taken_apart(

@@ -6,6 +6,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
+from kvferry.cluster import web
 from kvferry.errors import KVFerryError, PeerLostError
 
 TIMEOUT_S = 20.0
@@ -27,7 +28,7 @@ class RouterClient:
 
     def __init__(self, url: str, operator_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {} if operator_key is None else {"authorization": f"Bearer {operator_key}"}
+        self._headers = web.bearer(operator_key)
 
     def engines(self) -> list[dict[str, Any]]:
         """What it tells of each."""

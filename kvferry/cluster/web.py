@@ -78,6 +78,11 @@ _BODIES_AT_A_TIME = 8
 """Bodies of the greatest length for which there is memory while they arrive."""
 
 
+def bearer(token: str | None) -> dict[str, str]:
+    """The headers that show a token, which :func:`check_bearer` looks at; none without one."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
 def check_bearer(request: Request, token: str, whose: str) -> None:
     """Makes sure that the client shows a token.
 

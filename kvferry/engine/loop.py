@@ -72,6 +72,9 @@ class DrainState(msgspec.Struct, frozen=True, kw_only=True):
     is_over: bool
     """Whether nothing is left, and it can be ended."""
 
+    def __str__(self) -> str:
+        return f"{self.requests} requests, {self.loads} loads, {self.leases} leases"
+
 
 class EngineLoop(Closing):
     """Steps an engine while it has work; requests and questions come from any thread.
