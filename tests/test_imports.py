@@ -17,6 +17,7 @@ ROOT = Path(kvferry.__file__).parent
 #: From the foundation up: a room may import the rooms before it in this list.
 ROOMS = (
     "errors",
+    "decoding",
     "lifetimes",
     "mailbox",
     "config",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvferry.decoding import decoder_for
 from kvferry.errors import ConfigError
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -30,6 +31,7 @@ def parse_struct(kind: type[T], values: Mapping[str, Any], where: str) -> T:
     """
     check_table(values, where)
     _check_keys(kind, values, where)
+    decoder_for(kind)  # from here on threads may use it at once
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:

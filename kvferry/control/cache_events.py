@@ -27,10 +27,10 @@ import zmq
 
 from kvferry.cache.events import KVCacheEvent, KVEventBatch, with_short_hashes
 from kvferry.config import KVEventsConfig, split_endpoint
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
-from kvferry.transports.decoding import decode
 from kvferry.zeromq import Context, Socket, connect, listen, tcp_address
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from kvferry.decoding import decode
 from kvferry.topology.description import EngineDescription
-from kvferry.transports.decoding import decode
 
 MAX_ITEMS = 1024
 """Leases or finishes that one message names at most."""

@@ -22,8 +22,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvferry.control.proofs import PROOF_BYTES
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
-from kvferry.transports.decoding import decode
 from kvferry.zeromq import join_address
 
 TICKET_VERSION = 3

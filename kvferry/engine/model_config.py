@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 
 from kvferry.cache.cache_shape import CacheShape
+from kvferry.decoding import decoder_for
 from kvferry.errors import ModelError
 
 #: Fields that change which tokens are asked for or when an answer ends, but not the KV.
@@ -286,6 +287,7 @@ def parse_config(values: Mapping[str, Any], where: str) -> DecoderConfig:
         if name in fields and name not in ("model_type", "architectures")
         if fields[name] is not None or name == "q_lora_rank"
     }
+    decoder_for(kind)  # from here on the threads of several ranks may use it at once
     try:
         return msgspec.convert(given, kind, strict=True)
     except msgspec.ValidationError as error:

@@ -7,12 +7,12 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvferry.connectors.base import WorkerConnector
+from kvferry.decoding import decoder_for
 from kvferry.engine.attention import build_batch
 from kvferry.engine.communicator import Communicator
 from kvferry.engine.messages import (
@@ -111,7 +111,7 @@ class Worker:
                 plugin, context = spec.connector(spec.kv_transfer_config)
                 self._connector = plugin.worker(context, self.rank)
                 opened.callback(self._connector.close)
-                self._metadata_decoder = msgspec.msgpack.Decoder(plugin.Metadata)
+                self._metadata_decoder = decoder_for(plugin.Metadata)
             # Memory comes before weights, which take longer.
             memory = self._allocate(PagedKVCache.nbytes(self._groups, self.rank, spec.num_blocks))
             self.cache = PagedKVCache(self._groups, self.rank, spec.num_blocks, memory)

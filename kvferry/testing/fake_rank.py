@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from kvferry.connectors.base import (
     ConnectorContext,
     KVConnector,
@@ -18,6 +16,7 @@ from kvferry.connectors.base import (
     KVConnectorOutput,
     WorkerConnector,
 )
+from kvferry.decoding import decoder_for
 from kvferry.errors import KVFerryError
 from kvferry.testing.known_cache import KnownCache
 from kvferry.topology.group import GroupGeometry
@@ -134,7 +133,7 @@ class FakeRank:
         self.worker = worker
         self.caches = caches
         """One per KV cache group."""
-        self._metadata = plugin.Metadata
+        self._metadata = decoder_for(plugin.Metadata)
         self._windows = context.layer_windows
         self._rank = caches[0].rank
         self._reported: set[tuple[str, str]] = set()
@@ -180,7 +179,7 @@ class FakeRank:
             schedule: what is computed.
             requests: every request of the engine, by id.
         """
-        decoded: KVConnectorMetadata = msgspec.msgpack.decode(metadata, type=self._metadata)
+        decoded: KVConnectorMetadata = self._metadata.decode(metadata)
         self.worker.start_load_kv(decoded)
         for layer in self._layer_names:
             self.worker.wait_for_layer_load(layer)

@@ -14,6 +14,7 @@ from typing import ClassVar, Generic, TypeVar
 import msgspec
 import numpy as np
 
+from kvferry.decoding import decode_as
 from kvferry.errors import KVFerryError, PeerLostError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import ChunkedCopy
@@ -30,7 +31,6 @@ from kvferry.transports.base import (
     as_transfer_error,
     own_peer,
 )
-from kvferry.transports.decoding import decode_as
 from kvferry.transports.movers import MoverPool, start_after
 from kvferry.transports.regions import Regions
 
@@ -280,7 +280,7 @@ def decode_here(kind: type[HereT], endpoint: bytes, transport: str) -> HereT:
     """An endpoint of this host.
 
     Raises:
-        DecodeError: see :func:`~kvferry.transports.decoding.decode_as`.
+        DecodeError: see :func:`~kvferry.decoding.decode_as`.
         PeerLostError: it is of another host.
     """
     described = decode_as(kind, endpoint, transport, VERSION)

@@ -34,6 +34,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.decoding import decode_as
 from kvferry.errors import (
     ConfigError,
     DecodeError,
@@ -42,7 +43,6 @@ from kvferry.errors import (
     TransferError,
 )
 from kvferry.layouts.arrays import MemorySpan
-from kvferry.transports.decoding import decode_as
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import TransferState
-from kvferry.transports.decoding import decode
 from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
     MAX_CHUNK_BYTES,

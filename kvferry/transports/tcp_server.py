@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
+from kvferry.decoding import decode
 from kvferry.errors import BoundsError, DecodeError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.copier import copy_tiles
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import ByteArray
-from kvferry.transports.decoding import decode
 from kvferry.transports.regions import Regions
 from kvferry.transports.wire import ServedReader, WireServer
 from kvferry.transports.wire_chunks import ChunkPlan

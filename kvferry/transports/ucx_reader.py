@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import ByteArray, TransferState
-from kvferry.transports.decoding import decode
 from kvferry.transports.ucx_link import Link, Request, Ucx
 from kvferry.transports.ucx_server import MAX_WANTS
 from kvferry.transports.wire_messages import (

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvferry.decoding import decode
 from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.copier import copy_tiles
 from kvferry.transports.base import ByteArray
-from kvferry.transports.decoding import decode
 from kvferry.transports.regions import Regions
 from kvferry.transports.ucx_link import Link, Request
 from kvferry.transports.wire import ServedReader, WireServer

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 
 from kvferry.config import parse_struct
+from kvferry.decoding import decode_as
 from kvferry.errors import DecodeError, KVFerryError
 from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
 from kvferry.layouts.copier import STREAM_BYTES, Int64s
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import ByteArray, TransportOptions
-from kvferry.transports.decoding import decode_as
 from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport
 from kvferry.transports.regions import make_huge, private_memory
 from kvferry.transports.vm_bounce import Bounce, new_bounce

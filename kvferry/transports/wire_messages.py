@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry import errors
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
-from kvferry.transports.decoding import decode
 
 VERSION_MIN = 1
 VERSION_MAX = 2
@@ -178,7 +178,7 @@ TCP_REQUESTS: msgspec.msgpack.Decoder[TcpRequest] = msgspec.msgpack.Decoder(TcpR
 TCP_REPLIES: msgspec.msgpack.Decoder[TcpReply] = msgspec.msgpack.Decoder(TcpReply)
 UCX_REQUESTS: msgspec.msgpack.Decoder[UcxRequest] = msgspec.msgpack.Decoder(UcxRequest)
 UCX_REPLIES: msgspec.msgpack.Decoder[UcxReply] = msgspec.msgpack.Decoder(UcxReply)
-"""For :func:`~kvferry.transports.decoding.decode`, by transport and direction."""
+"""For :func:`~kvferry.decoding.decode`, by transport and direction."""
 _endpoint = msgspec.msgpack.Decoder(Endpoint)
 
 

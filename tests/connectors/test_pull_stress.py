@@ -23,6 +23,7 @@ from tests.connectors.engines import SOURCE, TARGET, pull_config
 LOADS = 250
 AT_ONCE = 5
 """Requests that the target works on at a time."""
+LOADS_PER_BREAK = 3
 TIMEOUT_S = 120.0
 
 
@@ -129,8 +130,13 @@ class Storm:
                 self._over.set()
 
     def _break_connections(self) -> None:
+        """Breaks one after every few loads: as many on a slow machine as on a fast one."""
         rng = random.Random(2)
-        while not self._over.wait(0.05):
+        broken = 0
+        while not self._over.wait(0.001):
+            if len(self.requests) < LOADS_PER_BREAK * (broken + 1):
+                continue
+            broken += 1
             worker: Any = rng.choice(self.consumer.workers)
             peer = worker._cache.loads._peers.get("p")
             if peer is not None:

@@ -15,6 +15,7 @@ from kvferry.control.handshake import (
     compare,
     validate,
 )
+from kvferry.decoding import decode
 from kvferry.errors import ProtocolError
 from kvferry.layouts import CellStrides
 from kvferry.topology.description import (
@@ -28,7 +29,6 @@ from kvferry.topology.group import GroupGeometry
 from kvferry.topology.pairing import pair_groups
 from kvferry.topology.sharding import ParallelShape
 from kvferry.topology.states import StateGeometry, state_part
-from kvferry.transports.decoding import decode
 
 replace = msgspec.structs.replace
 

@@ -5,10 +5,10 @@ import contextlib
 import numpy as np
 import pytest
 
+from kvferry.decoding import decode
 from kvferry.errors import DecodeError, ProtocolError, TransferError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
-from kvferry.transports.decoding import decode
 from kvferry.transports.wire_chunks import check_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,

@@ -1,5 +1,6 @@
 """Messages and endpoints that somebody else encoded with msgpack."""
 
+import threading
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -19,6 +20,19 @@ class _Endpoint(Protocol):
 
 M = TypeVar("M")
 EndpointT = TypeVar("EndpointT", bound=_Endpoint)
+
+_describing = threading.Lock()
+
+
+def decoder_for(kind: type[M]) -> msgspec.msgpack.Decoder[M]:
+    """A decoder of ``kind``, for a type that is not known when its module is imported.
+
+    msgspec 0.22 describes a struct to itself at its first use and keeps the description before it
+    is complete: a second thread that uses it meanwhile crashes the process. Here one thread at a
+    time does so; module-level decoders are made under Python's import lock.
+    """
+    with _describing:
+        return msgspec.msgpack.Decoder(kind)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[M], data: bytes | memoryview, what: str) -> M:
@@ -41,7 +55,7 @@ def decode_as(kind: type[EndpointT], endpoint: bytes, transport: str, version: i
     Raises:
         DecodeError: it does not match ``kind``, or is one of another transport or version.
     """
-    described = decode(msgspec.msgpack.Decoder(kind), endpoint, f"{transport} endpoint")
+    described = decode(decoder_for(kind), endpoint, f"{transport} endpoint")
     if (described.transport, described.version) != (transport, version):
         raise DecodeError(
             f"endpoint: is one of {described.transport!r} version {described.version}, "
