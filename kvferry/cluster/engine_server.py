@@ -462,7 +462,9 @@ def run_engine(settings: EngineSettings, listener: socket.socket, report: Report
     """
     config = settings.engine
     report.loading(f"starting {config.tp * config.pp} ranks", 0.2)
-    engine = build_engine(config, settings.model_folder, dtype=settings.dtype)
+    engine = build_engine(
+        config, settings.model_folder, dtype=settings.dtype, elsewhere=settings.elsewhere
+    )
     failure = asyncio.run(_run(engine, settings, listener, report))
     if failure is not None:
         raise failure

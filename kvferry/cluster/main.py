@@ -1,24 +1,26 @@
 """Entry point of what the launcher starts: ``python -m kvferry.cluster.main WHAT FD NAME``.
 
-``WHAT`` is ``engine``, ``router`` or ``convert``; ``FD`` is the pipe for events. ``NAME`` is
-read by people alone, in ``ps`` and in the kernel's log.
+``WHAT`` is ``engine``, ``rank``, ``router`` or ``convert``; ``FD`` is the pipe for events. ``NAME``
+is read by people alone, in ``ps`` and in the kernel's log.
 """
 
 import asyncio
 import contextlib
 import logging
 import sys
+from multiprocessing.connection import Listener
 
 from kvferry.cluster.messages import (
     Bound,
     EngineSettings,
     Failed,
+    RankSettings,
     Ready,
     RouterSettings,
 )
 from kvferry.cluster.process import LogFormatter, Reporter, Terminated, begin, listen
 from kvferry.config import ModelConfig
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, WorkerDiedError
 
 logger = logging.getLogger("kvferry.cluster")
 
@@ -31,7 +33,7 @@ def main() -> int:
     # It would log every health check.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     what, report = sys.argv[1], Reporter(int(sys.argv[2]))
-    run = {"engine": _engine, "router": _router, "convert": _convert}[what]
+    run = {"engine": _engine, "rank": _rank, "router": _router, "convert": _convert}[what]
     try:
         run(report)
     except KVFerryError as error:
@@ -75,6 +77,17 @@ def _engine(report: Reporter) -> None:
         from kvferry.cluster.engine_server import run_engine
 
         run_engine(settings, listener, report)
+
+
+def _rank(report: Reporter) -> None:
+    settings = begin(RankSettings)
+    family = "AF_INET6" if ":" in settings.host else "AF_INET"
+    with Listener((settings.host, 0), family, authkey=settings.key.encode()) as listener:
+        report.send(Bound(port=listener.address[1]))
+        from kvferry.engine.worker_process import serve_elsewhere
+
+        if serve_elsewhere(listener, settings.host, settings.model_folder):
+            raise WorkerDiedError("the rank has failed; its log says why")
 
 
 if __name__ == "__main__":

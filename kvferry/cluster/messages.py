@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.config import EngineConfig, RouterConfig, shown
+from kvferry.engine.messages import RanksElsewhere
 
 Role = Literal["prefill", "decode"]
 
@@ -24,6 +25,19 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     api_key: str | None = None
     """Bearer token that the router must show."""
+    elsewhere: RanksElsewhere | None = None
+    """Its ranks on other hosts, if it has any."""
+
+
+class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """For a rank on another host than the scheduler process of its engine, which connects to it."""
+
+    host: str
+    """Address of the rank's host."""
+    key: str
+    """What the engine must know."""
+    model_folder: str
+    """The converted model, on that host."""
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):

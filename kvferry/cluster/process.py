@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -128,13 +129,139 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 class News:
     """An event of a child, or its end."""
 
-    child: "ChildProcess"
+    child: "Child"
     event: Event | None
     """``None`` when the process has ended."""
 
 
-class ChildProcess:
-    """A running child. Its news arrive in the queue it was started with."""
+class Child(ABC):
+    """What the launcher has started. Its news arrive in the queue it was started with."""
+
+    host = ""
+    """Address of the machine on which it runs; empty for this one."""
+
+    def __init__(self, name: str, log: Path, log_start: int) -> None:
+        """``log_start`` is the size of the log, in bytes, before this start."""
+        self.name = name
+        self.log = log
+        """File that gets its stdout and stderr."""
+        self.failure: Failed | None = None
+        """What it reported before it ended."""
+        self.exit_code: int | None = None
+        """Negative for a signal; ``None`` while it runs, and if it was lost."""
+        self._log_start = log_start
+        self._killed = False
+        self._ended = threading.Event()
+        self._group_ended = threading.Event()
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Where it runs, for people."""
+
+    @abstractmethod
+    def terminate(self) -> None:
+        """Asks it to end. Idempotent."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """Ends it at once."""
+
+    @abstractmethod
+    def _events(self) -> Iterator[Event]:
+        """What it reports, until it has ended."""
+
+    @abstractmethod
+    def _wait(self) -> int | None:
+        """Its exit code, once its events have ended."""
+
+    @abstractmethod
+    def _end_group(self) -> None:
+        """Ends what it has left behind."""
+
+    def follow(self, news: "queue.Queue[News]") -> None:
+        """From now on ``news`` gets its events, and in the end its end."""
+        threading.Thread(
+            target=self._follow, args=(news,), name=f"kvferry-{self.name}", daemon=True
+        ).start()
+
+    def _follow(self, news: "queue.Queue[News]") -> None:
+        for event in self._events():
+            if isinstance(event, Failed):
+                self.failure = event
+            news.put(News(self, event))
+        self.exit_code = self._wait()
+        self._ended.set()
+        news.put(News(self, None))
+        self._end_group()
+        self._group_ended.set()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return not self._ended.is_set()
+
+    def error(self) -> KVFerryError:
+        """Why it ended, in words: what it reported, or its exit code and last log lines."""
+        if self.failure is not None:
+            kind = getattr(errors, self.failure.name, None)
+            message = self._named(printable(self.failure.message, keep="\n")) + _oom_hint(
+                self.failure.message
+            )
+            if isinstance(kind, type) and issubclass(kind, KVFerryError):
+                try:
+                    return kind(message)
+                except TypeError:  # its constructor takes more than a message
+                    return KVFerryError(message)
+            return WorkerDiedError(f"{message}{self._quoted_log()}")
+        return WorkerDiedError(
+            f"{self.name} ({self.where}) ended with {describe_exit(self.exit_code)}"
+            f"{self._killed_hint()}{self._quoted_log()}"
+        )
+
+    def _named(self, message: str) -> str:
+        """``message`` with the process's name in front, unless it begins with it."""
+        if message.startswith((f"{self.name}: ", f"engine {self.name!r}")):
+            return message
+        return f"{self.name}: {message}"
+
+    def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
+        """The last lines that it wrote to its log since this start."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(self._log_start, file.tell() - 65536))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        written = [
+            printable(line, keep="\t")
+            for line in text.splitlines()
+            if not line.startswith(START_MARK)
+        ]
+        return written[-lines:]
+
+    def reap(self, timeout_s: float) -> None:
+        """Waits for its end and that of all it has started; kills them when time is up."""
+        if not self._ended.wait(max(0.0, timeout_s)):
+            self._killed = True
+            self._kill()
+        self._group_ended.wait()
+
+    def _killed_hint(self) -> str:
+        if self.exit_code != -signal.SIGKILL or self._killed:
+            return ""
+        return f"; {OOM_HINT}"
+
+    def _quoted_log(self) -> str:
+        tail = self.log_tail()
+        if not tail:
+            return f"; its log {self.log} is empty"
+        return "".join(f"\n  | {line}" for line in tail) + f"\n  (log: {self.log})"
+
+
+class ChildProcess(Child):
+    """A process of this machine."""
 
     def __init__(
         self,
@@ -145,18 +272,9 @@ class ChildProcess:
         log_start: int = 0,
     ) -> None:
         """Use :meth:`start`."""
-        self.name = name
-        self.log = log
-        self.failure: Failed | None = None
-        """What it reported before it ended."""
-        self.exit_code: int | None = None
-        """Negative for a signal; ``None`` while it runs."""
+        super().__init__(name, log, log_start)
         self._process = process
         self._status_fd = status_fd
-        self._log_start = log_start
-        self._killed = False
-        self._ended = threading.Event()
-        self._group_ended = threading.Event()
 
     @classmethod
     def start(
@@ -172,7 +290,7 @@ class ChildProcess:
 
         Args:
             name: how people know it.
-            what: ``"engine"``, ``"router"`` or ``"convert"``.
+            what: ``"engine"``, ``"rank"``, ``"router"`` or ``"convert"``.
             settings: its settings; they travel over a pipe, so that secrets stay out of ``ps``.
             log: file that gets its stdout and stderr.
             news: gets its events.
@@ -202,9 +320,7 @@ class ChildProcess:
         with suppress(BrokenPipeError):  # it is dead already, which its news will say
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
             process.stdin.flush()
-        threading.Thread(
-            target=child._follow, args=(news,), name=f"kvferry-{name}", daemon=True
-        ).start()
+        child.follow(news)
         return child
 
     @property
@@ -213,90 +329,20 @@ class ChildProcess:
         return self._process.pid
 
     @property
-    def is_running(self) -> bool:
-        """Whether it has not ended yet."""
-        return not self._ended.is_set()
-
-    def error(self) -> KVFerryError:
-        """Why it ended, in words: what it reported, or its exit code and last log lines."""
-        if self.failure is not None:
-            kind = getattr(errors, self.failure.name, None)
-            message = self._named(printable(self.failure.message, keep="\n")) + _oom_hint(
-                self.failure.message
-            )
-            if isinstance(kind, type) and issubclass(kind, KVFerryError):
-                try:
-                    return kind(message)
-                except TypeError:  # its constructor takes more than a message
-                    return KVFerryError(message)
-            return WorkerDiedError(f"{message}{self._quoted_log()}")
-        return WorkerDiedError(
-            f"{self.name} (process {self.pid}) ended with {describe_exit(self.exit_code)}"
-            f"{self._killed_hint()}{self._quoted_log()}"
-        )
-
-    def _named(self, message: str) -> str:
-        """``message`` with the process's name in front, unless it begins with it."""
-        if message.startswith((f"{self.name}: ", f"engine {self.name!r}")):
-            return message
-        return f"{self.name}: {message}"
-
-    def log_tail(self, lines: int = TAIL_LINES) -> list[str]:
-        """The last lines that it wrote to its log since this start."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(self._log_start, file.tell() - 65536))
-                text = file.read().decode(errors="replace")
-        except OSError:
-            return []
-        written = [
-            printable(line, keep="\t")
-            for line in text.splitlines()
-            if not line.startswith(START_MARK)
-        ]
-        return written[-lines:]
+    def where(self) -> str:
+        """Its process id."""
+        return f"process {self.pid}"
 
     def terminate(self) -> None:
-        """Asks it to end. Idempotent."""
-        self._signal(signal.SIGTERM)
-
-    def reap(self, timeout_s: float) -> None:
-        """Waits for its end and that of all it has started; kills them when time is up."""
-        if not self._ended.wait(max(0.0, timeout_s)):
-            self._killed = True
-            self._signal(signal.SIGKILL)
-        self._group_ended.wait()
-
-    def _killed_hint(self) -> str:
-        if self.exit_code != -signal.SIGKILL or self._killed:
-            return ""
-        return f"; {OOM_HINT}"
-
-    def _signal(self, number: signal.Signals) -> None:
+        """By SIGTERM."""
         # Popen knows whether the process has been waited for, so that no reused id is hit.
-        self._process.send_signal(number)
+        self._process.send_signal(signal.SIGTERM)
 
-    def _quoted_log(self) -> str:
-        tail = self.log_tail()
-        if not tail:
-            return f"; its log {self.log} is empty"
-        return "".join(f"\n  | {line}" for line in tail) + f"\n  (log: {self.log})"
+    def _kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
 
-    def _follow(self, news: "queue.Queue[News]") -> None:
-        for event in self._events():
-            if isinstance(event, Failed):
-                self.failure = event
-            news.put(News(self, event))
-        # Here after the pipe has ended, whatever was in it.
-        self.exit_code = self._process.wait()
-        self._ended.set()
-        news.put(News(self, None))
-        self._end_group()
-        if self._process.stdin is not None:
-            with suppress(BrokenPipeError):  # it died before it read its settings
-                self._process.stdin.close()
-        self._group_ended.set()
+    def _wait(self) -> int:
+        return self._process.wait()
 
     def _end_group(self) -> None:
         """Gives what the child has started a moment to end by itself (and to remove its shared
@@ -308,6 +354,9 @@ class ChildProcess:
                 os.killpg(self.pid, 0)
                 time.sleep(0.02)
             os.killpg(self.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):  # it died before it read its settings
+                self._process.stdin.close()
 
     def _events(self) -> Iterator[Event]:
         with os.fdopen(self._status_fd, "rb") as pipe:

@@ -16,7 +16,7 @@ from kvferry.config import EngineConfig
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.engine.engine import Engine
 from kvferry.engine.executor import Executor
-from kvferry.engine.messages import WorkerSpec
+from kvferry.engine.messages import RanksElsewhere, WorkerSpec
 from kvferry.engine.model_config import DecoderConfig
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights import load_model_config
@@ -69,6 +69,7 @@ def build_engine(
     connect: bool = True,
     eos_token_ids: Sequence[int] | None = None,
     enable_prefix_caching: bool = True,
+    elsewhere: RanksElsewhere | None = None,
 ) -> Engine:
     """Starts the ranks of an engine, and its connector, and returns it ready for requests.
 
@@ -80,6 +81,7 @@ def build_engine(
         connect: whether the engine exchanges KV; without, ``kv_transfer_config`` is not read.
         eos_token_ids: tokens that end an answer; those of the model if left out.
         enable_prefix_caching: whether requests share the blocks of equal prefixes.
+        elsewhere: the ranks that are processes of other hosts, if there are some.
 
     Raises:
         ConfigError: the shape or the connector's keys cannot be used.
@@ -120,7 +122,7 @@ def build_engine(
             plugin, context = spec.connector(transfer)
             connector = plugin.scheduler(context)
             opened.callback(connector.close)
-        ranks = Executor(spec, in_process=executor == "inprocess")
+        ranks = Executor(spec, in_process=executor == "inprocess", elsewhere=elsewhere)
         opened.pop_all()  # from here on they are the engine's
     return Engine(options, cache_config, ranks, connector, events)
 

@@ -1,6 +1,7 @@
 """Runs steps on every rank of an engine."""
 
 import logging
+import socket
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,15 @@ from kvferry.engine.messages import (
     Answer,
     Failed,
     RankOutput,
+    RanksElsewhere,
     SchedulerOutput,
     Start,
     WorkerSpec,
 )
-from kvferry.engine.ranks import CLOSE_S, Rank, RankProcess, RankThread
+from kvferry.engine.ranks import CLOSE_S, Rank, RankElsewhere, RankProcess, RankThread
 from kvferry.errors import EngineError, KVFerryError, WorkerDiedError
 from kvferry.lifetimes import Closing
+from kvferry.zeromq import join_address
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +45,7 @@ class Executor(Closing):
         spec: of the workers.
         in_process: whether ranks are threads of this process. ``spec.threads`` then also becomes
             torch's default for threads that this process starts later.
+        elsewhere: the ranks that are processes of other hosts, if there are some.
 
     Raises:
         ModelError, ConfigError, HostError: a rank could not start, with its own message; none is
@@ -49,7 +53,13 @@ class Executor(Closing):
         WorkerDiedError: a rank died while it started, or did not start in time.
     """
 
-    def __init__(self, spec: WorkerSpec, *, in_process: bool = False) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        in_process: bool = False,
+        elsewhere: RanksElsewhere | None = None,
+    ) -> None:
         self.spec = spec
         self._failures: dict[int, WorkerDiedError] = {}
         self._ranks: list[Rank] = []
@@ -57,12 +67,17 @@ class Executor(Closing):
         self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
         with tempfile.TemporaryDirectory(prefix="kvferry-") as folder:
             try:
-                self._handshakes = self._start((Path(folder) / "meet").as_uri(), in_process)
+                meeting = (Path(folder) / "meet").as_uri()
+                if elsewhere is not None:
+                    meeting = _free_address(elsewhere.host)
+                self._handshakes = self._start(meeting, in_process, elsewhere)
             except BaseException:
                 self.close()
                 raise
 
-    def _start(self, init_method: str, in_process: bool) -> list[bytes]:
+    def _start(
+        self, init_method: str, in_process: bool, elsewhere: RanksElsewhere | None
+    ) -> list[bytes]:
         spec, numbers = self.spec, range(self.world_size)
         if in_process:
             from kvferry.engine.communicator import LocalGroup  # loads torch
@@ -70,11 +85,12 @@ class Executor(Closing):
             group = LocalGroup(spec.parallel, spec.step_timeout_s)
             self._ranks = [RankThread(spec, number, group) for number in numbers]
         level = logging.getLogger("kvferry").getEffectiveLevel()
+        host = "" if elsewhere is None else elsewhere.host
         for number in numbers:
             if not in_process:
-                self._ranks.append(RankProcess(spec, number))
+                self._ranks.append(_open_rank(spec, number, elsewhere))
             self._ranks[number].send(
-                Start(spec=spec, rank=number, init_method=init_method, log_level=level)
+                Start(spec=spec, rank=number, init_method=init_method, log_level=level, host=host)
             )
         answers = self._collect(numbers, spec.start_timeout_s)
         if self._failures:
@@ -228,6 +244,22 @@ class Executor(Closing):
         caused = isinstance(failure.__cause__, WorkerDiedError)
         logger.log(logging.WARNING if caused else logging.ERROR, "%s", failure)
         self._failures[rank] = failure
+
+
+def _open_rank(spec: WorkerSpec, number: int, elsewhere: RanksElsewhere | None) -> Rank:
+    """A rank that is a process, of this host unless it is one of those elsewhere."""
+    if elsewhere is not None:
+        here = spec.parallel.world_size - len(elsewhere.addresses)
+        if number >= here:
+            return RankElsewhere(spec, number, elsewhere.addresses[number - here], elsewhere.key)
+    return RankProcess(spec, number)
+
+
+def _free_address(host: str) -> str:
+    """Where ranks on several hosts meet: rank 0, which is here, is about to listen there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        return f"tcp://{join_address(host, listener.getsockname()[1])}"
 
 
 def _error(failed: Failed) -> Exception:

@@ -201,6 +201,17 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class RanksElsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of an engine that are processes of other hosts, and wait there for the engine."""
+
+    host: str
+    """Address of the engine's own host, at which they reach it."""
+    addresses: tuple[str, ...]
+    """``host:port`` of each; they are the last ranks of the engine."""
+    key: str
+    """Secret that both sides prove to know."""
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The first message to a rank."""
 
@@ -211,6 +222,24 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     :class:`~kvferry.engine.communicator.GlooCommunicator`."""
     log_level: int
     """Of the logger ``kvferry``, as in :mod:`logging`."""
+    host: str = ""
+    """Address at which ranks on other hosts reach this one; empty where there are none."""
+
+    def on(self, host: str, model_folder: str) -> "Start":
+        """The same for a rank on another host than the engine's.
+
+        Args:
+            host: that host's address; the rank's connector listens there too.
+            model_folder: the converted model on that host.
+        """
+        transfer = self.spec.kv_transfer_config
+        if transfer is not None and "host" in transfer.kv_connector_extra_config:
+            extra = {**transfer.kv_connector_extra_config, "host": host}
+            transfer = msgspec.structs.replace(transfer, kv_connector_extra_config=extra)
+        spec = msgspec.structs.replace(
+            self.spec, model_folder=model_folder, kv_transfer_config=transfer
+        )
+        return msgspec.structs.replace(self, host=host, spec=spec)
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -1,7 +1,7 @@
-"""The ranks of an engine as its executor sees them: processes of this machine, or threads.
+"""The ranks of an engine as its executor sees them: processes, here or elsewhere, or threads.
 
-An executor and a rank exchange MessagePack over a socket pair, one answer per message; the rank's
-end is :mod:`kvferry.engine.worker_process`.
+An executor and a rank exchange MessagePack over a socket pair or a TCP connection, one answer per
+message; the rank's end is :mod:`kvferry.engine.worker_process`.
 """
 
 import logging
@@ -12,8 +12,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ import msgspec
 
 from kvferry.engine.messages import Command, Start, WorkerSpec
 from kvferry.errors import WorkerDiedError
+from kvferry.zeromq import split_address, tune_tcp
 
 if TYPE_CHECKING:
     from kvferry.engine.communicator import LocalGroup
@@ -39,7 +41,7 @@ _LAST_LINES = 20
 
 
 class Rank(ABC):
-    """One rank, and the executor's end of the socket pair. Used from the executor's thread."""
+    """One rank, and the executor's end of its connection. Used from the executor's thread."""
 
     connection: Connection
     given_up = "and was killed"
@@ -61,7 +63,7 @@ class Rank(ABC):
 
     @abstractmethod
     def death(self) -> WorkerDiedError:
-        """How a rank ended whose end of the socket pair is closed; waits until it has."""
+        """How a rank ended whose end of the connection is closed; waits until it has."""
 
     def is_stopped(self) -> bool:
         """Whether it is stopped by a signal or a debugger."""
@@ -159,6 +161,52 @@ def _environment(threads: int) -> dict[str, str]:
     """Like ours, with our module search path and as many OpenMP threads as are asked for."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)  # noqa: PTH109 - a string
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
+
+
+class RankElsewhere(Rank):
+    """A process of another host, started by somebody else, that waits to be connected to.
+
+    Args:
+        spec: of the workers.
+        rank: its number.
+        address: its ``host:port``.
+        key: secret that both sides prove to know.
+
+    Raises:
+        WorkerDiedError: it cannot be reached, or does not know the key.
+    """
+
+    given_up = "and was cut off"
+
+    def __init__(self, spec: WorkerSpec, rank: int, address: str, key: str) -> None:
+        super().__init__(spec, rank)
+        self.name += f" at {address}"
+        host, port = split_address(address)
+        family = "AF_INET6" if ":" in host else "AF_INET"
+        try:
+            self.connection = Client((host, port), family, authkey=key.encode())
+        except (OSError, EOFError, AuthenticationError) as error:
+            raise WorkerDiedError(f"{self.name} cannot be reached: {error}") from error
+        tune_tcp(self.connection.fileno())
+
+    def has_ended(self) -> bool:
+        """Whether its end is closed: between steps it sends nothing else."""
+        return self.connection.closed or self.connection.poll()
+
+    def death(self) -> WorkerDiedError:
+        """Only that it is gone; its own log has more."""
+        return WorkerDiedError(f"{self.name} is gone: its connection has ended")
+
+    def kill(self) -> None:
+        """By ending the connection, on which it ends itself."""
+        self.connection.close()
+
+    def close(self, timeout_s: float) -> None:
+        """Waits until it closes its end, or cuts it off."""
+        with suppress(OSError, EOFError):  # closed already
+            while self.connection.poll(timeout_s):
+                self.connection.recv_bytes()
+        self.connection.close()
 
 
 class RankThread(Rank):

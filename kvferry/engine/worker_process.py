@@ -4,6 +4,9 @@
 end of a socket pair. The process ends when the other end is closed, which the
 kernel does for a parent that dies however abruptly. (A death signal asked for with ``prctl`` would
 also come when the *thread* that started the process ends, while the parent lives on.)
+
+A rank on another host than its engine's is a process of a launcher, which calls
+:func:`serve_elsewhere`.
 """
 
 import logging
@@ -12,8 +15,10 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 
 import msgspec
 import torch
@@ -21,7 +26,8 @@ import torch
 from kvferry.engine.communicator import GlooCommunicator, LocalGroup
 from kvferry.engine.messages import Answer, Command, Failed, SchedulerOutput, Start
 from kvferry.engine.worker import Worker
-from kvferry.errors import KVFerryError, WorkerDiedError
+from kvferry.errors import HostError, KVFerryError, WorkerDiedError
+from kvferry.zeromq import tune_tcp
 
 logger = logging.getLogger("kvferry.engine.worker")
 
@@ -32,6 +38,27 @@ def main(fd: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _exit_with_peer(fd)
     return serve(Connection(fd), _open_worker)
+
+
+def serve_elsewhere(listener: Listener, host: str, model_folder: str) -> int:
+    """Serves the executor that connects, as a rank on another host; returns the exit code.
+
+    Args:
+        listener: with the key that the executor must know; one of ``host``.
+        host: address of this host.
+        model_folder: the converted model here.
+    """
+    while True:
+        try:
+            connection = listener.accept()
+            break
+        except (AuthenticationError, EOFError, OSError) as error:
+            logger.warning("a connection that is not our engine's: %r", error)
+            time.sleep(0.1)
+    with connection:
+        tune_tcp(connection.fileno())
+        _exit_with_peer(connection.fileno())
+        return serve(connection, lambda start: _open_worker(start.on(host, model_folder)))
 
 
 def serve(connection: Connection, open_worker: Callable[[Start], Worker]) -> int:
@@ -68,7 +95,7 @@ def serve(connection: Connection, open_worker: Callable[[Start], Worker]) -> int
 def _exit_with_peer(fd: int) -> None:
     def watch() -> None:
         poll = select.poll()
-        poll.register(fd, 0)  # no events asked for: only a hang-up is reported
+        poll.register(fd, select.POLLRDHUP)  # of TCP, a hang-up of the other side alone
         poll.poll()
         os._exit(1)
 
@@ -78,8 +105,10 @@ def _exit_with_peer(fd: int) -> None:
 def _open_worker(start: Start) -> Worker:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("kvferry").setLevel(start.log_level)
-    if sys.platform == "linux":
-        # Gloo would look up the host's name, which not every machine can resolve.
+    # Gloo would look up the host's name, which not every machine can resolve.
+    if start.host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(start.host))
+    elif sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     spec = start.spec
     if spec.parallel.world_size == 1:
@@ -88,6 +117,21 @@ def _open_worker(start: Start) -> Worker:
         spec,
         GlooCommunicator(spec.parallel, start.rank, start.init_method, spec.step_timeout_s),
     )
+
+
+def interface_of(host: str) -> str:
+    """Name of the network interface that has an address.
+
+    Raises:
+        HostError: none of this machine has it.
+    """
+    import psutil  # of the extra `ray`
+
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        if host in {address.address.partition("%")[0] for address in addresses}:
+            return str(name)
+    raise HostError(f"{host} is no address of this machine; its interfaces are {list(interfaces)}")
 
 
 def _answer(connection: Connection, answer: Answer) -> None:
