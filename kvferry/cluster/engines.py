@@ -29,6 +29,7 @@ from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
 from kvferry.engine.loop import DrainState
 from kvferry.errors import DrainingError
+from kvferry.zeromq import KEEPALIVE
 
 CONNECT_TIMEOUT_S = 5.0
 """Seconds for an engine to accept a connection, and to answer a health check."""
@@ -107,12 +108,15 @@ class EngineClient:
 
 
 def _client(headers: Mapping[str, str], kept: int) -> httpx.AsyncClient:
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=kept, keepalive_expiry=KEPT_S
+    )
     return httpx.AsyncClient(
         headers=headers,
         timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=kept, keepalive_expiry=KEPT_S
-        ),
+        # A host that has died says nothing: without the kernel's own questions an answer that had
+        # begun would be waited for until the request's time is up.
+        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE),
         trust_env=False,  # a proxy of the environment must not get between us and the engines
     )
 
