@@ -1,10 +1,11 @@
 # The verbs. Each sets up what it needs in .venv and may be repeated; CI calls the same ones.
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
+#   make demo-ray    the same over two Ray nodes, on hosts that are made of network namespaces
 #   make test        the tests, in JOBS=2 processes; SLOW=1 for the slow ones too, ARGS="..." is
 #                    handed to pytest
 #                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
-#                    and NIXL and ucxx in .venv, for the transports that use them)
+#                    and in .venv NIXL and ucxx, for the transports that use them, and Ray)
 #                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
 #                    thousand lives of the control protocol
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone
@@ -23,6 +24,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 digest = $(firstword $(shell cat $(1) | cksum))
 INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
 WIRES_INSTALLED := $(VENV)/.wires-installed-$(call digest,pyproject.toml constraints.txt)
+RAY_INSTALLED := $(VENV)/.ray-installed-$(call digest,pyproject.toml constraints.txt)
 BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
@@ -43,12 +45,15 @@ JOBS ?= 2
 MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
-.PHONY: demo test test-vllm lint typecheck bench check
+.PHONY: demo demo-ray test test-vllm lint typecheck bench check
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(VLLM_INSTALLED))
+demo-ray: $(RAY_INSTALLED)
+	$(BIN)/python examples/ray/two_nodes.py $(ARGS)
+
+test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED))
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
@@ -86,6 +91,10 @@ $(INSTALLED): | $(BIN)/python
 $(WIRES_INSTALLED): $(INSTALLED)
 	$(PIP) --no-deps nixl nixl-cu12 ucxx-cu12 libucxx-cu12 libucx-cu12
 	@rm -f $(VENV)/.wires-installed-* && touch $@
+
+$(RAY_INSTALLED): $(INSTALLED)
+	$(PIP) -e '.[ray]'
+	@rm -f $(VENV)/.ray-installed-* && touch $@
 
 $(BENCH_INSTALLED): $(WIRES_INSTALLED)
 	$(PIP) -e '.[bench]'

@@ -107,16 +107,29 @@ OperatorKey = Annotated[
         show_default=False,
     ),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="HOST:PORT",
+        help="A Ray cluster whose nodes run the engines; this machine is one of them.",
+        show_default="processes of this machine",
+    ),
+]
 
 
 @app.command()
 def serve(
-    file: ClusterFile, logs: Logs = None, api_key: ApiKey = None, operator_key: OperatorKey = None
+    file: ClusterFile,
+    logs: Logs = None,
+    api_key: ApiKey = None,
+    operator_key: OperatorKey = None,
+    ray: RayAddress = None,
 ) -> None:
     """Start every engine of a cluster file and an OpenAI-compatible router, until Ctrl-C."""
     from kvferry.cli.serve import serve as command
 
-    command(file, logs, api_key, operator_key)
+    command(file, logs, api_key, operator_key, ray)
 
 
 @app.command()
@@ -291,11 +304,12 @@ def demo(
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 40,
     model: Annotated[str, typer.Option(help="Model to serve.")] = "smollm2",
+    ray: RayAddress = None,
 ) -> None:
     """Serve real prompts with a prefill/decode pair and compare with one undivided engine."""
     from kvferry.cli.demo import demo as command
 
-    command(out, transport, prompts, max_tokens, model)
+    command(out, transport, prompts, max_tokens, model, ray)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """``kvferry demo``."""
 
 import asyncio
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +31,14 @@ from kvferry.errors import ConfigError
 from kvferry.explain.pairs import map_pairs
 
 
-def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model: str) -> None:
+def demo(
+    out: Path,
+    transport: str,
+    prompts: Path | None,
+    max_tokens: int,
+    model: str,
+    ray: str | None = None,
+) -> None:
     """Runs the demo; exits with 1 when an answer or the KV differs.
 
     Raises:
@@ -38,7 +46,10 @@ def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model
     """
     console = make_console()
     questions = steps.load_prompts(prompts)
-    config = steps.demo_config(model, transport)
+    transports = [transport]
+    if ray is not None and transport == "shm":
+        transports.append("tcp")  # ranks of one node still use shared memory
+    config = steps.demo_config(model, transports)
     out.mkdir(parents=True, exist_ok=True)
 
     _heading(console, "1. The model")
@@ -46,8 +57,8 @@ def demo(out: Path, transport: str, prompts: Path | None, max_tokens: int, model
         folder = str(convert(config.model, partial(progress, "model")))
     references = _reference(console, folder, config, questions, max_tokens)
     sequences = [reference.prompt_tokens + max_tokens for reference in references]
-    config = steps.demo_config(model, transport, sequences)
-    answers, results = _cluster(console, config, questions, references, max_tokens, out)
+    config = steps.demo_config(model, transports, sequences)
+    answers, results = _cluster(console, config, questions, references, max_tokens, out, ray)
 
     _heading(console, "5. What moved")
     console.print(_table(results))
@@ -114,6 +125,7 @@ def _cluster(
     references: Sequence[Reference],
     max_tokens: int,
     out: Path,
+    ray: str | None,
 ) -> tuple[list[Answer], list[Result]]:
     """Starts the cluster, sends everything at once, compares; the cluster has ended then."""
     _heading(console, "3. A prefill engine and a decode engine of different shapes")
@@ -122,9 +134,15 @@ def _cluster(
             f"{role:<8} TP {engine.tp}, PP {engine.pp}, blocks of {engine.block_size} tokens, "
             f"{engine.layout}"
         )
+    # Engines on other machines would serve whoever finds them.
+    api_key = None if ray is None else secrets.token_hex(16)
     with PartProgress(console) as progress:
-        cluster = Cluster.open(config, logs=out / "logs", progress=progress)
+        cluster = Cluster.open(
+            config, ray=ray, api_key=api_key, logs=out / "logs", progress=progress
+        )
     with cluster:
+        for running in cluster.engines:
+            console.print(f"{running.role:<8} runs as {running.process.where}")
         _heading(console, "4. All prompts at once, through the router, streaming")
         answers = _send(console, cluster, questions, max_tokens)
         failed = [answer for answer in answers if answer.error]
@@ -152,7 +170,7 @@ def _send(
 
     board = Live(console=console, refresh_per_second=8, get_renderable=lambda: _board(live))
     with board if console.is_terminal else nullcontext():
-        return asyncio.run(steps.send_all(cluster.url, questions, max_tokens, changed))
+        return asyncio.run(steps.send_all(cluster, questions, max_tokens, changed))
 
 
 def _line(answer: Answer) -> str:

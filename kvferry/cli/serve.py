@@ -14,7 +14,11 @@ from kvferry.config import load_cluster
 
 
 def serve(
-    file: Path, logs: Path | None, api_key: str | None = None, operator_key: str | None = None
+    file: Path,
+    logs: Path | None,
+    api_key: str | None = None,
+    operator_key: str | None = None,
+    ray: str | None = None,
 ) -> None:
     """Runs the cluster until Ctrl-C or SIGTERM, or until it can serve no more.
 
@@ -33,6 +37,7 @@ def serve(
                 progress=progress,
                 api_key=api_key,
                 operator_key=operator_key,
+                ray=ray,
             )
     except KeyboardInterrupt:
         console.print("stopping", style="dim")
@@ -80,7 +85,9 @@ def _watch(cluster: Cluster, console: Console) -> bool:
 
 def show(cluster: Cluster, console: Console) -> None:
     """The engines, and where they are."""
-    table = Table("engine", "role", "shape", "block", "layout", "HTTP", "control channel", "pid")
+    table = Table(
+        "engine", "role", "shape", "block", "layout", "HTTP", "control channel", "runs as"
+    )
     for column in table.columns:
         column.overflow = "fold"  # a cut address is of no use
     for engine in cluster.engines:
@@ -93,7 +100,7 @@ def show(cluster: Cluster, console: Console) -> None:
             config.layout,
             engine.url,
             engine.control or "",
-            str(engine.process.pid),
+            engine.process.where,
         )
     console.print(table)
     console.print(f"logs: {cluster.logs}", style="dim")

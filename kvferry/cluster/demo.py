@@ -135,12 +135,14 @@ def load_prompts(folder: Path | None = None) -> list[Prompt]:
     return [Prompt(file.stem, file.read_text(encoding="utf-8").strip()) for file in files]
 
 
-def demo_config(model: str, transport: str, sequences: Sequence[int] = ()) -> ClusterConfig:
+def demo_config(
+    model: str, transports: Sequence[str], sequences: Sequence[int] = ()
+) -> ClusterConfig:
     """Two engines that agree in nothing: TP 3 against PP 2, blocks of 16 against 24, HND, NHD.
 
     Args:
         model: its source.
-        transport: what moves the KV.
+        transports: what moves the KV, best first.
         sequences: tokens of each request, answers included. Every engine has room for all of them
             and half as much again, as leases may not pin the whole pool.
     """
@@ -148,7 +150,7 @@ def demo_config(model: str, transport: str, sequences: Sequence[int] = ()) -> Cl
     def num_blocks(block_size: int) -> int:
         return 64 + sum(-(-tokens // block_size) for tokens in sequences) * 3 // 2
 
-    extra = {"transport": transport, "record_digests": True}
+    extra = {"transport": list(transports), "record_digests": True}
     connector = {
         "kv_connector": "PullConnector",
         "kv_port": 0,
@@ -227,12 +229,12 @@ def run_reference(
 
 
 async def send_all(
-    url: str, prompts: Sequence[Prompt], max_tokens: int, changed: Callable[[Answer], None]
+    cluster: Cluster, prompts: Sequence[Prompt], max_tokens: int, changed: Callable[[Answer], None]
 ) -> list[Answer]:
     """Sends all prompts at once as streaming chats; returns when the last one has ended.
 
     Args:
-        url: the router.
+        cluster: whose router is asked.
         prompts: what to ask.
         max_tokens: longest answer.
         changed: told of every answer that gained something.
@@ -241,7 +243,12 @@ async def send_all(
 
     answers = [Answer(prompt.name) for prompt in prompts]
     timeout = httpx.Timeout(None, connect=10.0)
-    async with httpx.AsyncClient(base_url=url, timeout=timeout, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=cluster.url,
+        timeout=timeout,
+        headers=web.bearer(cluster.api_key),
+        trust_env=False,
+    ) as client:
         await asyncio.gather(
             *(
                 _ask(client, prompt, max_tokens, answer, changed)
@@ -307,7 +314,8 @@ def fetch_records(cluster: Cluster, answers: Sequence[Answer]) -> dict[str, Reco
 
     deadline = time.monotonic() + RECORDS_TIMEOUT_S
     moved = [answer.request_id for answer in answers if len(answer.token_ids) > 1]
-    with httpx.Client(trust_env=False, timeout=RECORDS_TIMEOUT_S) as client:
+    headers = web.bearer(cluster.api_key)
+    with httpx.Client(trust_env=False, timeout=RECORDS_TIMEOUT_S, headers=headers) as client:
         while True:
             found: dict[str, Records] = {}
             for engine in cluster.engines:

@@ -1,4 +1,4 @@
-"""Starts a cluster on this machine, or one engine of it, and those again that die."""
+"""Starts a cluster, or one engine of it, and those again that die: here, or on nodes of Ray."""
 
 import contextlib
 import logging
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
@@ -25,7 +25,7 @@ from kvferry.cluster.messages import (
     RouterSettings,
 )
 from kvferry.cluster.preflight import check_cluster, check_shapes, with_cluster_key
-from kvferry.cluster.process import TERM_GRACE_S, ChildProcess, News
+from kvferry.cluster.process import TERM_GRACE_S, Child, ChildProcess, News
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.weights import load_model_config
@@ -33,6 +33,9 @@ from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, P
 from kvferry.lifetimes import Closing
 from kvferry.transports.shm_segment import sweep_dead_segments
 from kvferry.zeromq import join_address
+
+if TYPE_CHECKING:
+    from kvferry.cluster.ray_nodes import RayNodes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class RunningEngine:
 
     config: EngineConfig
     role: Role
-    process: ChildProcess
+    process: Child
     port: int = 0
     """Its HTTP port."""
     control: str | None = None
@@ -81,7 +84,7 @@ class RunningEngine:
     @property
     def url(self) -> str:
         """Where it serves HTTP."""
-        return f"http://{join_address(self.config.host, self.port)}"
+        return f"http://{join_address(self.process.host or self.config.host, self.port)}"
 
 
 class Cluster(Closing):
@@ -96,6 +99,7 @@ class Cluster(Closing):
         is_whole: bool,
         api_key: str | None,
         operator_key: str | None,
+        nodes: "RayNodes | None" = None,
     ) -> None:
         """Use :meth:`open`."""
         self.config = config
@@ -107,12 +111,14 @@ class Cluster(Closing):
         """Folder with one log per process."""
         self.engines: tuple[RunningEngine, ...] = ()
         self.model_folder = ""
-        self._router: ChildProcess | None = None
+        self._nodes = nodes
+        self._router: Child | None = None
         self._router_port = 0
-        self._api_key = api_key
+        self.api_key = api_key
+        """Bearer token that router and engines ask for, if they do."""
         self._operator_key = operator_key or secrets.token_hex(32)
         self._news: queue.Queue[News] = queue.Queue()
-        self._processes: list[ChildProcess] = []
+        self._processes: list[Child] = []
         self._closing = threading.Lock()
 
     @classmethod
@@ -121,6 +127,7 @@ class Cluster(Closing):
         config: ClusterConfig,
         *,
         only: str | None = None,
+        ray: str | None = None,
         api_key: str | None = None,
         operator_key: str | None = None,
         where: str = "",
@@ -134,6 +141,8 @@ class Cluster(Closing):
             config: the cluster.
             only: the one engine to start, without a router; it signs tickets with the key that
                 its table names, if it names one.
+            ray: address of the Ray cluster whose nodes run the engines; unless given, this machine
+                does.
             api_key: bearer token that router and engines ask for.
             operator_key: bearer token of who may change the router's engines; a random one unless
                 given.
@@ -150,7 +159,12 @@ class Cluster(Closing):
         is_whole = only is None
         if only is not None:
             config = config.only(only)
-        check_cluster(config, where, api_key=api_key, router=is_whole)
+        check_cluster(config, where, api_key=api_key, router=is_whole, is_here=ray is None)
+        nodes = None
+        if ray is not None:
+            from kvferry.cluster.ray_nodes import RayNodes
+
+            nodes = RayNodes.open(ray, config)
         folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
         folder.mkdir(parents=True, exist_ok=True)
         cluster = cls(
@@ -160,6 +174,7 @@ class Cluster(Closing):
             is_whole=is_whole,
             api_key=api_key,
             operator_key=operator_key,
+            nodes=nodes,
         )
         try:
             cluster._start(time.monotonic() + timeout_s, where)
@@ -236,6 +251,8 @@ class Cluster(Closing):
                     process.terminate()
                 for process in group:
                     process.reap(deadline - time.monotonic())
+            if self._nodes is not None:
+                self._nodes.close()
         # A rank that was killed could not remove its own shared memory.
         sweep_dead_segments()
 
@@ -270,7 +287,7 @@ class Cluster(Closing):
         self._processes.remove(process)
         return self.model_folder
 
-    def _start_engine(self, engine: EngineConfig, role: Role) -> ChildProcess:
+    def _start_engine(self, engine: EngineConfig, role: Role) -> Child:
         if self._cluster_key is not None:
             engine = with_cluster_key(engine, self._cluster_key)
         settings = EngineSettings(
@@ -279,9 +296,14 @@ class Cluster(Closing):
             model_folder=self.model_folder,
             model_name=self.config.model.source,
             dtype=self.config.model.dtype,
-            api_key=self._api_key,
+            api_key=self.api_key,
         )
-        return self._spawn(engine.name, "engine", settings, engine.threads)
+        if self._nodes is None:
+            return self._spawn(engine.name, "engine", settings, engine.threads)
+        log = self.logs / f"{engine.name}.log"
+        process = self._nodes.start(settings, self.config.model, log, self._news)
+        self._processes.append(process)
+        return process
 
     def _start_router(self, deadline: float) -> None:
         settings = RouterSettings(
@@ -292,7 +314,7 @@ class Cluster(Closing):
             ),
             model_folder=self.model_folder,
             model_name=self.config.model.source,
-            api_key=self._api_key,
+            api_key=self.api_key,
             operator_key=self._operator_key,
         )
         for engine in self.engines:
@@ -314,9 +336,7 @@ class Cluster(Closing):
                 if time.monotonic() > deadline:
                     raise EngineError("the router does not reach its engines in time")
 
-    def _spawn(
-        self, name: str, what: str, settings: msgspec.Struct, threads: int = 1
-    ) -> ChildProcess:
+    def _spawn(self, name: str, what: str, settings: msgspec.Struct, threads: int = 1) -> Child:
         process = ChildProcess.start(
             name, what, settings, self.logs / f"{name}.log", self._news, threads
         )
@@ -364,7 +384,7 @@ class Cluster(Closing):
 
     # ---- start again --------------------------------------------------------------------------
 
-    def _has_ended(self, child: ChildProcess) -> None:
+    def _has_ended(self, child: Child) -> None:
         """An engine that failed is to be started again, a while later each time."""
         engine = next((one for one in self.engines if one.process is child), None)
         if engine is None or not engine.is_restarted:

@@ -18,7 +18,12 @@ from kvferry.zeromq import is_loopback
 
 
 def check_cluster(
-    cluster: ClusterConfig, where: str = "", *, api_key: str | None = None, router: bool = True
+    cluster: ClusterConfig,
+    where: str = "",
+    *,
+    api_key: str | None = None,
+    router: bool = True,
+    is_here: bool = True,
 ) -> None:
     """Checks connectors, keys and ports. Needs no model, and leaves nothing behind.
 
@@ -27,6 +32,8 @@ def check_cluster(
         where: how the user finds the cluster, the name of its file say.
         api_key: what engines will ask for at their HTTP servers.
         router: whether it has a router.
+        is_here: whether this machine runs the engines; else other machines reach them, and their
+            ports cannot be tried here.
 
     Raises:
         PluginError, ConfigError: the first thing found wrong, with the engine's name.
@@ -36,30 +43,44 @@ def check_cluster(
     try:
         extras = check_plugins(cluster)
         check_cluster_keys(cluster, extras)
-        _check_hosts(cluster, extras, api_key)
+        _check_hosts(cluster, extras, api_key, is_here)
     except ConfigError as error:
         raise placed(error, where) from error
-    check_ports(cluster, extras, router=router)
+    check_ports(cluster, extras, router=router, engines=is_here)
 
 
 def _check_hosts(
-    cluster: ClusterConfig, extras: Mapping[str, msgspec.Struct], api_key: str | None
+    cluster: ClusterConfig,
+    extras: Mapping[str, msgspec.Struct],
+    api_key: str | None,
+    is_here: bool,
 ) -> None:
     """Whoever reaches an engine's HTTP server may use it, unless it asks for a key."""
     for engine in cluster.engines:
-        is_open = api_key is None and not getattr(extras[engine.name], "insecure", False)
-        if is_open and not is_loopback(engine.host):
+        if engine.nodes and is_here:
             raise ConfigError(
-                f"engine {engine.name!r}: host {engine.host} is reached from other machines, and "
-                "nothing keeps them from using the engine; set KVFERRY_API_KEY for engines and "
-                "router, or insecure: true in kv_connector_extra_config if the network is trusted"
+                f"engine {engine.name!r}: nodes are those of a Ray cluster; name it with "
+                "`kvferry serve --ray ADDRESS`, or delete the key"
+            )
+        is_open = api_key is None and not getattr(extras[engine.name], "insecure", False)
+        if is_open and not (is_here and is_loopback(engine.host)):
+            host = f"host {engine.host}" if is_here else "its Ray node"
+            raise ConfigError(
+                f"engine {engine.name!r}: {host} is reached from other machines, and nothing keeps "
+                "them from using the engine; set KVFERRY_API_KEY for engines and router, or "
+                "insecure: true in kv_connector_extra_config if the network is trusted"
             )
 
 
 def check_ports(
-    cluster: ClusterConfig, extras: dict[str, msgspec.Struct], *, router: bool = True
+    cluster: ClusterConfig,
+    extras: dict[str, msgspec.Struct],
+    *,
+    router: bool = True,
+    engines: bool = True,
 ) -> None:
-    """Tries every port that the cluster file names. A process may still take one afterwards.
+    """Tries the ports that the cluster file names for the router and for the engines, where this
+    machine runs them. A process may still take one afterwards.
 
     Raises:
         PortInUseError: all ports that are taken, each with who wants it and the key it stands in.
@@ -71,7 +92,7 @@ def check_ports(
             _try_port(cluster.router.host, cluster.router.port, "router", "port")
     except PortInUseError as error:
         taken.append(str(error))
-    for engine in cluster.engines:
+    for engine in cluster.engines if engines else ():
         who = f"engine {engine.name!r}"
         for host, port, key in _engine_ports(engine, extras[engine.name]):
             try:
@@ -182,13 +203,24 @@ def _key(name: str, extra: _HoldsKeys) -> bytes | None:
 
 def with_cluster_key(engine: EngineConfig, key: str) -> EngineConfig:
     """``engine``, its connector told the cluster's key if it takes one and was given none."""
-    plugin = load_connector(engine.transfer_config())
-    extra: Mapping[str, Any] = engine.kv_transfer_config.get("kv_connector_extra_config", {})
-    known = {field.encode_name for field in msgspec.structs.fields(plugin.ExtraConfig)}
-    if "cluster_key" not in known or {"cluster_key", "cluster_key_file"} & extra.keys():
+    given = engine.kv_transfer_config.get("kv_connector_extra_config", {}).keys()
+    if {"cluster_key", "cluster_key_file"} & given:
         return engine
-    extra = {**extra, "cluster_key": key}
-    transfer = {**engine.kv_transfer_config, "kv_connector_extra_config": extra}
+    return _with_extra(engine, "cluster_key", key)
+
+
+def with_host(engine: EngineConfig, host: str) -> EngineConfig:
+    """``engine`` on the machine with the address ``host``; its connector listens there too."""
+    return _with_extra(msgspec.structs.replace(engine, host=host), "host", host)
+
+
+def _with_extra(engine: EngineConfig, name: str, value: str) -> EngineConfig:
+    """``engine``, its connector told an extra key if it knows it."""
+    plugin = load_connector(engine.transfer_config())
+    if name not in {field.encode_name for field in msgspec.structs.fields(plugin.ExtraConfig)}:
+        return engine
+    extra: Mapping[str, Any] = engine.kv_transfer_config.get("kv_connector_extra_config", {})
+    transfer = {**engine.kv_transfer_config, "kv_connector_extra_config": {**extra, name: value}}
     return msgspec.structs.replace(engine, kv_transfer_config=transfer)
 
 

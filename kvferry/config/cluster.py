@@ -241,6 +241,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Address of this machine at which the router reaches the engine's HTTP server."""
     port: int = 0
     """TCP port of the engine's HTTP server; 0 takes a free one."""
+    nodes: tuple[str, ...] = ()
+    """With ``--ray``: addresses or hostnames of the nodes over which its ranks are divided, in
+    order; the first one also has its scheduler and HTTP server. Unless given, the node whose
+    address is ``host``, or where there is room if ``host`` is of the loopback."""
     restart: Literal["never", "on-failure"] = "on-failure"
     """Whether the engine is started again when it ends by itself."""
     kv_events: KVEventsConfig | None = None
@@ -259,6 +263,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "write 2 or more"
             )
         _check_port("port", self.port)
+        if len(set(self.nodes)) < len(self.nodes) or len(self.nodes) > self.tp * self.pp:
+            raise ValueError(
+                f"nodes: {list(self.nodes)} are not one to {self.tp * self.pp} different nodes, as "
+                "many as there are ranks"
+            )
         if self.host in _EVERYWHERE:
             raise ValueError(
                 f"host: {self.host!r} is no address that a router could reach; name one of this "

@@ -182,7 +182,7 @@ def test_kv_that_arrived_is_the_kv_that_was_lent(cluster, client):
     prompts = [demo.Prompt("short", "Why?"), demo.Prompt("longer", "Tell me about tides. " * 12)]
     import asyncio
 
-    answers = asyncio.run(demo.send_all(cluster.url, prompts, 4, lambda _answer: None))
+    answers = asyncio.run(demo.send_all(cluster, prompts, 4, lambda _answer: None))
     assert [answer.error for answer in answers] == ["", ""]
     records = demo.fetch_records(cluster, answers)
     references = [demo.Reference(answer.token_ids, [], 0) for answer in answers]
