@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvferry.config import ClusterConfig, KVTransferConfig, load_cluster
+from kvferry.config import ClusterConfig, KVTransferConfig, load_cluster, parse_struct
+from kvferry.connectors.pull.config import PullConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")])
@@ -76,6 +77,25 @@ def test_json_blocks_are_transfer_configs(page):
         values = msgspec.json.decode(block)
         if "kv_connector" in values:
             KVTransferConfig.from_mapping(values, str(page))
+
+
+_TRANSFER_CONFIG = re.compile(r"--kv-transfer-config '(\{.*?\})'", re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hosts.md"])
+def test_the_servers_of_a_page_find_each_other(page):
+    shown = _TRANSFER_CONFIG.findall((ROOT / page).read_text(encoding="utf-8"))
+    prefill, decode = (
+        KVTransferConfig.from_mapping(msgspec.json.decode(text), page) for text in shown
+    )
+    extras = [
+        parse_struct(PullConfig, config.kv_connector_extra_config, page)
+        for config in (prefill, decode)
+    ]
+    assert (prefill.kv_role, decode.kv_role) == ("kv_producer", "kv_consumer")
+    assert prefill.engine_id != decode.engine_id
+    assert list(extras[1].peers) == [f"{extras[0].host}:{prefill.kv_port}"]
+    assert extras[0].cluster_key_file == extras[1].cluster_key_file
 
 
 @pytest.mark.parametrize("path", CLUSTER_FILES, ids=lambda path: str(path.relative_to(ROOT)))

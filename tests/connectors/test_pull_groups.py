@@ -49,7 +49,7 @@ def open_pair(open_engine: Callable[..., FakeEngine]) -> OpenPair:
         roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
         **extra: Any,
     ) -> Pair:
-        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 2.0} | extra
+        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 0.7} | extra
         producer, consumer = (
             open_engine(name, groups, role=role, **keys)
             for name, role, groups in zip("pd", roles, geometries, strict=True)

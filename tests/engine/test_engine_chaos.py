@@ -266,6 +266,7 @@ def test_whatever_goes_wrong_no_token_is_wrong_and_every_block_comes_back(
     live_through(seed, transport, slow_copies)
 
 
+@pytest.mark.slow
 def test_a_source_that_confirms_whatever_was_read_is_found_out(slow_copies, monkeypatch):
     finish = LeaseTable.finish
 
