@@ -36,6 +36,7 @@ def test_ratios_are_medians_over_rounds_and_goals_are_judged_by_them():
     assert postprocess.missed(results(FAST | {"kvferry": (2.0,) * 3}, quick=True)) == []
 
 
+@pytest.mark.slow
 def test_a_quick_run_measures_every_case_and_writes_it(tmp_path):
     cases = postprocess.cpu_cases(quick=True)[:3]
     found = postprocess.measure("test", describe_machine(), 2, True, lambda text: None, cases=cases)
