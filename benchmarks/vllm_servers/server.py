@@ -46,6 +46,8 @@ class ServerOptions:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     path: tuple[Path, ...] = ()
     """Folders from which the server may import, beside the repository."""
+    address: str = "127.0.0.1"
+    """Of this host, where it serves HTTP."""
     max_model_len: int = 2048
     kv_cache_bytes: int = 64 << 20
     """Of each rank."""
@@ -58,7 +60,7 @@ class ServerOptions:
         given = {
             "model": self.model.folder,
             "served-model-name": "model",
-            "host": "127.0.0.1",
+            "host": self.address,
             "port": port,
             "dtype": "float32",  # the only one whose tokens are equal however they are batched
             "max-model-len": self.max_model_len,

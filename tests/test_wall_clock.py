@@ -1,0 +1,54 @@
+"""Whoever sets a machine's clock changes what is told, and nothing that is decided."""
+
+import ast
+from pathlib import Path
+
+import kvferry
+
+PACKAGE = Path(kvferry.__file__).parent
+
+#: Who reads the wall clock, and what for. Leases, heartbeats, time-outs and back-offs do not.
+READERS = {
+    "cli/demo.py": "times of a demo's requests, for its picture",
+    "cluster/answer.py": "`created` of an answer",
+    "cluster/demo.py": "times of a demo's requests, for its picture",
+    "cluster/engine_server.py": "`created` of an answer",
+    "cluster/process.py": "the line that begins the log of a start",
+    "connectors/pull/loads.py": "records of transfers",
+    "connectors/pull/memory.py": "records of transfers",
+    "connectors/pull/metadata.py": "records of transfers",
+    "connectors/pull/worker.py": "records of transfers",
+    "control/cache_events.py": "the time stamp of a batch of events",
+    "control/server.py": "times of the last errors, for `kvferry status`",
+    "engine/request.py": "timings of a request, for its record and metrics",
+    "engine/scheduler.py": "timings of a request, for its record and metrics",
+    # Of a file that nobody holds a lock on and that has no size yet: an engine that has
+    # just started may be about to lock it. With a clock set back it is left for a later sweep.
+    "transports/shm_segment.py": "the age of a segment that its maker left without a size",
+}
+WALL_CLOCKS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
+
+
+def reads_the_wall_clock(source: str) -> bool:
+    nodes = list(ast.walk(ast.parse(source)))
+    read = {
+        (getattr(node.value, "id", "") or getattr(node.value, "attr", ""), node.attr)
+        for node in nodes
+        if isinstance(node, ast.Attribute)
+    }
+    read |= {
+        (node.module, alias.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    return bool(read & WALL_CLOCKS)
+
+
+def test_the_wall_clock_is_read_for_records_alone():
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if reads_the_wall_clock(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(READERS)
