@@ -157,6 +157,5 @@ def run(
         first = number * 2 * system.requests
         cell = run_cell(system, fault, step, first)
         if not cell.is_good:
-            for member in system.members:
-                member.save_log(system.folder / f"{fault.name}-{step}-{member.name}.log")
+            system.save_logs(f"{fault.name}-{step}")
         store(cell)

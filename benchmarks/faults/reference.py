@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults.load import Prompts
-from benchmarks.faults.system import HTTP_PORT, KEY, Member, Role, Step, System
+from benchmarks.faults.system import CONTROL_PORT, HTTP_PORT, KEY, Member, Role, Step, System
 from kvferry.cluster.preflight import convert
 from kvferry.config import EngineConfig, ModelConfig
 from kvferry.engine.builder import build_engine
@@ -39,6 +39,7 @@ max_num_batched_tokens = 64  # so that a prompt takes several steps
 [{role}.kv_transfer_config]
 kv_connector = "PullConnector"
 kv_role = "{kv_role}"
+kv_port = {kv_port}
 kv_load_failure_policy = "recompute"
 [{role}.kv_transfer_config.kv_connector_extra_config]
 host = "{address}"
@@ -115,7 +116,8 @@ class ReferenceSystem(System):
                 role=role,
                 name=name,
                 address=host.ipv4,
-                port=HTTP_PORT,
+                port=HTTP_PORT + host.index,
+                kv_port=CONTROL_PORT + host.index,
                 shape=shape,
                 kv_role="kv_producer" if role == "prefill" else "kv_consumer",
                 transport=self._transport,

@@ -29,6 +29,7 @@ Step = Literal["waiting", "prefilling", "lent", "loading", "decoding"]
 STEPS: tuple[Step, ...] = ("waiting", "prefilling", "lent", "loading", "decoding")
 
 HTTP_PORT = 8000
+CONTROL_PORT = 14600
 KEY = "a key of the hosts of one benchmark, and of nobody else"
 ROOT = Path(__file__).parents[2]
 CLOCK_SOURCE = Path(__file__).parent / "clock.c"
@@ -61,7 +62,7 @@ class Member(ABC):
     """One engine, or vLLM server, on a host of its own."""
 
     def __init__(self, role: Role, host: Host, client: Host, folder: Path) -> None:
-        """One that does not run yet.
+        """One that does not run yet; its port is its own, as a cluster file wants it.
 
         Args:
             role: what it does.
@@ -71,7 +72,8 @@ class Member(ABC):
         """
         self.role = role
         self.host = host
-        self.http = Endpoint(client, host.ipv4, HTTP_PORT, {"authorization": f"Bearer {KEY}"})
+        port = HTTP_PORT + host.index
+        self.http = Endpoint(client, host.ipv4, port, {"authorization": f"Bearer {KEY}"})
         self.folder = folder / host.name
         self.clock = folder / f"{host.name}.clock"
         """Eight bytes: by how many seconds its wall clock is off."""
@@ -386,8 +388,14 @@ class System(Closing, ABC):
             time.sleep(0.2)
         return 0
 
+    def save_logs(self, label: str) -> None:
+        """Copies all logs into the system's folder."""
+        for member in self.members:
+            member.save_log(self.folder / f"{label}-{member.name}.log")
+
     def close(self) -> None:
-        """Kills everything."""
+        """Kills everything, and leaves the logs."""
+        self.save_logs("end")
         self.network.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from benchmarks.faults.load import Prompts
-from benchmarks.faults.system import HTTP_PORT, KEY, Member, Role, Step, System
+from benchmarks.faults.system import CONTROL_PORT, KEY, Member, Role, Step, System
 from benchmarks.vllm_servers.connectors import Connector, KVFerry, Nixl
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.server import PYTHON, ServerError, ServerOptions
@@ -17,7 +17,6 @@ from kvferry.testing.hosts import Host
 _PROMPTS = 120
 _TOKENS = 16
 _LEASE_S = 10.0
-_CONTROL_PORT = 14579
 _NAMES = ("p0", "p1", "d0", "d1")
 
 
@@ -36,7 +35,7 @@ class VLLMMember(Member):
         chosen = self._options.variables(self.folder)
         # Each host has its own loopback interface, and no way out by which to find its address.
         own = {"VLLM_HOST_IP": self.host.ipv4, "GLOO_SOCKET_IFNAME": "lo"}
-        return self._options.command(HTTP_PORT), {**self._environment, **chosen, **own}
+        return self._options.command(self.http.port), {**self._environment, **chosen, **own}
 
     def step_counts(self) -> Mapping[Step, float]:
         """Of a server's metrics two are told apart by none: a lent prompt is no request of it."""
@@ -111,12 +110,12 @@ class VLLMSystem(System):
             }
             environment = {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": host.ipv4,
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(_CONTROL_PORT),
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(CONTROL_PORT),
             }
         else:
             keys = {"host": host.ipv4, "cluster_key": KEY, "lease_duration_s": _LEASE_S}
             connector = KVFerry(extra={**keys, "transport": self._transport})
-            changed = {"kv_port": _CONTROL_PORT}
+            changed = {"kv_port": CONTROL_PORT}
             environment = {"UCX_TLS": "tcp"}
         config = {**connector.config(kv_role, host.name), **changed}
         return {
