@@ -13,6 +13,7 @@ module              what is in it
 ``managers``        our KV cache manager beside vLLM's; ``peers`` has both
 ``postprocess``     the postprocessor beside three passes and a plain copy
 ``loads``           short loads beside NIXL and an older commit
+``faults``          what faults do to requests of clusters over hosts
 ``gpu``             tests and benchmarks that need a GPU, in one go
 ``figures``         medians, ratios, goals
 ``report``, ``plot``  table, JSON, Markdown and picture
