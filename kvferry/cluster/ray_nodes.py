@@ -239,7 +239,8 @@ def _connect(address: str) -> None:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # of many kinds
         raise HostError(
-            f"--ray: this machine cannot use the Ray cluster at {address}: {error}"
+            f"--ray: this machine cannot use the Ray cluster at {address}: {error}; is it a node "
+            f"of it (`ray start --address={address}`), with its releases of Ray and Python?"
         ) from error
     finally:
         if threading.current_thread() is threading.main_thread():

@@ -17,9 +17,9 @@ import pytest
 
 from kvferry.cluster import ray_nodes
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.messages import EngineSettings
-from kvferry.cluster.ray_nodes import Node, RayNodes, place
-from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.cluster.messages import Bound, EngineSettings, Failed, RankSettings, Ready
+from kvferry.cluster.ray_nodes import Ended, Node, RayAgent, RayNodes, place
+from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TINY_MODELS
 from kvferry.errors import ConfigError, HostError
@@ -151,6 +151,35 @@ def test_an_engine_for_which_there_is_no_room_any_more_fails_and_says_so(fake_no
     assert "engine 'd0' needs 3 CPUs" in str(process.error())
 
 
+def test_an_agent_tells_why_a_model_cannot_be_used_on_its_node():
+    settings = RankSettings(host="127.0.0.1", key="k", model_folder="")
+    model = ModelConfig(source="/no/such/model")
+    told = list(RayAgent().run("x", "rank", settings, model, 1))
+    news = [one for one in told if not isinstance(one, bytes)]
+    log = b"".join(one for one in told if isinstance(one, bytes)).decode()
+    assert isinstance(news[-2], Failed)
+    assert news[-2].name == "ModelError"
+    assert news[-1] == Ended(1)
+    assert "=== start of convert 'x-model'" in log
+    assert "'/no/such/model': is neither" in log
+
+
+def test_an_agent_runs_its_process_with_the_model_of_its_node_until_it_is_told_to_end(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    settings = RankSettings(host="127.0.0.1", key="k", model_folder="")
+    agent = RayAgent()
+    seen = []
+    for one in agent.run("x", "rank", settings, ModelConfig(source="tiny"), 1):
+        seen.append(one)
+        if isinstance(one, Bound):
+            agent.terminate()
+    assert seen[-1] == Ended(0)
+    assert any(isinstance(one, Bound) for one in seen)
+    assert not any(isinstance(one, Ready) for one in seen)  # that of the conversion
+
+
 def test_nodes_without_ray_are_refused():
     with pytest.raises(ConfigError, match=r"'d0': nodes .*`kvferry serve --ray"):
         Cluster.open(cluster_config(decode={"nodes": ("a",)}))
@@ -192,7 +221,7 @@ CLIENTS = 4
 SOON = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "4",
 }
 
@@ -332,6 +361,11 @@ def test_an_engine_with_ranks_over_two_nodes_answers_as_an_undivided_one(
     assert "=== start of rank 'd0-rank1'" in log
     assert "reading from engine p0: shm" in log
     assert "reading from engine p0: tcp" in log
+
+    small.run(["pkill", "-KILL", "-f", "cluster.main rank .* d0-rank1"]).wait(WAIT_S)
+    served.says("died: d0")
+    served.says("serves again: d0")
+    assert [served.complete(number) for number in range(REQUESTS)] == expected
     served.stop()
 
 
