@@ -180,6 +180,16 @@ def test_an_agent_runs_its_process_with_the_model_of_its_node_until_it_is_told_t
     assert not any(isinstance(one, Ready) for one in seen)  # that of the conversion
 
 
+def test_an_agent_that_is_told_to_end_before_it_begins_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    settings = RankSettings(host="127.0.0.1", key="k", model_folder="")
+    agent = RayAgent()
+    agent.terminate()
+    told = list(agent.run("x", "rank", settings, ModelConfig(source="tiny"), 1))
+    assert isinstance(told[-1], Ended)
+    assert not any(isinstance(one, Bound) for one in told)
+
+
 def test_nodes_without_ray_are_refused():
     with pytest.raises(ConfigError, match=r"'d0': nodes .*`kvferry serve --ray"):
         Cluster.open(cluster_config(decode={"nodes": ("a",)}))
@@ -341,6 +351,7 @@ def expected(cluster_env, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
 @needs_ray
 def test_an_engine_with_ranks_over_two_nodes_answers_as_an_undivided_one(
     ray_hosts, expected, tmp_path
@@ -406,7 +417,7 @@ class Load:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
 @needs_ray
 def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsewhere(
     ray_hosts, expected, tmp_path
@@ -436,6 +447,7 @@ def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsew
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
 @needs_ray
 @pytest.mark.parametrize(
     ("decode", "words"),
