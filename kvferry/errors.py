@@ -25,6 +25,7 @@
     │   └── LeaseTakenError          another target engine holds it
     ├── TransferError                this load failed; the request may recompute or fail
     │   ├── PeerLostError            the peer is gone
+    │   │   └── PeerEndedError       its process has ended: nothing listens at its address
     │   ├── StalledError             no progress for the configured number of seconds
     │   ├── StagingFullError         staging memory is held by reads that may still land
     │   └── CancelledError           we gave it up ourselves
@@ -150,6 +151,10 @@ class TransferError(KVFerryError):
 
 class PeerLostError(TransferError):
     """The peer is gone: process dead, connection closed, segment removed."""
+
+
+class PeerEndedError(PeerLostError):
+    """Nothing listens at the peer's address: the process that did has ended, with all it lent."""
 
 
 class StalledError(TransferError):

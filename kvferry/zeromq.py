@@ -27,6 +27,9 @@ from kvferry.errors import (
 HEARTBEAT_S = 3.0
 """Seconds between two heartbeats, unless configured."""
 
+REFUSED_S = 0.1
+"""Seconds for a host to refuse a connection. One that takes longer may only be slow."""
+
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3),
@@ -40,7 +43,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 CONNECTION_LOST: dict[int, str] = {
-    zmq.Event.CLOSED: "nobody listens there",
+    zmq.Event.CLOSED: "it cannot be connected to",
     zmq.Event.DISCONNECTED: "the connection broke",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
         "the connection broke before it was set up: the other side was just ending, or the two "
@@ -114,6 +117,20 @@ def tune_tcp(descriptor: int) -> None:
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in KEEPALIVE:
             tcp.setsockopt(*option)
+
+
+def is_refused(host: str, port: int) -> bool:
+    """Whether a host's kernel says that nothing listens on a port. Waits ``REFUSED_S`` at most.
+
+    ZeroMQ does not tell a refusal from a host that cannot be reached, whose processes may live.
+    """
+    try:
+        socket.create_connection((host, port), REFUSED_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def tcp_address(host: str, port: int | str) -> str:

@@ -116,8 +116,8 @@ class Connection:
         """Sent and not answered, by id. Deadlines ascend: all calls have the same patience."""
         self._waiting: deque[Call[FinishAnswer]] = deque()
         """Finishes that are not sent yet, oldest first."""
-        self._lost = ""
-        """Why nothing comes any more; empty as long as something may."""
+        self._lost: KVFerryError | None = None
+        """Why nothing comes any more; ``None`` as long as something may."""
         self._looked = math.inf
         """When something was first seen to be overdue; infinite if nothing is."""
         self._options = options
@@ -136,7 +136,7 @@ class Connection:
         """Like :meth:`send`, but while a call is under way it waits, to share the next message."""
         if not self.calls:
             return self.send(call)
-        if self._lost:
+        if self._lost is not None:
             return None
         call.deadline = self._patience_ends()
         self._waiting.append(call)
@@ -195,9 +195,9 @@ class Connection:
     @property
     def is_lost(self) -> bool:
         """Whether nothing comes any more."""
-        if not self._lost:
+        if self._lost is None:
             self._lost = self.link.why_lost()
-        return bool(self._lost)
+        return self._lost is not None
 
     @property
     def next_look(self) -> float:
@@ -234,10 +234,11 @@ class Connection:
         waiting = [*self._waiting]
         self._waiting.clear()
         ended = self.receive()  # answers that came before the end are good
-        reason = error or PeerLostError(f"{self.address}: {self._lost}")
+        reason = error or self._lost
+        assert reason is not None  # it is ended for an error, or because it is lost
         ended += [(call, reason) for call in [*self.calls.values(), *waiting]]
         self.calls.clear()
-        self._lost = str(reason)
+        self._lost = reason
         self.is_closed = True
         self.link.close()
         return ended

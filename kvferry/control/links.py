@@ -13,9 +13,17 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.options import ControlOptions, configure
-from kvferry.errors import PeerLostError
+from kvferry.errors import PeerEndedError, PeerLostError
 from kvferry.lifetimes import Closing
-from kvferry.zeromq import CONNECTION_LOST, Context, Socket, connect, resolve, split_address
+from kvferry.zeromq import (
+    CONNECTION_LOST,
+    Context,
+    Socket,
+    connect,
+    is_refused,
+    resolve,
+    split_address,
+)
 
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
 
@@ -39,8 +47,8 @@ class Link(Protocol):
     def receive(self) -> bytes | None:
         """The next message that has come; ``None`` if there is none."""
 
-    def why_lost(self) -> str:
-        """Why nothing comes any more; empty as long as something may."""
+    def why_lost(self) -> PeerLostError | None:
+        """Why nothing comes any more; ``None`` as long as something may."""
 
     def close(self) -> None:
         """Drops it, with what was not sent yet."""
@@ -108,6 +116,7 @@ class ZmqLink:
     def __init__(self, context: Context, address: str, host: str, options: ControlOptions) -> None:
         """See :meth:`Network.connect`."""
         self._address = address
+        self._host = host
         self._socket = context.socket(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
         try:
@@ -142,11 +151,14 @@ class ZmqLink:
             return None
         return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
 
-    def why_lost(self) -> str:
+    def why_lost(self) -> PeerLostError | None:
         """See :meth:`Link.why_lost`; looks at the monitor."""
         if not _can_receive(self._monitor):
-            return ""
-        return CONNECTION_LOST[recv_monitor_message(self._monitor)["event"]]
+            return None
+        event = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.Event.CLOSED and is_refused(self._host, split_address(self._address)[1]):
+            return PeerEndedError(f"{self._address}: nobody listens there")
+        return PeerLostError(f"{self._address}: {CONNECTION_LOST[event]}")
 
     def close(self) -> None:
         """See :meth:`Link.close`."""

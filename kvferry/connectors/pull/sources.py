@@ -29,6 +29,7 @@ from kvferry.errors import (
     LeaseError,
     LeaseRevokedError,
     LeaseTakenError,
+    PeerEndedError,
     PeerLostError,
     StalledError,
 )
@@ -323,9 +324,12 @@ class Sources:
                 self._fail_all(source, source.error)
             return
         source.handshake = self._client.handshake(source.address, ours)
-        source.handshake.add_done_callback(lambda future: self._shaken(source, future))
+        asking = self._waiting_for(source)
+        source.handshake.add_done_callback(partial(self._shaken, source, asking))
 
-    def _shaken(self, source: Source, future: "Future[EngineDescription]") -> None:
+    def _shaken(
+        self, source: Source, asking: list[Load], future: "Future[EngineDescription]"
+    ) -> None:
         """A handshake ended; runs on the thread that took the answer."""
         with self._lock:
             source.handshake = None
@@ -345,6 +349,7 @@ class Sources:
                 source.next_attempt = self._clock() + (REFUSED_RETRY_S if refused else RETRY_S)
                 if refused:
                     self._fail_all(source, _as_ours(error))
+                self._note_end(source, asking)
             source.given_up.clear()  # told, or left to expire
             self._wake()
 
@@ -416,6 +421,7 @@ class Sources:
                 self._failed(source, "renewal", _as_ours(error))
                 forgotten = isinstance(error, HandshakeNeededError)
                 source.stale |= forgotten
+                self._note_end(source, loads)
                 for load in loads:
                     if load.wants_lease:
                         load.next_renewal = self._clock() + (0.0 if forgotten else RETRY_S)
@@ -459,6 +465,12 @@ class Sources:
             )
             self._note_silence(source, load.ticket.incarnation)
 
+    def _note_end(self, source: Source, asking: list[Load]) -> None:
+        """Where the source's process has ended, nobody waits for what it lent before that."""
+        if isinstance(source.error, PeerEndedError):
+            for incarnation in {load.ticket.incarnation for load in asking}:
+                self._note_silence(source, incarnation)
+
     def _note_silence(self, source: Source, incarnation: str) -> None:
         """A load has waited in vain: where nothing at all came back, the others do not wait on."""
         if not isinstance(source.error, PeerLostError):
@@ -483,6 +495,8 @@ class Sources:
 
 
 def _silent(source: Source) -> PeerLostError:
+    if isinstance(source.error, PeerEndedError):
+        return source.error
     return PeerLostError(f"{source.address} has been silent: {source.error}")
 
 

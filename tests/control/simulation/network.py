@@ -14,7 +14,7 @@ from functools import partial
 
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlService
-from kvferry.errors import PeerLostError
+from kvferry.errors import PeerEndedError, PeerLostError
 from kvferry.zeromq import is_address, split_address
 from tests.control.simulation.world import Descriptor, Process, World
 
@@ -209,7 +209,7 @@ class SimLink:
         self._address = f"{host}:{port}"
         self._port = internet.ports.get(self._address)
         self._came: deque[bytes] = deque()
-        self._lost = ""
+        self._lost: PeerLostError | None = None
         self._is_closed = False
         self._last = {"there": 0.0, "back": 0.0}
         """When the last message of each direction arrives: the next one does not overtake it."""
@@ -217,7 +217,7 @@ class SimLink:
         """Whether the server takes it for alive."""
         self.name = internet.name(self)
         if self._port is None or self._port.process.is_dead:
-            self._world.after(0.001, partial(self.lose, "nobody listens there"))
+            self._world.after(0.001, partial(self.lose, "nobody listens there", PeerEndedError))
         elif self._is_unreachable():
             self._world.after(HEARTBEAT_S, partial(self.lose, "the connection broke"))
 
@@ -230,7 +230,7 @@ class SimLink:
     def receive(self) -> bytes | None:
         return self._came.popleft() if self._came else None
 
-    def why_lost(self) -> str:
+    def why_lost(self) -> PeerLostError | None:
         return self._lost
 
     def give_up(self) -> None:
@@ -242,13 +242,13 @@ class SimLink:
         if self in self._internet.links:
             self._internet.links.remove(self)
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: str, kind: type[PeerLostError] = PeerLostError) -> None:
         """Nothing gets through any more."""
         if self._lost or self._is_closed:
             return
         if self in self._internet.links:
             self._internet.links.remove(self)
-        self._lost, self.is_up = why, False
+        self._lost, self.is_up = kind(f"{self._address}: {why}"), False
         self._world.note(f"{self.client.name} -> {self._address}: {why}")
         self.descriptors[1].tell()
 
