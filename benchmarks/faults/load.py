@@ -102,7 +102,7 @@ class _Choice(msgspec.Struct):
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
-    error: msgspec.Raw | None = None
+    error: Any = None
 
 
 def _tokens_in(data: bytes) -> list[int]:

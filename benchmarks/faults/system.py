@@ -33,7 +33,7 @@ CONTROL_PORT = 14600
 KEY = "a key of the hosts of one benchmark, and of nobody else"
 ROOT = Path(__file__).parents[2]
 CLOCK_SOURCE = Path(__file__).parent / "clock.c"
-START_S = 400.0
+START_S = 900.0
 """Seconds for engines to serve; a quiet machine needs 10, and 60 for vLLM's."""
 SEEN_S = 60.0
 """Seconds in which a request must be seen at a step."""

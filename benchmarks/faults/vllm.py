@@ -127,6 +127,12 @@ class VLLMSystem(System):
         """NixlConnector's decode server takes prompts without a first token only."""
         return [] if self._transport is None else ["--tokenizer", str(self._model.folder)]
 
+    def environment(self) -> dict[str, str]:
+        """See :class:`System`. The two environments have different releases of Numba, each of which
+        would throw away what the other one has compiled from our sources.
+        """
+        return {**super().environment(), "NUMBA_CACHE_DIR": str(self.folder / "numba")}
+
     def enter(self, member: Member) -> None:
         """See :class:`System`."""
         place = {"url": member.http.url}

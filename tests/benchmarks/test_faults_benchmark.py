@@ -142,12 +142,15 @@ def test_wrong_tokens_are_counted(system, mood):
     assert not found.is_good
 
 
-@pytest.mark.parametrize("mood", ["refuses", "breaks off", "fails"])
-def test_failures_are_counted_and_quoted(system, mood):
+@pytest.mark.parametrize(
+    ("mood", "words"),
+    [("refuses", "HTTP 503"), ("breaks off", "the stream broke off"), ("fails", "a load failed")],
+)
+def test_failures_are_counted_and_quoted(system, mood, words):
     found = cell(system, mood)
     assert found.counts.failed > 0
     assert found.counts.wrong == 0
-    assert found.counts.errors
+    assert words in found.counts.errors[0]
     assert not found.is_good
     assert len(missed([found])) == 1
 
