@@ -26,6 +26,8 @@ from kvferry.errors import (
 
 HEARTBEAT_S = 3.0
 """Seconds between two heartbeats, unless configured."""
+FIRST_WORDS_S = 120.0
+"""Seconds for ZeroMQ's first words on a connection that is kept without heartbeats."""
 
 REFUSED_S = 0.1
 """Seconds for a host to refuse a connection. One that takes longer may only be slow."""
@@ -249,6 +251,29 @@ def beat(socket: Socket, heartbeat_s: float) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, milliseconds)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * milliseconds)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * milliseconds)
+
+
+def keep_alive(socket: Socket, gone_s: float) -> None:
+    """Has the kernels of a connection's ends look for each other, before the socket is bound or
+    connected.
+
+    Unlike the answer to a heartbeat (:func:`beat`) theirs does not wait behind a long message on a
+    slow link, nor for a process that gets no CPU. So only a host that is gone or cut off is lost: a
+    process that was stopped keeps its connection.
+
+    Args:
+        socket: of either end.
+        gone_s: seconds without a sign of the other host after which the connection is lost.
+    """
+    for option, seconds in (
+        (zmq.TCP_KEEPALIVE_IDLE, gone_s / 3),
+        (zmq.TCP_KEEPALIVE_INTVL, gone_s / 3),
+    ):
+        socket.setsockopt(option, max(1, round(seconds)))
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_MAXRT, round(gone_s * 1000))  # while something is not acknowledged
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(FIRST_WORDS_S * 1000))
 
 
 def use_curve(

@@ -37,8 +37,8 @@ from kvferry.zeromq import (
     HEARTBEAT_S,
     Context,
     Socket,
-    beat,
     connect,
+    keep_alive,
     resolve,
     tcp_address,
     zmq_errors,
@@ -46,6 +46,8 @@ from kvferry.zeromq import (
 
 logger = logging.getLogger(__name__)
 
+GONE_S = 3 * HEARTBEAT_S
+"""Seconds without a sign of the source's host after which its connection is lost."""
 _MESSAGES_PER_TURN = 32
 
 
@@ -108,7 +110,7 @@ class TcpReader(WireReader[TcpPeer]):
             socket.rcvhwm = 0  # the window bounds what is under way
             socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
             socket.connect_timeout = round(HEARTBEAT_S * 1000)  # the peer's kernel answers
-            beat(socket, HEARTBEAT_S)
+            keep_alive(socket, GONE_S)
             peer = TcpPeer(endpoint, self, socket)
             try:
                 connect(socket, host, endpoint.port)

@@ -33,7 +33,7 @@ from kvferry.transports.wire_messages import (
     Welcome,
     encode,
 )
-from kvferry.zeromq import HEARTBEAT_S, beat, listen
+from kvferry.zeromq import keep_alive, listen
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,8 @@ class TcpServer(WireServer):
         self._socket.linger = 0
         self._socket.router_mandatory = True
         self._socket.maxmsgsize = MAX_REQUEST_BYTES
-        beat(self._socket, HEARTBEAT_S)
+        # A reader that was stopped takes nothing for a while, and is not gone.
+        keep_alive(self._socket, SILENCE_S)
         try:
             self.port = listen(self._socket, host, port, "port")
             """The TCP port it listens on."""

@@ -2,6 +2,10 @@
 
 import contextlib
 import errno
+import math
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -22,8 +26,9 @@ from kvferry.errors import (
 )
 from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
+from kvferry.testing.hosts import Network
 from kvferry.testing.transport_peer import pattern
-from kvferry.transports import TransferState, TransportOptions
+from kvferry.transports import TransferState, TransportOptions, tcp_reader, tcp_server
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import (
     MAX_READS,
@@ -36,6 +41,7 @@ from kvferry.transports.wire_messages import (
     Refused,
     Taken,
     Welcome,
+    decode_endpoint,
     encode,
 )
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
@@ -418,3 +424,113 @@ def test_any_stall_timeout_can_be_connected_with(stall_timeout_s):
         contextlib.closing(TcpTransport.open(options)) as target,
     ):
         target.connect(source.endpoint()).close()
+
+
+class Trickle:
+    """Between a reader and its server: of what the server sends, the first bytes pass, then one
+    every few milliseconds for some seconds, then all.
+    """
+
+    def __init__(self, port, nbytes, seconds):
+        self.slow_until = None
+        self._port, self._nbytes, self._seconds = port, nbytes, seconds
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._serve)]
+        self._threads[0].start()
+
+    def _serve(self):
+        reader, _ = self._listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._port))
+        with reader, server:
+            there = threading.Thread(target=self._carry, args=(reader, server, math.inf))
+            there.start()
+            self._carry(server, reader, self._nbytes)
+            there.join()
+
+    def _carry(self, source, target, left):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 if left <= 0 else int(min(left, 1 << 16))):
+                target.sendall(data)
+                left -= len(data)
+                if left <= 0:
+                    self.slow_until = self.slow_until or time.monotonic() + self._seconds
+                    if time.monotonic() > self.slow_until:
+                        left = math.inf
+                    time.sleep(0.02)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self):
+        self._listener.close()
+        self._threads[0].join()
+
+
+def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
+    """Heartbeats would wait behind the chunk."""
+    for module in (tcp_reader, tcp_server):
+        monkeypatch.setattr(module, "HEARTBEAT_S", 0.2, raising=False)
+    with contextlib.closing(TcpTransport.open(TransportOptions())) as source:
+        _, held = source.allocate(NBYTES)
+        held[:] = 7
+        endpoint = decode_endpoint(source.endpoint(), "tcp")
+        with contextlib.closing(Trickle(endpoint.port, CHUNK // 2, 2.0)) as link:
+            through = encode(msgspec.structs.replace(endpoint, port=link.port))
+            peer = local.connect(through)
+            transfer = local.read(peer, *tables())
+            assert ended(local, transfer, 60.0).state is TransferState.DONE
+            peer.close()
+    assert (memory_of(local) == 7).all()
+
+
+CUT_OFF = """
+import sys, time
+import numpy as np
+from kvferry.transports import TransportOptions
+from kvferry.transports.tcp import TcpTransport
+from tests.transports.test_tcp_reader import CHUNK, NBYTES, tables
+options = TransportOptions(host=sys.argv[2], extra={"chunk_bytes": CHUNK})
+transport = TcpTransport.open(options)
+transport.allocate(NBYTES)
+if sys.argv[1] == "source":
+    print(transport.endpoint().hex(), flush=True)
+    sys.stdin.readline()
+else:
+    peer = transport.connect(bytes.fromhex(sys.argv[3]))
+    while True:
+        transfer = transport.read(peer, *tables())
+        while not transport.poll():
+            time.sleep(0.01)
+        print(transfer.state.value, transfer.error, flush=True)
+        if sys.stdin.readline() != "again\\n":
+            break
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle", [True, False], ids=["waiting", "asking"])
+def test_a_source_that_is_cut_off_is_known_though_its_process_does_not_run(idle):
+    try:
+        network = Network.open()
+    except HostError as error:
+        pytest.skip(str(error))
+    with network:
+        ours, theirs = network.add_host("reader"), network.add_host("source")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        python = [sys.executable, "-c", CUT_OFF]
+        source = theirs.run([*python, "source", theirs.ipv4], **pipes)
+        endpoint = source.stdout.readline().decode().strip()
+        reader = ours.run([*python, "reader", ours.ipv4, endpoint], **pipes)
+        assert reader.stdout.readline().startswith(b"done")
+        theirs.pause()
+        if idle:
+            reader.stdin.write(b"again\n")
+            reader.stdin.flush()
+            time.sleep(1.0)
+        network.cut(ours, theirs)
+        if not idle:
+            reader.stdin.write(b"again\n")
+            reader.stdin.flush()
+        assert b"is gone" in reader.stdout.readline()
+        theirs.resume()
