@@ -245,6 +245,39 @@ def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed
     assert "now it is gone" in str(request.error)
 
 
+def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    served(pair, "first")  # the two know each other
+    scheduler: Any = consumer.scheduler
+    sources = scheduler._sources
+    answers: list[Future[Any]] = [Future(), Future()]
+    asked = iter(answers)
+    second = threading.Event()
+
+    def renew(*_: Any) -> "Future[Any]":
+        answer = next(asked, answers[1])
+        if answer is answers[1]:
+            second.set()
+        return answer
+
+    monkeypatch.setattr(sources._client, "renew", renew)
+    request = pair.decode(pair.prefill("r", 21))
+    (load,) = sources._loads.values()
+    load.deadline += 1000
+    answers[0].set_exception(PeerLostError("the connection broke"))
+    assert second.wait(10.0)
+    pair.run(lambda: sources._thread.awake_s > 0.1, "that nobody blames our own slowness")
+    load.deadline = 0.0
+    sources._turn()
+    assert load.state is LoadState.WAITING  # it is connected, and slow
+    answers[1].set_exception(PeerLostError("now it is gone"))
+    pair.finish(request)
+    assert "now it is gone" in str(request.error)
+
+
 def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,8 @@ class Load:
     """What the first rank that failed said, and which one it was."""
     next_renewal: float = 0.0
     """Clock reading of the next Renew."""
+    is_asked: bool = False
+    """Whether a Renew for it is under way."""
     cancelled: bool = False
     """Whether the ranks were told to give it up."""
     filled: Filled | None = None
@@ -387,6 +389,7 @@ class Sources:
                 fitting.append(load)
                 load.groups = source.groups
                 load.next_renewal = now + self._renew_interval(load.ticket)
+                load.is_asked = True
         for first in range(0, len(fitting), MAX_ITEMS):
             together = fitting[first : first + MAX_ITEMS]
             leases = {load.lease_id: load.ticket.secret for load in together}
@@ -409,6 +412,8 @@ class Sources:
     ) -> None:
         """A Renew was answered; runs on the thread that took the answer."""
         with self._lock:
+            for load in loads:
+                load.is_asked = False
             error = future.exception()
             if error is None:
                 source.error = None
@@ -453,7 +458,7 @@ class Sources:
             source = load.source
             if load.state is not LoadState.WAITING or now < load.deadline:
                 continue
-            if source.error is None or source.handshake is not None:
+            if source.error is None or source.handshake is not None or load.is_asked:
                 continue  # an answer is awaited: whoever is gone shows in the connection
             self._fail(
                 load,
