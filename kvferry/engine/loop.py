@@ -25,9 +25,9 @@ OnOutput = Callable[[EngineOutput], object]
 
 T = TypeVar("T")
 
-STUCK_STEP_S = 60.0
+STUCK_STEP_S = 120.0
 """A step that runs for longer is reported. The requests that wait for it are given up, and until it
-ends new ones are refused."""
+ends new ones are refused. A rank that got no CPU for a minute is slow, and its step ends sooner."""
 
 _CHECK_INTERVAL_S = 1.0
 """Pause between two looks at idle ranks: a rank that dies then is noticed within it."""
@@ -131,7 +131,9 @@ class EngineLoop(Closing):
 
     @property
     def drain_state(self) -> DrainState | None:
-        """What is left since :meth:`drain`, as it was after the last step; never waits."""
+        """What is left since :meth:`drain`, as it was after the last step; ``None`` unless it
+        drains. Never waits.
+        """
         return self._drain_state
 
     def drain(self) -> Future[DrainState]:
@@ -147,6 +149,20 @@ class EngineLoop(Closing):
         """
         with self._lock:
             self._draining = True
+        return self.call(lambda _engine: self._note_drain())
+
+    def resume(self) -> Future[object]:
+        """Takes new requests again, where it drained. Idempotent.
+
+        Returns:
+            A future that ends with the step under way; from then on :attr:`drain_state` is
+            ``None``.
+
+        Raises:
+            KVFerryError: the engine is closed, or cannot go on.
+        """
+        with self._lock:
+            self._draining = False
         return self.call(lambda _engine: self._note_drain())
 
     def submit(
@@ -289,12 +305,13 @@ class EngineLoop(Closing):
 
     def _note_drain(self) -> DrainState:
         stats = self._engine.stats().scheduler
-        self._drain_state = state = DrainState(
+        state = DrainState(
             requests=stats.running + stats.waiting,
             loads=stats.loading,
             leases=stats.lent,
             is_over=not self._engine.has_work(),
         )
+        self._drain_state = state if self._draining else None
         return state
 
     @contextmanager

@@ -10,7 +10,7 @@ from kvferry.engine import loop as loops
 from kvferry.engine.loop import EngineLoop, StepState
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.engine.request import SchedulerOptions
-from kvferry.errors import EngineError, StuckStepError, WorkerDiedError
+from kvferry.errors import DrainingError, EngineError, StuckStepError, WorkerDiedError
 from tests.engine.simulated import VOCAB, open_simulated
 from tests.engine.toy_cache import reference_tokens
 
@@ -299,7 +299,7 @@ def test_a_process_that_did_not_run_gives_nothing_up(simulated, frozen, monkeypa
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
         until(lambda: loop.step_state().age_s)
-        loop._step_started -= 100
+        loop._step_started -= 200
         assert loop.step_state().is_stuck
         time.sleep(0.3)
         assert not listener.calls
@@ -312,6 +312,17 @@ def test_the_state_of_a_step_reads_as_a_sentence():
     assert str(StepState(61, (0, 3))) == "the step has run for 61 s and waits for ranks 0 and 3"
     assert str(StepState(61)) == "the step has run for 61 s"
     assert str(StepState(None)) == "no step is under way"
-    assert StepState(60.1).is_stuck
-    assert not StepState(59.9).is_stuck
+    assert StepState(120.1).is_stuck
+    assert not StepState(119.9).is_stuck  # a rank may have stood still for a minute
     assert not StepState(None).is_stuck
+
+
+def test_an_engine_that_drained_takes_requests_again(loop):
+    assert loop.drain().result(WAIT_S).is_over
+    with pytest.raises(DrainingError):
+        submit(loop, "refused", [1, 2])
+    loop.resume().result(WAIT_S)
+    assert loop.drain_state is None
+    assert submit(loop, "taken", [1, 2]).wait().finish_reason == "length"
+    assert loop.drain_state is None
+    loop.resume().result(WAIT_S)  # once more is no harm
