@@ -3,7 +3,8 @@
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -36,7 +37,8 @@ class _Routers:
 
     def enter(self, engine: RunningEngine) -> None:
         """Tells all of them where the engine is."""
-        for url, client in self._clients.items():
+
+        def enter(url: str, client: RouterClient) -> None:
             try:
                 client.put(engine.role, engine.name, engine.url)
                 said = f"entered at {url}"
@@ -46,17 +48,31 @@ class _Routers:
                 self._told[url] = said
                 self._console.print(escape(said), style="dim")
 
+        self._at_once(enter)
+
     def drain(self, engine: RunningEngine) -> None:
         """Has all of them give the engine nothing new."""
-        for client in self._clients.values():
+
+        def drain(_url: str, client: RouterClient) -> None:
             with contextlib.suppress(KVFerryError):  # it is not there, or does not know us
                 client.drain(engine.role, engine.name)
 
+        self._at_once(drain)
+
     def leave(self, engine: RunningEngine) -> None:
         """Has all of them forget the engine."""
-        for client in self._clients.values():
+
+        def leave(_url: str, client: RouterClient) -> None:
             with contextlib.suppress(KVFerryError):
                 client.delete(engine.role, engine.name)
+
+        self._at_once(leave)
+
+    def _at_once(self, tell: Callable[[str, RouterClient], None]) -> None:
+        """Tells them all at the same time: one that cannot be reached takes its time."""
+        if self._clients:
+            with ThreadPoolExecutor(len(self._clients)) as threads:
+                list(threads.map(tell, self._clients, self._clients.values()))
 
 
 def engine(

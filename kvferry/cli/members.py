@@ -48,7 +48,9 @@ def add(role: str, url: str, name: str, router: str, operator_key: str | None) -
         name = EngineAddress.of("decode", url, name).name
     except ValueError as error:
         raise KVFerryError(str(error)) from error
-    RouterClient(router, operator_key).put(role, name, url)
+    client = RouterClient(router, operator_key)
+    if client.put(role, name, url)["state"] in ("draining", "drained"):
+        client.resume(role, name)
     make_console().print(f"{role} engine {escape(name)} is entered")
 
 

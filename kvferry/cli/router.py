@@ -14,7 +14,7 @@ from rich.table import Table
 from kvferry.cli.console import make_console
 from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.lists import engines_behind, engines_in
-from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
+from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, without_credentials
 from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import serve
@@ -67,7 +67,7 @@ def router(
         console = make_console()
         table = Table("role", "server")
         for engine in named:
-            table.add_row(engine.role, engine.url)
+            table.add_row(engine.role, without_credentials(engine.url))
         if named:
             console.print(table)
         if file is not None:

@@ -205,12 +205,13 @@ class EngineServer:
             "/v1/models": (self._models, "GET"),
             "/kvferry/records": (self._tell_records, "GET"),
             "/kvferry/take_back": (self._take_back, "POST"),
-            "/kvferry/drain": (self._drain, "POST"),
         }
         routes = [
             Route(path, self._guarded(answer), methods=[method])
             for path, (answer, method) in guarded.items()
         ]
+        for answer, method in ((self._drain, "POST"), (self._resume, "DELETE")):
+            routes.append(Route("/kvferry/drain", self._guarded(answer), methods=[method]))
         routes += [
             Route("/health", self._health),
             Route("/ready", self._ready),
@@ -391,6 +392,15 @@ class EngineServer:
         except KVFerryError as error:
             raise _unavailable(error) from error
         return web.json_response(await asyncio.wrap_future(drained))
+
+    async def _resume(self, _: Request) -> Response:
+        """It takes new requests again."""
+        try:
+            resumed = self._engine.resume()
+        except KVFerryError as error:
+            raise _unavailable(error) from error
+        await asyncio.wrap_future(resumed)
+        return web.json_response({})
 
     async def _render_metrics(self, _: Request) -> Response:
         await self._refresh()

@@ -24,7 +24,7 @@ import httpx
 import msgspec
 
 from kvferry.cluster import web
-from kvferry.cluster.messages import Role
+from kvferry.cluster.messages import Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
 from kvferry.engine.loop import DrainState
@@ -50,9 +50,9 @@ class EngineClient:
         self._kept = _client(headers, KEPT_CONNECTIONS)
         self._new = _client(headers, 0)
 
-    async def get(self, url: str) -> httpx.Response:
+    async def ask(self, method: str, url: str) -> httpx.Response:
         """The whole answer; it must come within :data:`CONNECT_TIMEOUT_S`."""
-        request = self._kept.build_request("GET", url, timeout=CONNECT_TIMEOUT_S)
+        request = self._kept.build_request(method, url, timeout=CONNECT_TIMEOUT_S)
         response = await self._send(request)
         try:
             await response.aread()
@@ -154,7 +154,7 @@ class _Error(msgspec.Struct):
 class _Health(msgspec.Struct):
     """What an engine of ours tells with its health; other servers tell nothing."""
 
-    drain: DrainState | None = None
+    drain: DrainState | msgspec.UnsetType | None = msgspec.UNSET
     kv_role: str | None = None
     silent_peers: tuple[str, ...] = ()
 
@@ -249,6 +249,9 @@ class Engine:
     outstanding: int = 0
     """Requests that it works on for this router."""
     healthy: bool = False
+    is_slow: bool = False
+    """Whether it is not healthy only because its last health check was not answered in time. It
+    took the connection, so it is not dead."""
     last_error: str = "not reached yet"
     """Why it is not healthy."""
     max_model_len: int | None = None
@@ -261,6 +264,8 @@ class Engine:
     """Prompts of this router that it computed, and no decode engine has fetched yet."""
     is_leaving: bool = False
     """Whether this router sends it nothing new because somebody asked for that."""
+    tells_of_draining: bool = False
+    """Whether its health check tells of its draining, as that of an engine of ours."""
     drain: DrainState | None = None
     """What it told last of its draining; ``None`` unless it drains."""
     silent_peers: tuple[str, ...] = ()
@@ -270,6 +275,8 @@ class Engine:
     _probing: asyncio.Task[None] | None = None
     _telling: set[asyncio.Task[None]] = field(default_factory=set)
     """What :meth:`take_back` has under way."""
+    _draining: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is told to drain, or not to: it hears both in their order."""
 
     async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
         """Runs a completion and waits for the whole of it.
@@ -347,7 +354,7 @@ class Engine:
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""
         try:
-            response = await self.client.get(f"{self.url}/health")
+            response = await self.client.ask("GET", f"{self.url}/health")
             if response.status_code != 200:
                 said = _error_in(response.content).message
                 self.down(said or f"its health check says {response.status_code}", reached=True)
@@ -355,10 +362,16 @@ class Engine:
             if not self._take_in(_health_in(response.content)):
                 return
             if self.max_model_len is None:
-                models = await self.client.get(f"{self.url}/v1/models")
+                models = await self.client.ask("GET", f"{self.url}/v1/models")
                 model = models.json()["data"][0]
+                max_model_len = int(model["max_model_len"])
+                if max_model_len < 1:  # it would limit the requests of all others
+                    raise ValueError(f"{max_model_len} is less than 1")
                 self.model = printable(str(model["id"])[:_NAME_LENGTH])
-                self.max_model_len = int(model["max_model_len"])
+                self.max_model_len = max_model_len
+        except httpx.ReadTimeout:
+            self.down(f"it has not answered for {CONNECT_TIMEOUT_S:g} s", reached=False)
+            self.is_slow = True
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self.down(_reason(error), reached=False)
         except (ValueError, LookupError, TypeError) as error:
@@ -368,7 +381,11 @@ class Engine:
 
     def _take_in(self, health: _Health) -> bool:
         """Notes what it told; whether it can do what it is here for."""
-        self.drain = health.drain
+        self.tells_of_draining = health.drain is not msgspec.UNSET
+        drain = None if health.drain is msgspec.UNSET else health.drain
+        if self.drain is not None and drain is None:
+            self.is_leaving = False  # it was started again, or somebody wants it back
+        self.drain = drain
         self.silent_peers = tuple(
             printable(peer[:_NAME_LENGTH]) for peer in health.silent_peers[:_PEERS]
         )
@@ -382,31 +399,63 @@ class Engine:
         return False
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether it may be given new requests."""
-        return self.healthy and not self.is_leaving and self.drain is None
+    def is_staying(self) -> bool:
+        """Whether it is not about to leave."""
+        return not self.is_leaving and self.drain is None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it answers, or at least takes connections."""
+        return self.healthy or self.is_slow
+
+    @property
+    def down_s(self) -> float:
+        """Seconds for which it has not been healthy."""
+        return 0.0 if self.healthy else time.monotonic() - self.down_since
+
+    @property
+    def shown_url(self) -> str:
+        """Where it is, for everybody to see."""
+        return without_credentials(self.url)
 
     @property
     def state(self) -> str:
-        """``ready``, ``down``, ``draining``, or ``drained``: it can be ended, and harms nobody.
+        """``ready``, ``slow``, ``down``, ``draining``, or ``drained``: it can be ended, and harms
+        nobody.
 
         Of a server that tells nothing of its draining we know what we have given it.
         """
-        if not self.is_leaving and self.drain is None:
-            return "ready" if self.healthy else "down"
+        if self.is_staying:
+            return "ready" if self.healthy else "slow" if self.is_slow else "down"
         is_over = self.outstanding == self.lent == 0
         if self.drain is not None:
             is_over = is_over and self.drain.is_over
+        elif self.tells_of_draining and self.lives:
+            is_over = False  # it has not been told yet, and others may use it
         return "drained" if is_over else "draining"
 
     async def leave(self) -> None:
         """Gives it nothing new, and tells it to take nothing new from others either."""
         self.is_leaving = True
+        await self.remind()
+
+    async def remind(self) -> None:
+        """Tells it to drain, if it is about to leave and has not said that it drains."""
+        async with self._draining:
+            if self.is_leaving and self.drain is None:
+                await self._tell_of_draining("POST")
+
+    async def resume(self) -> None:
+        """Undoes :meth:`leave`."""
+        self.is_leaving = False
+        async with self._draining:
+            if not self.is_leaving:
+                await self._tell_of_draining("DELETE")
+
+    async def _tell_of_draining(self, method: str) -> None:
         # Other servers than ours do not know what that means; one that is gone has left.
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                response = await self.client.post(f"{self.url}/kvferry/drain", {}, "", once=False)
-                await response.aclose()
+        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+            await self.client.ask(method, f"{self.url}/kvferry/drain")
             if self._probing is not None:
                 await asyncio.wait((self._probing,))  # it may have asked before the engine was told
             await self.probing()
@@ -456,6 +505,7 @@ class Engine:
     def up(self) -> None:
         """Notes that it has just answered well."""
         self.healthy = True
+        self.is_slow = False
         self.last_error = ""
 
     def down(self, reason: str, *, reached: bool) -> EngineDownError:
@@ -463,6 +513,7 @@ class Engine:
         if self.healthy:
             self.down_since = time.monotonic()
         self.healthy = False
+        self.is_slow = False
         self.last_error = printable(reason[:_REASON_LENGTH], keep="\n")
         return self._error(self.last_error, reached=reached)
 

@@ -70,6 +70,8 @@ class RunningEngine:
     """When it became ready, on that clock."""
     known_url: str = ""
     """Where the router thinks that it is."""
+    not_entered: str = ""
+    """Why the router could not be told where it is; empty if it could."""
 
     @property
     def name(self) -> str:
@@ -411,9 +413,11 @@ class Cluster(Closing):
         try:
             client.put(engine.role, engine.name, engine.url)
         except KVFerryError as error:
-            logger.warning("engine %r is not entered yet: %s", engine.name, error)
+            if str(error) != engine.not_entered:  # it is tried again and again
+                engine.not_entered = str(error)
+                logger.warning("engine %r is not entered yet: %s", engine.name, error)
         else:
-            engine.known_url = engine.url
+            engine.known_url, engine.not_entered = engine.url, ""
 
 
 def _says_it_all(error: BaseException) -> bool:

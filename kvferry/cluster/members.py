@@ -6,6 +6,7 @@ HTTP API below, and lists that are looked at again and again (:mod:`kvferry.clus
     GET    /kvferry/engines                    all of them, each with its state
     PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}
     POST   /kvferry/engines/ROLE/NAME/drain    gives it nothing new; see the state
+    DELETE /kvferry/engines/ROLE/NAME/drain    gives it requests again
     DELETE /kvferry/engines/ROLE/NAME          forgets it; what it works on goes on
 
 ``ROLE`` is ``prefill`` or ``decode``; an engine whose ``kv_role`` is ``kv_both`` may have both, and
@@ -19,7 +20,6 @@ it is still to be fetched.
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,7 +65,8 @@ class EnginePool:
     """Index at which the next choice among equals starts."""
 
     async def pick(self, tried: Collection[Engine] = ()) -> Engine:
-        """The fit engine with the fewest outstanding requests, in turn among equals.
+        """The fit engine with the fewest outstanding requests, in turn among equals; one that is
+        slow where there is no other.
 
         Raises:
             NoEngineError: 503; every engine is down or leaving, or was tried.
@@ -74,7 +75,7 @@ class EnginePool:
             # One that has just come back is not known yet.
             probes = [engine.probing() for engine in self.engines]
             await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
-        fit = self.fit(tried)
+        fit = self.fit(tried) or self.slow(tried)
         if not fit:
             raise NoEngineError(
                 503,
@@ -87,20 +88,34 @@ class EnginePool:
 
     def fit(self, tried: Collection[Engine] = ()) -> list[Engine]:
         """Those that may be given a request, beginning with whose turn it is."""
+        return [engine for engine in self._in_turn(tried) if engine.healthy]
+
+    def slow(self, tried: Collection[Engine] = ()) -> list[Engine]:
+        """Those that may be given a request where nobody is fit: slow is not dead, unless it lasts.
+
+        None of a role without which requests can be served.
+        """
+        if self.dispensable:
+            return []
+        slow = [engine for engine in self._in_turn(tried) if engine.is_slow]
+        return [engine for engine in slow if engine.down_s < self.outstanding_timeout_s]
+
+    def _in_turn(self, tried: Collection[Engine]) -> list[Engine]:
         turn = self.engines[self._next :] + self.engines[: self._next]
-        return [engine for engine in turn if engine.takes_requests and engine not in tried]
+        return [engine for engine in turn if engine.is_staying and engine not in tried]
 
     def _states(self) -> str:
         return (
             "; ".join(
-                f"{engine.name!r} ({engine.url}): {_why_not(engine)}" for engine in self.engines
+                f"{engine.name!r} ({engine.shown_url}): {_why_not(engine)}"
+                for engine in self.engines
             )
             or "there is none"
         )
 
 
 def _why_not(engine: Engine) -> str:
-    if engine.healthy and not engine.takes_requests:
+    if engine.healthy and not engine.is_staying:
         return f"it is {engine.state}"
     return engine.last_error or "failed this request"
 
@@ -141,8 +156,10 @@ class Members:
         return next((engine for engine in pool.engines if engine.name == name), None)
 
     def add(self, address: EngineAddress) -> Engine:
-        """Enters an engine, or takes one back that was about to leave; an engine of ours that was
-        told to drain takes requests again only after its next start.
+        """Enters an engine, or takes one back that was about to leave and knows nothing of that.
+
+        Whoever tells of its draining enters itself again and again, and only :meth:`Engine.resume`
+        or its next start brings it back.
 
         One that is known by this name with another address gives way: what it works on goes on,
         and it gets nothing new.
@@ -152,7 +169,7 @@ class Members:
         """
         known = self.find(address.role, address.name)
         if known is not None and known.url == address.url:
-            known.is_leaving = False
+            known.is_leaving = known.is_leaving and known.tells_of_draining
             return known
         if known is None and sum(1 for _ in self) >= MOST_ENGINES:
             raise ApiError(
@@ -202,22 +219,25 @@ class Members:
         pool = self._pool(engine.role)
         while engine in pool.engines or engine.outstanding:
             await engine.probing()
-            down_s = 0.0 if engine.healthy else time.monotonic() - engine.down_since
             # Slow is not dead: where nobody else can serve them, its requests wait for it.
             others = pool.dispensable or pool.fit((engine,))
-            if down_s >= pool.outstanding_timeout_s and others:
+            if engine.down_s >= pool.outstanding_timeout_s and others:
                 engine.give_up()
+            if engine.tells_of_draining and engine.lives:
+                await engine.remind()
             await asyncio.sleep(engines.PROBE_INTERVAL_S)
 
     async def _follow(self, look: EngineList) -> None:
         """Enters what a list names, and lets go of what it names no longer; for ever.
 
         What two looks in a row do not name drains, and is forgotten when it has: a file that is
-        being written is empty for a moment. A list that cannot be read changes nothing.
+        being written is empty for a moment. Who is named again after that serves again. A list
+        that cannot be read changes nothing.
         """
         named: dict[tuple[Role, str], EngineAddress] = {}
         missing: set[tuple[Role, str]] = set()
         leaving: set[tuple[Role, str]] = set()
+        let_go: set[tuple[Role, str]] = set()
         problem = ""
         while True:
             try:
@@ -225,7 +245,10 @@ class Members:
                 for key, address in found.items():
                     if named.get(key) != address:
                         leaving.discard(key)
-                        self.add(address)
+                        engine = self.add(address)
+                        if key in let_go:
+                            let_go.discard(key)
+                            self._start(engine.resume())
                 problem = ""
             except (ConfigError, ApiError) as error:
                 if str(error) != problem:
@@ -238,6 +261,8 @@ class Members:
                 gone = absent & missing
                 missing = absent - gone
                 leaving |= gone
+                # Whom an operator has drained, none but an operator takes back.
+                let_go |= {key for key in gone if (left := self.find(*key)) and left.is_staying}
                 named = found | {key: named[key] for key in missing}
             for key in tuple(leaving):
                 if await self._has_left(*key):
@@ -251,7 +276,7 @@ class Members:
             return True
         if not engine.is_leaving:
             await engine.leave()
-        if engine.state == "draining" and engine.healthy:
+        if engine.state == "draining" and engine.lives:
             return False
         self.remove(engine)
         return True
@@ -278,6 +303,7 @@ class Members:
             route("/kvferry/engines", self._list, "GET"),
             route(_ENGINE, self._put, "PUT"),
             route(f"{_ENGINE}/drain", self._drain, "POST"),
+            route(f"{_ENGINE}/drain", self._resume, "DELETE"),
             route(_ENGINE, self._delete, "DELETE"),
         ]
 
@@ -296,6 +322,11 @@ class Members:
     async def _drain(self, request: Request) -> Any:
         engine = self._named(request)
         await engine.leave()
+        return told(engine)
+
+    async def _resume(self, request: Request) -> Any:
+        engine = self._named(request)
+        await engine.resume()
         return told(engine)
 
     async def _delete(self, request: Request) -> Any:
@@ -329,7 +360,7 @@ def told(engine: Engine) -> dict[str, Any]:
     return {
         "name": engine.name,
         "role": engine.role,
-        "url": engine.url,
+        "url": engine.shown_url,
         "healthy": engine.healthy,
         "state": engine.state,
         "outstanding": engine.outstanding,

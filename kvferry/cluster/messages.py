@@ -14,6 +14,16 @@ MOST_NAME_CHARACTERS = 256
 """Of an engine's name."""
 
 
+def without_credentials(url: str) -> str:
+    """A URL as others may see it.
+
+    >>> without_credentials("http://user:secret@host:80")
+    'http://host:80'
+    """
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """For the scheduler process of an engine."""
 

@@ -266,7 +266,7 @@ class Router:
 
     async def _health(self, _: Request) -> Response:
         prefill, decode = self.members.prefill, self.members.decode
-        prefills, decodes = bool(prefill.fit()), bool(decode.fit())
+        prefills, decodes = (bool(pool.fit() or pool.slow()) for pool in (prefill, decode))
         engines = [told(engine) for engine in self.members]
         able = decodes and (prefills or prefill.dispensable)
         status = "unavailable" if not able else "ok" if prefills else "decode_only"

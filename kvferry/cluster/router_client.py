@@ -47,6 +47,10 @@ class RouterClient:
         """Has an engine drain."""
         return self._ask("POST", f"/{role}/{quote(name, safe='')}/drain")
 
+    def resume(self, role: str, name: str) -> dict[str, Any]:
+        """Has an engine that drains serve again."""
+        return self._ask("DELETE", f"/{role}/{quote(name, safe='')}/drain")
+
     def _ask(self, method: str, path: str, body: object = None) -> dict[str, Any]:
         """Its answer.
 

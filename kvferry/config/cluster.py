@@ -293,9 +293,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Its TCP port; 0 takes a free one."""
     request_timeout_s: float = 600.0
     """Seconds after which a request is given up."""
-    outstanding_timeout_s: float = 5.0
-    """Seconds for which an engine is unhealthy before requests that it has sent nothing for go to
-    another, where there is another."""
+    outstanding_timeout_s: float = 120.0
+    """Seconds for which an engine is unhealthy, while its connections live, before requests that it
+    has sent nothing for go to another, where there is another."""
     decode_only: Literal["fallback", "never"] = "fallback"
     """Whether decode engines compute prompts themselves while no prefill engine is healthy."""
     max_connections: int = 1000

@@ -5,11 +5,16 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
+
+from kvferry.cli import engine as command
+from kvferry.cli.console import make_console
 
 COMMAND = [sys.executable, "-m", "kvferry.cli"]
 PROMPT = list(range(1, 40))
@@ -135,3 +140,25 @@ def test_an_engine_that_cannot_be_started_is_one_message(file, change, name, mes
     )
     assert done.returncode == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_routers_are_told_at_once(monkeypatch):
+    """One that cannot be reached takes its time."""
+    both_ask = threading.Barrier(2, timeout=60)
+
+    class Client:
+        def __init__(self, url, _key):
+            self.url = url
+
+        def _told(self, *_):
+            both_ask.wait()
+
+        put = drain = delete = _told
+
+    monkeypatch.setattr(command, "RouterClient", Client)
+    routers = command._Routers(["http://a", "http://b"], None, make_console())
+    engine = SimpleNamespace(role="decode", name="d0", url="http://d0")
+    routers.enter(engine)
+    routers.drain(engine)
+    routers.leave(engine)
+    assert not both_ask.broken

@@ -78,7 +78,10 @@ class FakeEngine:
     unwell: str = ""
     """Why its health check says 503, in its own words."""
     tells: dict[str, Any] = field(default_factory=dict)
-    """What its health check says while all is well."""
+    """What its health check says while all is well; with ``drain`` it is one of ours, and hears
+    when it is to drain."""
+    is_slow: bool = False
+    """Whether it takes connections and answers nothing but completions."""
     url: str = ""
 
     def app(self) -> Starlette:
@@ -88,8 +91,21 @@ class FakeEngine:
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/kvferry/take_back", self._take_back, methods=["POST"]),
+                Route("/kvferry/drain", self._drain, methods=["POST", "DELETE"]),
             ]
         )
+
+    async def _drain(self, request: Request) -> Response:
+        await self._until_quick()
+        if "drain" not in self.tells:
+            return JSONResponse({}, 404)
+        left = {"requests": 0, "loads": 0, "leases": 0, "is_over": True}
+        self.tells = {**self.tells, "drain": left if request.method == "POST" else None}
+        return JSONResponse({})
+
+    async def _until_quick(self) -> None:
+        while self.is_slow:
+            await asyncio.sleep(0.01)
 
     async def _take_back(self, request: Request) -> Response:
         self.taken_back.append((await request.json())["kv_transfer_params"])
@@ -99,6 +115,7 @@ class FakeEngine:
         return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})
 
     async def _health(self, _: Request) -> Response:
+        await self._until_quick()
         if self.unwell:
             return JSONResponse({"error": {"message": self.unwell, "code": "StuckStepError"}}, 503)
         return JSONResponse(self.tells, 200 if self.healthy else 503)
@@ -204,9 +221,18 @@ class Servers:
         for _, future, listener in self._ending:
             future.result(10)
             listener.close()
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+async def _cancel_the_rest() -> None:
+    """Ends what servers have left: a loop that is closed complains of it."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
 
 
 @pytest.fixture(scope="session")

@@ -2,10 +2,12 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvferry.cluster import engines
+from kvferry.cluster.messages import RouterSettings
 from tests.cluster.conftest import until
 
 
@@ -92,6 +94,58 @@ def test_what_waits_for_the_only_engine_waits_on(make_setup):
     client.join(10)
 
     assert answers[0].json()["choices"][0]["text"] == "Hello"
+
+
+def state(setup, name):
+    told = setup.client.get("/health").json()["engines"]
+    return next(engine["state"] for engine in told if engine["name"] == name)
+
+
+def test_what_waits_for_a_slow_engine_stays_there(make_setup, monkeypatch):
+    """Its connections live, and a minute without CPU explains what we see."""
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    setup = make_setup(decode=2)
+    assert RouterSettings(engines=()).outstanding_timeout_s > 60
+    slow, other = setup.decode
+    slow.hang = slow.is_slow = True
+    until(lambda: state(setup, "d0") == "slow")
+    slow.is_slow = False
+    until(lambda: state(setup, "d0") == "ready")
+    other.is_slow = True
+    until(lambda: state(setup, "d1") == "slow")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(setup.complete, max_tokens=5)
+        until(lambda: slow.bodies)
+        other.is_slow, slow.is_slow = False, True
+        until(lambda: (state(setup, "d0"), state(setup, "d1")) == ("slow", "ready"))
+        for _ in range(3):  # a new one goes to an engine that answers
+            assert setup.complete(max_tokens=5).status_code == 200
+        assert (len(slow.bodies), len(other.bodies)) == (1, 3)
+        slow.release.set()
+        assert waiting.result().json()["choices"][0]["text"] == "Hello"
+    assert len(other.bodies) == 3
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_where_every_engine_is_slow_they_serve(make_setup, monkeypatch, role):
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    setup = make_setup(decode_only="never")
+    (engine,) = getattr(setup, role)
+    engine.is_slow = True
+    until(lambda: state(setup, engine.name) == "slow")
+    assert setup.client.get("/health").status_code == 200
+    assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+
+
+def test_an_engine_that_is_slow_for_too_long_counts_as_hung(make_setup, monkeypatch):
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    setup = make_setup(outstanding_timeout_s=0.5)
+    setup.decode[0].is_slow = True
+    until(lambda: state(setup, "d0") == "slow")
+    time.sleep(0.6)
+    refused = setup.complete(max_tokens=5)
+    assert refused.status_code == 503
+    assert "it has not answered for 0.1 s" in refused.json()["error"]["message"]
 
 
 def test_an_engine_that_has_come_back_serves_the_next_request(make_setup, monkeypatch):

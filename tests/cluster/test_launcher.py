@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.launcher import Cluster, RunningEngine
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
 
@@ -97,6 +97,16 @@ def test_a_router_that_listens_everywhere_is_reached_on_loopback(host, address, 
     config = cluster_config(router={"host": host})
     cluster = Cluster(config, tmp_path, print, is_whole=True, api_key=None, operator_key=None)
     assert cluster.url == f"http://{address}:0"
+
+
+def test_a_router_that_cannot_be_told_of_an_engine_is_complained_of_once(tmp_path, caplog):
+    config = cluster_config()
+    cluster = Cluster(config, tmp_path, print, is_whole=True, api_key=None, operator_key=None)
+    engine = RunningEngine(config.decode[0], "decode", process=None)
+    for _ in range(3):
+        cluster._enter(engine)  # there is no router at port 0
+    (line,) = [one for one in caplog.records if "is not entered yet" in one.getMessage()]
+    assert "'d0'" in line.getMessage()
 
 
 def test_every_part_tells_what_it_does_while_it_starts(cluster):

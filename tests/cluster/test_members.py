@@ -159,6 +159,72 @@ def test_an_engine_that_says_that_it_drains_is_left_alone_and_not_taken_for_dead
     until(lambda: state(setup, leaving.name) == "ready")
 
 
+def test_draining_is_undone(make_setup):
+    setup = make_setup(decode=2)
+    (engine, _), path = setup.decode, "/kvferry/engines/decode/d0"
+    engine.tells = {"drain": None}
+    until(lambda: setup.client.post(f"{path}/drain").json()["state"] == "drained")
+
+    put(setup, "decode", "d0", engine.url)  # as it does itself, again and again
+
+    assert state(setup, "d0") == "drained"
+    assert setup.client.delete(f"{path}/drain").json()["state"] == "ready"
+    assert engine.tells == {"drain": None}
+    engine.bodies.clear()
+    for _ in range(2):
+        assert setup.complete(max_tokens=5).status_code == 200
+    assert engine.bodies
+    assert setup.client.delete(f"{path}/drain").json()["state"] == "ready"  # once more: no harm
+
+
+def test_an_engine_that_drained_serves_again_after_its_next_start(setup):
+    (engine,) = setup.decode
+    engine.tells = {"drain": None}
+    until(lambda: setup.client.post("/kvferry/engines/decode/d0/drain").json()["drain"])
+    engine.tells = {"drain": None}
+    until(lambda: state(setup, "d0") == "ready")
+
+
+def test_an_engine_of_ours_has_not_drained_before_it_has_heard_of_it(setup, monkeypatch):
+    """Other routers give it requests till then."""
+    (engine,) = setup.decode
+    engine.tells = {"drain": None}
+    time.sleep(0.3)  # the router has seen that it is one of ours
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.2)
+    engine.is_slow = True
+
+    drained = setup.client.post("/kvferry/engines/decode/d0/drain").json()
+
+    assert drained["state"] == "draining"
+    time.sleep(0.5)
+    assert state(setup, "d0") == "draining"
+    assert engine.tells == {"drain": None}
+    engine.is_slow = False
+    until(lambda: state(setup, "d0") == "drained")
+    assert engine.tells["drain"]["is_over"]
+
+
+def test_one_engine_does_not_limit_all_by_a_length_that_is_none(setup):
+    wrong = start(setup, "decode", "wrong")
+    wrong.max_model_len = -5
+    put(setup, "decode", "wrong", wrong.url)
+    until(lambda: "-5 is less than 1" in told(setup, "wrong")["last_error"])
+    assert setup.complete(max_tokens=5).status_code == 200
+
+
+def test_credentials_in_a_url_are_shown_to_nobody(setup):
+    (engine,) = setup.decode
+    url = engine.url.replace("http://", "http://user:secret@")
+    assert put(setup, "decode", "d1", url).json()["url"] == engine.url
+    until(lambda: state(setup, "d1") == "ready")
+    engine.healthy = False
+    until(lambda: state(setup, "d1") == "down" == state(setup, "d0"))
+    refused = setup.complete(max_tokens=5)
+    assert refused.status_code == 503
+    for answer in (refused, setup.client.get("/health"), setup.client.get("/metrics")):
+        assert "secret" not in answer.text
+
+
 def test_a_refusal_to_take_new_requests_is_no_death(make_setup):
     setup = make_setup(decode=2)
     leaving, _ = setup.decode
@@ -288,16 +354,15 @@ def test_what_an_engine_said_before_it_was_told_to_drain_does_not_count():
         def __init__(self):
             self.tells, self.told = {}, asyncio.Event()
 
-        async def get(self, _url):
+        async def ask(self, method, _url):
+            if method == "POST":
+                left = {"requests": 3, "loads": 0, "leases": 0, "is_over": False}
+                self.tells = {"drain": left}
+                self.told.set()
+                return httpx.Response(200, json=left)
             answer = httpx.Response(200, json=self.tells)
             await self.told.wait()
             return answer
-
-        async def post(self, *_, **__):
-            left = {"requests": 3, "loads": 0, "leases": 0, "is_over": False}
-            self.tells = {"drain": left}
-            self.told.set()
-            return httpx.Response(200, json=left)
 
     async def drain():
         engine = Engine("d0", "http://d0", "decode", Client(), max_model_len=1)
@@ -400,6 +465,22 @@ def test_a_list_brings_engines_and_takes_them_away(follow, servers):
     until(lambda: {name for _, name, _ in names()} == {"f0"})
     look.found = everybody
     until(lambda: {name for _, name, _ in names()} == {"f0", "f1"})
+
+
+def test_an_engine_that_a_list_names_again_serves_again(make_setup, follow):
+    setup = make_setup()
+    (engine,) = setup.decode
+    engine.tells = {"drain": None}
+    look = Lookup()
+    names = follow(look)
+    look.found = [("decode", engine.url, "d0")]
+    until(names)
+    time.sleep(0.3)
+    look.found = []
+    until(lambda: engine.tells["drain"] is not None)
+    look.found = [("decode", engine.url, "d0")]
+    until(lambda: engine.tells["drain"] is None)
+    until(lambda: state(setup, "d0") == "ready")
 
 
 def test_an_engine_that_a_list_names_no_longer_goes_only_when_it_has_drained(make_setup, follow):
