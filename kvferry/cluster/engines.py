@@ -475,6 +475,13 @@ class Engine:
             self._probing = asyncio.create_task(self.probe())
         return self._probing
 
+    async def aclose(self) -> None:
+        """Asks and tells it nothing more: a connection made after the client's end stays open."""
+        tasks = [*self._telling, *([self._probing] if self._probing is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _post(self, path: str, body: Mapping[str, Any], request_id: str) -> httpx.Response:
         # What a decode engine is told to load serves one request: brought twice, it is refused.
         once = self.role == "decode" and "kv_transfer_params" in body

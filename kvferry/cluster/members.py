@@ -204,8 +204,12 @@ class Members:
             yield
         finally:
             self._is_watching = False
-            for task in self._tasks:
+            tasks = tuple(self._tasks)
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for engine in self:
+                await engine.aclose()
 
     def _pool(self, role: Role) -> EnginePool:
         return self.prefill if role == "prefill" else self.decode

@@ -549,6 +549,28 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
     asyncio.run(run())
 
 
+def test_a_router_that_ends_asks_nothing_more():
+    """A connection that was made after its client's end would stay open."""
+
+    class Client:
+        asked = 0
+
+        async def ask(self, *_):
+            self.asked += 1
+            await asyncio.Event().wait()
+
+    async def run():
+        client = Client()
+        engine = EngineAddress.of("decode", "http://127.0.0.1:9", "d0")
+        known = Members(RouterSettings(engines=(engine,)), client)
+        async with asyncio.timeout(20), known.watching():
+            while not client.asked:
+                await asyncio.sleep(0.01)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
     looks = 0
 
