@@ -5,6 +5,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -102,7 +103,7 @@ def test_a_router_that_listens_everywhere_is_reached_on_loopback(host, address, 
 def test_a_router_that_cannot_be_told_of_an_engine_is_complained_of_once(tmp_path, caplog):
     config = cluster_config()
     cluster = Cluster(config, tmp_path, print, is_whole=True, api_key=None, operator_key=None)
-    engine = RunningEngine(config.decode[0], "decode", process=None)
+    engine = RunningEngine(config.decode[0], "decode", SimpleNamespace(host=""))
     for _ in range(3):
         cluster._enter(engine)  # there is no router at port 0
     (line,) = [one for one in caplog.records if "is not entered yet" in one.getMessage()]
