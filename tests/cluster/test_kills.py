@@ -1,0 +1,306 @@
+"""Engines that are killed (SIGKILL) under load: no client notices, and no token is another one.
+
+The KV outlives D: a decode engine that dies before its first token is replaced by another, which
+takes its lease over. Later ones are replaced too, and so are prefill engines under a reader.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+import torch
+
+from kvferry.cluster import launcher
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.messages import SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+KILLS = int(os.environ.get("KILLS", "30"))
+CLIENTS = 3
+MAX_TOKENS = 60
+WAIT_S = 300.0
+PLUGIN = Path(__file__).parents[1] / "vllm_servers" / "plugin"
+"""Has a ``tcp`` whose reads begin two seconds late, so that there is time to kill."""
+
+
+def engine(role, number):
+    """No two of a role have one shape."""
+    transfer = {
+        "kv_connector": "PullConnector",
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
+        "kv_port": 0,
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"transport": "slow_tcp", "lease_duration_s": 10.0},
+    }
+    return {
+        "name": f"{role}-{number}",
+        "tp": 1 + number,
+        "block_size": (16, 24)[number],
+        "num_blocks": 256,
+        "max_model_len": 512,
+        "kv_transfer_config": transfer,
+    }
+
+
+CONFIG = ClusterConfig.from_mapping(
+    {
+        "model": {"source": "tiny", "dtype": "float64"},
+        "prefill": [engine("prefill", number) for number in range(2)],
+        "decode": [engine("decode", number) for number in range(2)],
+        "router": {"port": 0, "decode_only": "never"},
+    }
+)
+
+
+def prompt(number):
+    """No two of them begin alike."""
+    draw = random.Random(number)
+    return [draw.randrange(3, 250) for _ in range(70 + number % 50)]
+
+
+def sampling(number):
+    """Every other one is drawn with a seed."""
+    return {"temperature": 0.9, "seed": number} if number % 2 else {"temperature": 0.0}
+
+
+class Killable:
+    """A cluster whose engines are killed, and started again by its supervisor."""
+
+    def __init__(self, cluster):
+        self.cluster = cluster
+        self.client = httpx.Client(base_url=cluster.url, timeout=WAIT_S, trust_env=False)
+        self._fresh = itertools.count(1000)
+        self._stop = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise)
+        self._supervisor.start()
+        torch.set_num_threads(1)
+        self._undivided = build_engine(
+            EngineConfig(name="one", kv_transfer_config={}, num_blocks=256),
+            cluster.model_folder,
+            dtype="float64",
+            executor="inprocess",
+            connect=False,
+        )
+
+    def _supervise(self):
+        while not self._stop.is_set():
+            self.cluster.wait(0.2)
+
+    def close(self):
+        self._stop.set()
+        self._supervisor.join()
+        self.client.close()
+        self._undivided.close()
+
+    def fresh(self):
+        """The number of a prompt that no engine has seen."""
+        return next(self._fresh)
+
+    def engine(self, name):
+        return next(one for one in self.cluster.engines if one.name == name)
+
+    def kill(self, name):
+        process = self.engine(name).process
+        os.killpg(process.pid, signal.SIGKILL)
+        until(lambda: not process.is_running)
+
+    def until_ready(self):
+        engines = self.cluster.engines
+        until(lambda: all(one.process.is_running and one.is_ready for one in engines))
+        until(lambda: all(one.known_url == one.url for one in engines))
+        until(lambda: all(one["state"] == "ready" for one in self.health()))
+
+    def health(self):
+        return self.client.get("/health").json()["engines"]
+
+    def samples(self, name, metric):
+        """Label → value of one of an engine's metrics; empty while it is not there."""
+        with contextlib.suppress(httpx.HTTPError):
+            text = httpx.get(f"{self.engine(name).url}/metrics", timeout=10, trust_env=False).text
+            lines = [line for line in text.splitlines() if line.startswith(f"{metric}{{")]
+            return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+        return {}
+
+    def having(self, role, state):
+        """The name of an engine with a live request in that state, once there is one."""
+        names = [one.name for one in self.cluster.engines if one.role == role]
+
+        def find():
+            for name in names:
+                if self.samples(name, "kvferry_engine_live_requests").get(state):
+                    return name
+            return None
+
+        return until(find)
+
+    def computed(self):
+        """Name → prompt tokens that an engine has computed since it started."""
+        metric = "kvferry_engine_prompt_tokens_total"
+        names = [one.name for one in self.cluster.engines]
+        return {name: self.samples(name, metric).get("computed", 0.0) for name in names}
+
+    def stream(self, number):
+        """The tokens of an answer as they come.
+
+        Raises:
+            AssertionError: the client is told of an error.
+        """
+        body = {
+            "prompt": prompt(number),
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            **sampling(number),
+        }
+        with self.client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = msgspec.json.decode(line[6:])
+                assert "error" not in event, event
+                for choice in event["choices"]:
+                    yield from choice.get("token_ids") or []
+
+    def expected(self, number):
+        """The tokens of one engine that lends nothing and loads nothing."""
+        drawn = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, **sampling(number))
+        (answer,) = self._undivided.generate([prompt(number)], drawn)
+        return list(answer.token_ids)
+
+    def check_nothing_is_stranded(self):
+        for one in self.cluster.engines:
+            until(lambda: not any(self.samples(one.name, "kvferry_engine_live_requests").values()))  # noqa: B023
+            assert self.samples(one.name, "kvferry_engine_kv_blocks")["used"] == 0
+
+
+def until(condition):
+    deadline = time.monotonic() + WAIT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def killable(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kills")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(folder / "cache"))
+        patch.setenv("PYTHONPATH", f"{PLUGIN}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        patch.syspath_prepend(PLUGIN)
+        patch.setattr(launcher, "LONGEST_BACK_OFF_S", 1.0)
+        with (
+            Cluster.open(CONFIG, logs=folder / "logs", timeout_s=WAIT_S) as cluster,
+            contextlib.closing(Killable(cluster)) as opened,
+        ):
+            yield opened
+
+
+@pytest.fixture
+def served(killable):
+    """All engines are there, and hold nothing afterwards."""
+    killable.until_ready()
+    yield killable
+    killable.until_ready()
+    killable.check_nothing_is_stranded()
+
+
+@pytest.mark.parametrize("drawn", [0, 1], ids=["greedy", "seeded"])
+def test_a_decode_engine_that_dies_before_its_first_token_costs_no_prompt(served, drawn):
+    number = 2 * served.fresh() + drawn
+    before = served.computed()
+    tokens = served.stream(number)
+    first = next(tokens)  # the prefill engine's
+    dead = served.having("decode", "loading")
+    served.kill(dead)
+    assert [first, *tokens] == served.expected(number)
+    after = served.computed()
+    # The prompt by one engine, once, and by the other decode engine what no other can have.
+    computed = [after[name] - before[name] for name in before if name != dead]
+    assert sorted(computed) == [0, 1, len(prompt(number))]
+
+
+@pytest.mark.parametrize("drawn", [0, 1], ids=["greedy", "seeded"])
+def test_a_stream_goes_on_when_its_decode_engine_dies(served, drawn):
+    number = 2 * served.fresh() + drawn
+    tokens = served.stream(number)
+    come = [next(tokens) for _ in range(4)]
+    served.kill(served.having("decode", "running"))
+    come += tokens
+    assert come == served.expected(number)
+
+
+def test_a_stream_waits_when_the_prefill_engine_dies_from_which_it_is_read(served):
+    number = 2 * served.fresh()
+    tokens = served.stream(number)
+    come = [next(tokens)]
+    served.having("decode", "loading")
+    served.kill(served.having("prefill", "lent"))
+    come += tokens
+    assert come == served.expected(number)
+
+
+class Load:
+    """Clients that ask until they are stopped; every answer is kept."""
+
+    def __init__(self, killable):
+        self.answers = []
+        self.errors = []
+        self._killable = killable
+        self._number = itertools.count()
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
+        self._under_way = set()
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self):
+        while not self._stop.is_set():
+            number = next(self._number)
+            self._under_way.add(number)
+            try:
+                self.answers.append((number, list(self._killable.stream(number))))
+            except (AssertionError, httpx.HTTPError) as error:
+                self.errors.append(f"request {number}: {error}")
+            self._under_way.discard(number)
+
+    def until_all_are_new(self):
+        """Waits for the requests that are under way: the second death under one is its end."""
+        now = set(self._under_way)
+        until(lambda: self.errors or not now & self._under_way)
+
+
+def test_engines_are_killed_in_a_row_under_load(served):
+    moments = itertools.cycle([("decode", "loading"), ("decode", "running"), ("prefill", "lent")])
+    with Load(served) as load:
+        for _ in range(KILLS):
+            role, state = next(moments)
+            served.kill(served.having(role, state))
+            load.until_all_are_new()
+            served.until_ready()
+            if load.errors:
+                break
+    wrong = [number for number, tokens in load.answers if tokens != served.expected(number)]
+    print(f"{KILLS} kills, {len(load.answers)} answers, {load.errors=}, {wrong=}")
+    assert (load.errors, wrong) == ([], [])
