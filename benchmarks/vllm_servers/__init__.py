@@ -6,5 +6,6 @@
 ``pair``         a prefill server and a decode server, and what a proxy in front of them does
 ``client``       requests and metrics over HTTP
 
-The servers run in ``.venv-vllm``, which ``make test-vllm`` sets up; all else runs in ``.venv``.
+The servers run in ``.venv-vllm``, or in the environment of an older release that the variable
+``KVFERRY_TEST_VLLM`` names; ``make test-vllm`` sets them up. All else runs in ``.venv``.
 """

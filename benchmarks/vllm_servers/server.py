@@ -22,8 +22,11 @@ from benchmarks.vllm_servers.ports import free_port
 from kvferry.lifetimes import Closing
 
 ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
-"""Of the servers; `make test-vllm` sets it up."""
+NEWEST_VLLM = ROOT / ".venv-vllm"
+"""The environment of the newest release of vLLM; `make test-vllm` sets it up."""
+VLLM = ROOT / os.environ.get("KVFERRY_TEST_VLLM", NEWEST_VLLM.name)
+"""The environment of the release under test: that of `make test-vllm VLLM=0.31.0`, say."""
+PYTHON = VLLM / "bin" / "python"
 _SITE = Path(__file__).parent / "site"
 
 _START_S = 600.0
@@ -38,6 +41,8 @@ class ServerOptions:
     name: str
     """For its log, and as engine id."""
     model: Model
+    vllm: Path = VLLM
+    """The environment of its vLLM."""
     block_size: int = 128
     tp: int = 1
     pp: int = 1
@@ -72,7 +77,8 @@ class ServerOptions:
         }
         # A test run that is killed leaves no servers behind.
         command = ["setpriv", "--pdeathsig", "TERM"]
-        command += [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+        python = self.vllm / "bin" / "python"
+        command += [str(python), "-m", "vllm.entrypoints.openai.api_server"]
         command += [part for key, value in given.items() for part in (f"--{key}", str(value))]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -120,8 +126,8 @@ class Server(Closing):
         Raises:
             ServerError: vLLM's environment is not there.
         """
-        if not PYTHON.exists():
-            raise ServerError(f"{PYTHON} is not there; `make test-vllm` sets it up")
+        if not options.vllm.exists():
+            raise ServerError(f"{options.vllm} is not there; `make test-vllm` sets it up")
         self.options = options
         self.log = logs / f"{options.name}.log"
         # Sockets have short paths, which a test's own folder need not have.

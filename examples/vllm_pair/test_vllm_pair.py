@@ -18,7 +18,7 @@ from kvferry.engine.weights import prepare_model
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VLLM_BIN = ROOT / ".venv-vllm" / "bin"
+VLLM_BIN = ROOT / os.environ.get("KVFERRY_TEST_VLLM", ".venv-vllm") / "bin"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 

@@ -6,17 +6,17 @@ For example::
         "kv_connector_module_path": "kvferry.integrations.vllm", "kv_role": "kv_producer"}'
 
 A thin translation: what is moved, leased and refused is the PullConnector's business. What depends
-on vLLM's release lives in :mod:`kvferry.integrations.vllm.compat`.
+on vLLM lives in :mod:`kvferry.integrations.vllm.compat`.
 
 Raises:
-    ImportError: vLLM is not installed, or is a release that this adapter was not written for.
+    ImportError: vLLM is not installed, is too old, or newer and without what the adapter needs.
 """
 
 try:
     import vllm as _vllm
 except ModuleNotFoundError as error:
     raise ImportError(
-        "kvferry.integrations.vllm: vLLM is not installed here; install vllm 0.32 in the "
+        "kvferry.integrations.vllm: vLLM is not installed here; install vLLM 0.31 or 0.32 in the "
         "environment that serves, and kvferry into the same one"
     ) from error
 

@@ -179,7 +179,7 @@ def _packing(
     if kind not in packings:
         cache_dtype = vllm_config.cache_config.cache_dtype
         packings[kind] = probe_packing(
-            lambda k, v: compat.write_cpu_block(layer, k, v, cache_dtype),
+            lambda k, v: compat.write_cpu_block(layer.isa, k, v, cache_dtype),
             vllm_config.model_config.dtype,
             block_size,
             spec.head_size,

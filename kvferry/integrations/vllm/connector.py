@@ -33,7 +33,6 @@ Methods of vLLM's API that are left to its base classes, and why:
 from typing import TYPE_CHECKING, Any
 
 from kvferry.integrations.vllm.compat import (
-    CacheHitSource,
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -42,6 +41,7 @@ from kvferry.integrations.vllm.compat import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
+    release,
 )
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata
 from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
@@ -57,7 +57,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     vLLM makes one instance in the scheduler's process and one in every worker.
     """
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = release.cache_hit_source
 
     # vLLM calls each role's methods on that role only, so one of them is never there.
     _scheduler: "SchedulerHalf"

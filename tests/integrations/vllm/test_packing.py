@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
-from types import SimpleNamespace
 
 import torch
 
@@ -60,10 +59,8 @@ def test_a_place_without_a_cell_is_no_known_order():
 def test_vllms_own_operation_keeps_k_transposed(dtype, block_size):
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    layer = SimpleNamespace(isa=_get_attn_isa(dtype, block_size, 64))
-    packing = probe_packing(
-        lambda k, v: write_cpu_block(layer, k, v, "auto"), dtype, block_size, 64
-    )
+    isa = _get_attn_isa(dtype, block_size, 64)
+    packing = probe_packing(lambda k, v: write_cpu_block(isa, k, v, "auto"), dtype, block_size, 64)
     assert (packing.layout, packing.name) == (TRANSPOSED_K, "")
 
 
@@ -73,9 +70,8 @@ def test_known_data_lies_where_the_layout_says():
     from kvferry.layouts import Layout
     from kvferry.layouts.layout import Box
 
-    layer = SimpleNamespace(isa="vec")
     k, v = torch.randn(64, 32), torch.randn(64, 32)
-    block = write_cpu_block(layer, k, v, "auto").numpy()
+    block = write_cpu_block("vec", k, v, "auto").numpy()
     box = Box(1, 1, 64, 1, (("k", 32), ("v", 32)))
     places = Layout.parse(TRANSPOSED_K).strides(box, (block.size, block.size, 1))
     for part, cells in (("k", k), ("v", v)):

@@ -1,14 +1,24 @@
-"""All that the adapter takes from vLLM. With a new release, this is the file to look at.
+"""All that the adapter takes from vLLM. With a new release, this is the folder to look at.
 
 The rest of the adapter imports vLLM's names from here, and asks here for whatever vLLM keeps in
-places of its own.
+places of its own. This file holds what is the same in all releases. What is not, ``release``
+answers, an object of the module for the installed one:
+
+===========  ===========================================================================
+module       how that release differs from the next newer one
+===========  ===========================================================================
+``v0_32``    the newest: what ``release`` answers; newer releases are tried with it
+``v0_31``    does not ask where loaded tokens come from
+===========  ===========================================================================
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -23,12 +33,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 from vllm.v1.kv_cache_interface import KVQuantMode, UniformTypeKVCacheSpecs
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
+from kvferry.integrations.vllm.release import module_of
+
+if TYPE_CHECKING:
+    from kvferry.integrations.vllm.compat.v0_32 import Release
+
 __all__ = [
-    "CacheHitSource",
     "KVConnectorBase_V1",
     "KVConnectorHandshakeMetadata",
     "KVConnectorMetadata",
@@ -40,9 +53,13 @@ __all__ = [
     "RequestStatus",
     "SupportsHMA",
     "create_metric_per_engine",
+    "release",
 ]
 
 T = TypeVar("T")
+
+release: "Release" = import_module(f"{__name__}.{module_of(vllm.__version__)}").Release()
+"""What depends on the installed release."""
 
 PLAIN_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 """Caches whose cells are elements of one dtype and nothing else."""
@@ -225,12 +242,12 @@ def ask_for_amx() -> None:
 
 
 def write_cpu_block(
-    layer: Any, key_ND: torch.Tensor, value_ND: torch.Tensor, cache_dtype_name: str
+    isa: str, key_ND: torch.Tensor, value_ND: torch.Tensor, cache_dtype_name: str
 ) -> torch.Tensor:
     """One block of one head as CPU attention stores it, written by vLLM's own operation.
 
     Args:
-        layer: the attention module, whose instruction set it is written for.
+        isa: the instruction set that it is written for.
         key_ND: [tokens of a block, head size], of the model's dtype.
         value_ND: likewise.
         cache_dtype_name: of the engine's cache config.
@@ -251,7 +268,7 @@ def write_cpu_block(
         key_cache,
         value_cache,
         torch.arange(tokens, dtype=torch.int64),
-        layer.isa,
+        isa,
         k_scale=1.0,
         v_scale=1.0,
         kv_cache_dtype=cache_dtype_name,

@@ -1,0 +1,14 @@
+"""vLLM 0.31: it does not tell tokens from a peer from tokens of a store."""
+
+from kvferry.integrations.vllm.compat import v0_32
+
+
+class Release(v0_32.Release):
+    """See the class that it inherits from."""
+
+    lacks = v0_32.Release.lacks | {
+        "vllm.v1.metrics.cache_hit_source:CacheHitSource",
+        "KVConnectorBase_V1.get_loaded_kv_cache_group_ids",
+    }
+
+    cache_hit_source = None

@@ -1,0 +1,24 @@
+"""vLLM 0.32, for which the adapter is written. Newer releases are tried as this one."""
+
+from functools import cached_property
+from typing import Any, ClassVar
+
+
+class Release:
+    """What older releases of vLLM keep elsewhere or do not have.
+
+    The class of an older release inherits from that of the next newer one and overrides what
+    differs, so that a release which is no longer served is one file less. Names of vLLM are
+    imported when they are asked for: an older release may not have them.
+    """
+
+    lacks: ClassVar[frozenset[str]] = frozenset()
+    """Names of :data:`kvferry.integrations.vllm.contract.NEEDED` that this release does not have
+    and the adapter does without."""
+
+    @cached_property
+    def cache_hit_source(self) -> Any:
+        """Where loaded tokens come from, for vLLM's figures: a peer."""
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        return CacheHitSource.P2P

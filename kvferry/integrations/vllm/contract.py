@@ -1,0 +1,238 @@
+"""What the adapter needs of vLLM, by name, and which of it an installed vLLM does not have.
+
+The adapter was tested with the releases that it knows. Of a newer one it asks, before it serves,
+whether every name is still there and every method still takes the same parameters. What these do
+is beyond it.
+"""
+
+import importlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1"
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    # What vLLM calls on a connector. Without one of these, something would silently not happen.
+    f"{_CONNECTOR}.base:KVConnectorBase_V1": (
+        "__init__(vllm_config, role, kv_cache_config)",
+        "_connector_metadata",
+        "_kv_cache_config",
+        "bind_kv_cache_manager(kv_cache_manager)",
+        "build_connector_meta(scheduler_output)",
+        "build_connector_worker_meta()",
+        "build_kv_connector_stats(data)",
+        "build_prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)",
+        "get_block_ids_with_load_errors()",
+        "get_finished(finished_req_ids)",
+        "get_handshake_metadata()",
+        "get_kv_connector_stats()",
+        "get_loaded_kv_cache_group_ids(request)",
+        "get_num_new_matched_tokens(request, num_computed_tokens)",
+        "get_transfer_results(finished_req_ids)",
+        "has_pending_push_work()",
+        "on_new_request(request)",
+        "register_kv_caches(kv_caches)",
+        "request_finished(request, block_ids)",
+        "save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)",
+        "set_xfer_handshake_metadata_pp_aware(metadata)",
+        "shutdown()",
+        "start_load_kv(forward_context, kwargs)",
+        "update_connector_output(connector_output)",
+        "update_state_after_alloc(request, blocks, num_external_tokens)",
+        "wait_for_layer_load(layer_name)",
+        "wait_for_save()",
+    ),
+    f"{_CONNECTOR}.base:SupportsHMA": ("request_finished_all_groups(request, block_ids)",),
+    f"{_CONNECTOR}.base:KVConnectorHandshakeMetadata": (),
+    f"{_CONNECTOR}.base:KVConnectorMetadata": (),
+    f"{_CONNECTOR}.base:KVConnectorRole": ("WORKER",),
+    f"{_CONNECTOR}.base:KVConnectorTransferResults": (
+        "failed_recving",
+        "finished_recving",
+        "finished_sending",
+    ),
+    f"{_CONNECTOR}.base:KVConnectorWorkerMetadata": ("aggregate(other)",),
+    f"{_CONNECTOR}.metrics:KVConnectorPromMetrics": (
+        "_counter_cls",
+        "_histogram_cls",
+        "observe(transfer_stats_data, engine_idx)",
+    ),
+    f"{_CONNECTOR}.metrics:KVConnectorStats": (
+        "aggregate(other)",
+        "data",
+        "is_empty()",
+        "reduce()",
+        "reset()",
+    ),
+    "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "kv_connector_worker_meta"),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": ("P2P",),
+    "vllm.v1.metrics.utils:create_metric_per_engine": (),
+    # Requests and blocks.
+    "vllm.v1.request:Request": (
+        "_all_token_ids",
+        "abort_immediately",
+        "get_finished_reason()",
+        "get_skip_reading_prefix_cache()",
+        "kv_transfer_params",
+        "lora_request",
+        "max_tokens",
+        "mm_features",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_embeds",
+        "prompt_is_token_ids",
+        "prompt_token_ids",
+        "request_id",
+        "status",
+    ),
+    "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+    "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "mm_position"),
+    "vllm.multimodal.inputs:PlaceholderRange": ("length", "offset"),
+    "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool", "coordinator"),
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
+    "vllm.v1.core.block_pool:BlockPool": ("hash_block_size",),
+    "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
+        "block_size",
+        "num_cached_block",
+    ),
+    # KV caches.
+    "vllm.v1.kv_cache_interface:KVCacheConfig": (
+        "kv_cache_groups",
+        "needs_kv_cache_zeroing",
+        "num_blocks",
+        "transfer_group_ids",
+    ),
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
+        "enable_kv_transfer",
+        "kv_cache_spec",
+        "layer_names",
+    ),
+    "vllm.v1.kv_cache_interface:AttentionSpec": (
+        "block_size",
+        "dcp_sharded",
+        "dtype",
+        "head_size",
+        "head_size_v",
+        "kv_quant_mode",
+        "num_kv_heads",
+        "state_content_bytes",
+        "tokens_per_state",
+    ),
+    "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
+    "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "vllm.v1.kv_cache_interface:KVQuantMode": ("FP8_PER_TENSOR", "NONE"),
+    "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
+    "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
+    # Configuration.
+    "vllm.config:VllmConfig": (
+        "cache_config",
+        "compilation_config",
+        "kv_transfer_config",
+        "load_config",
+        "model_config",
+        "parallel_config",
+        "speculative_config",
+    ),
+    "vllm.config:CacheConfig": ("cache_dtype", "enable_prefix_caching"),
+    "vllm.config:CompilationConfig": ("static_forward_context",),
+    "vllm.config:KVTransferConfig": (
+        "engine_id",
+        "kv_buffer_device",
+        "kv_connector",
+        "kv_connector_extra_config",
+        "kv_load_failure_policy",
+        "kv_port",
+        "kv_role",
+    ),
+    "vllm.config:LoadConfig": ("load_format",),
+    "vllm.config:ModelConfig": (
+        "architectures",
+        "dtype",
+        "get_total_num_hidden_layers()",
+        "get_total_num_kv_heads()",
+        "hf_config",
+        "hf_text_config",
+        "model",
+        "multimodal_config",
+        "quantization",
+        "revision",
+        "seed",
+    ),
+    "vllm.config:MultiModalConfig": ("mm_processor_cache_gb",),
+    "vllm.config:ParallelConfig": (
+        "cp_kv_cache_interleave_size",
+        "data_parallel_index",
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "tensor_parallel_size",
+    ),
+    "vllm.config:SpeculativeConfig": ("draft_model_config", "method"),
+    # Processes and kernels.
+    "vllm.distributed.parallel_state:get_pp_group": (),
+    "vllm.distributed.parallel_state:get_tp_group": (),
+    "vllm.platforms:current_platform": ("is_cpu",),
+    "vllm._custom_ops:cpu_attn_reshape_and_cache": (),
+}
+"""Module and name → members; a method that we call, or that vLLM calls, with its parameters."""
+
+
+def num_needed() -> int:
+    """How many names and members are looked for."""
+    return len(NEEDED) + sum(len(members) for members in NEEDED.values())
+
+
+def gone() -> list[str]:
+    """What the installed vLLM does not have: ``module:name`` or ``name.member``.
+
+    A method with other parameters is followed by those that it takes.
+    """
+    return [found for place, members in NEEDED.items() for found in _gone_of(place, members)]
+
+
+def _gone_of(place: str, members: tuple[str, ...]) -> Iterator[str]:
+    module, name = place.split(":")
+    try:
+        owner = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        yield place
+        return
+    for member in members:
+        wanted, _, parameters = member.partition("(")
+        if not _has(owner, wanted):
+            yield f"{name}.{wanted}"
+        elif parameters:
+            taken = _parameters(getattr(owner, wanted))
+            if taken != parameters.removesuffix(")"):
+                yield f"{name}.{member}, which takes ({taken})"
+    if name == "KVConnectorBase_V1":
+        known = {member.partition("(")[0] for member in members}
+        for method in sorted(owner.__abstractmethods__ - known):
+            yield f"{name} without {method}, which every connector must have now"
+
+
+def _has(owner: Any, member: str) -> bool:
+    """Whether it is a member of a class, one of its fields, or set by a constructor."""
+    if hasattr(owner, member):
+        return True
+    return any(
+        member in vars(each).get("__annotations__", ())
+        or member in _assigned(vars(each).get("__init__"))
+        for each in getattr(owner, "__mro__", ())
+    )
+
+
+def _assigned(constructor: Any) -> tuple[str, ...]:
+    """Names of attributes in a constructor's code."""
+    return constructor.__code__.co_names if inspect.isfunction(constructor) else ()
+
+
+def _parameters(method: Any) -> str:
+    names = inspect.signature(method).parameters
+    return ", ".join(name for name in names if name != "self")
