@@ -49,6 +49,8 @@ ANSWER_TIMEOUT_S = 10.0
 """Seconds for a Ray cluster to take a connection."""
 LOG_INTERVAL_S = 0.5
 """Seconds between two looks at a log on a node."""
+CONVERTING = 0.2
+"""Part of an engine's start that the conversion of its model is, as its progress is shown."""
 LOG_BYTES = 1 << 20
 """Bytes of a log that are sent at a time."""
 
@@ -457,6 +459,8 @@ class RayAgent:
                 for told in self._tell(convert, news, lines):
                     if isinstance(told, Ready):
                         model_folder = told.folder or ""
+                    elif isinstance(told, Loading):  # the engine itself is far from ready
+                        yield msgspec.structs.replace(told, done=CONVERTING * told.done)
                     elif not (isinstance(told, Ended) and model_folder):
                         yield told
                 if model_folder:
