@@ -26,7 +26,8 @@ from kvferry.engine.messages import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-KILLS = int(os.environ.get("KILLS", "30"))
+KILLS = int(os.environ.get("KILLS", "6"))
+"""Of the test in which one follows another; a long run takes more."""
 CLIENTS = 3
 MAX_TOKENS = 60
 WAIT_S = 300.0
