@@ -60,6 +60,8 @@ class _StartAgainError(Exception):
     """What the prefill engine lent is of no use any more: prefill anew."""
 
 
+VLLM_LOAD_FAILED = "Internal server error"
+"""All that a server of vLLM says of a load that failed under its policy `fail`."""
 MOST_FAILED_LOADS = 2
 """How often a prompt is computed again because its KV could not be loaded; then the client is
 told."""
@@ -234,7 +236,7 @@ class PrefillDecode:
                 if began or (error.reached and not _passes_on(kv_transfer_params)):
                     raise _StartAgainError from error
             except ApiError as error:
-                if began or not _tells_of_a_failed_load(error):
+                if began or not _tells_of_a_failed_load(error, kv_transfer_params):
                     raise
                 request.failed_loads += 1
                 if request.failed_loads > MOST_FAILED_LOADS:
@@ -251,8 +253,10 @@ def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
     return kv_transfer_params is None or "ticket" in kv_transfer_params
 
 
-def _tells_of_a_failed_load(error: ApiError) -> bool:
+def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, Any] | None) -> bool:
     """Whether a decode engine could not load the KV: the prompt itself may be well."""
+    if kv_transfer_params is not None and error.message.endswith(VLLM_LOAD_FAILED):
+        return True
     kind = getattr(errors, error.code or "", None)
     return isinstance(kind, type) and issubclass(kind, TransferError | LeaseError | TicketError)
 

@@ -335,11 +335,19 @@ def test_a_decode_engine_that_dies_once_it_has_said_everything_harms_nothing(mak
     assert len(setup.prefill[0].bodies) == 1
 
 
-@pytest.mark.parametrize("code", ["TransferError", "PeerLostError", "LeaseRevokedError"])
-def test_a_prompt_whose_kv_could_not_be_loaded_is_computed_again(make_setup, code):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("TransferError", "no KV"),
+        ("PeerLostError", "no KV"),
+        ("LeaseRevokedError", "no KV"),
+        pytest.param(None, "Internal server error", id="vLLM"),
+    ],
+)
+def test_a_prompt_whose_kv_could_not_be_loaded_is_computed_again(make_setup, code, message):
     setup = make_setup(prefill=2)
     (decode,) = setup.decode
-    decode.refuse, decode.refuse_code, decode.refusals = (500, "no KV"), code, 2
+    decode.refuse, decode.refuse_code, decode.refusals = (500, message), code, 2
 
     assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
 
@@ -348,7 +356,7 @@ def test_a_prompt_whose_kv_could_not_be_loaded_is_computed_again(make_setup, cod
     decode.refusals = 3
     response = setup.complete(max_tokens=5)
     assert response.status_code == 500
-    assert response.json()["error"]["message"] == "decode engine 'd0': no KV"
+    assert response.json()["error"]["message"] == f"decode engine 'd0': {message}"
 
 
 def test_another_error_before_the_first_token_is_not_retried(setup):
