@@ -292,6 +292,20 @@ class TestClusterConfig:
         message = cluster_error(prefill=[engine("p", "kv_producer", kv_port=8000)])
         assert "[router] and [[prefill]] 'p' (kv_port) have the same port 8000" in message
 
+    @pytest.mark.parametrize("place", [{"host": "10.0.0.2"}, {"nodes": ["10.0.0.2"]}])
+    def test_engines_of_two_hosts_may_have_the_same_ports(self, place):
+        prefill = engine("p", "kv_producer", kv_port=14579, port=9000, host="10.0.0.1")
+        decode = engine("d", "kv_consumer", kv_port=14579, port=9000, **place)
+        ClusterConfig.from_mapping(cluster(prefill=[prefill], decode=[decode]))
+        decode = engine("d", "kv_consumer", kv_port=14579, host="10.0.0.1")
+        message = cluster_error(prefill=[prefill], decode=[decode])
+        assert "have the same port 14579" in message
+
+    def test_names_of_this_machine_are_one_host(self):
+        prefill = engine("p", "kv_producer", kv_port=14579, host="localhost")
+        decode = engine("d", "kv_consumer", kv_port=14579, host="127.0.0.2")
+        assert "have the same port 14579" in cluster_error(prefill=[prefill], decode=[decode])
+
     def test_free_ports_never_clash(self):
         config = ClusterConfig.from_mapping(cluster(router={"port": 0}))
         assert [e.transfer_config().kv_port for e in config.engines] == [0, 0]

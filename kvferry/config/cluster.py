@@ -5,6 +5,7 @@ import re
 import tomllib
 import uuid
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -386,13 +387,15 @@ def _check_cluster(cluster: ClusterConfig, where: str) -> None:
         raise ConfigError(f"{where}: {error}") from error
     names = _Unique(where, "name", "engines are told apart by it")
     ids = _Unique(where, "engine_id", "peers are told apart by it")
-    ports = _Unique(where, "port", "give each its own, or 0 for a free one")
-    ports.add(cluster.router.port, "[router]")
+    remedy = "give each its own, or 0 for a free one"
+    ports_on: dict[str, _Unique] = defaultdict(lambda: _Unique(where, "port", remedy))
+    ports_on[_machine(cluster.router.host)].add(cluster.router.port, "[router]")
     for number, (engine, transfer) in enumerate(zip(cluster.engines, transfers, strict=True)):
         produces = number < len(cluster.prefill)
         place = f"[[{'prefill' if produces else 'decode'}]] {engine.name!r}"
         names.add(engine.name, place)
         ids.add(transfer.engine_id, place)
+        ports = ports_on[_machine(engine.nodes[0] if engine.nodes else engine.host)]
         ports.add(transfer.kv_port, f"{place} (kv_port)")
         ports.add(engine.port, place)
         for key, port in _event_ports(engine):
@@ -402,6 +405,12 @@ def _check_cluster(cluster: ClusterConfig, where: str) -> None:
                 f"{where}: {place} has kv_role {transfer.kv_role!r}; "
                 f"write {'kv_producer' if produces else 'kv_consumer'} or kv_both"
             )
+
+
+def _machine(host: str) -> str:
+    """What stands for the machine of an address: this one has several."""
+    is_here = host in (*_EVERYWHERE, "localhost", "::1") or host.startswith("127.")
+    return "this machine" if is_here else host
 
 
 def _event_ports(engine: EngineConfig) -> Iterator[tuple[str, int]]:
