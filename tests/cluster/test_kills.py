@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 KILLS = int(os.environ.get("KILLS", "6"))
 """Of the test in which one follows another; a long run takes more."""
 CLIENTS = 3
-MAX_TOKENS = 60
+MAX_TOKENS = 250
+"""So many that an engine is still drawing when its metrics are looked at."""
 WAIT_S = 300.0
 PLUGIN = Path(__file__).parents[1] / "vllm_servers" / "plugin"
 """Has a ``tcp`` whose reads begin two seconds late, so that there is time to kill."""
@@ -49,7 +50,7 @@ def engine(role, number):
         "tp": 1 + number,
         "block_size": (16, 24)[number],
         "num_blocks": 256,
-        "max_model_len": 512,
+        "max_model_len": 1024,
         "kv_transfer_config": transfer,
     }
 
