@@ -234,8 +234,7 @@ class Connection:
         waiting = [*self._waiting]
         self._waiting.clear()
         ended = self.receive()  # answers that came before the end are good
-        reason = error or self._lost
-        assert reason is not None  # it is ended for an error, or because it is lost
+        reason = error or self._lost or PeerLostError(f"{self.address}: the connection is closed")
         ended += [(call, reason) for call in [*self.calls.values(), *waiting]]
         self.calls.clear()
         self._lost = reason
