@@ -115,14 +115,14 @@ class Storm:
         while not self._over.is_set():
             self.consumer.step()
             live = [one for one in self.requests if one.stage is not Stage.FINISHED]
-            if live and rng.random() < 0.02:
-                self.consumer.abort(rng.choice(live).request_id)
             if not self._computed.empty():
                 source = self._computed.get()
                 tokens = (*source.prompt_token_ids, *source.output_token_ids)
                 self.requests.append(
                     self.consumer.add(source.request_id, tokens, source.response_params)
                 )
+                if live and rng.random() < 0.2:  # as many as on a fast machine
+                    self.consumer.abort(rng.choice(live).request_id)
                 if asked < LOADS:
                     self._wanted.put(f"r{asked}")
                     asked += 1
@@ -195,6 +195,6 @@ def test_a_storm_leaves_nothing_behind(transport: type[Transport], *, staged: bo
             storm.check_nothing_is_left()
             assert storm.ways() == {"staged" if staged else "placed"}
             good = [one for one in storm.requests if one.external_tokens and not one.failed]
-            assert len(good) > LOADS // 4
+            assert len(good) > LOADS // 10
         finally:
             storm.close()
