@@ -94,9 +94,8 @@ class LocalPeer(Peer):
 
     def error(self) -> KVFerryError | None:
         """Why nothing can be read from it, or ``None``."""
-        if self.closed:
-            return PeerLostError("the connection was closed")
-        return self.lost()
+        with self._lock:  # what it looks at is not let go meanwhile
+            return PeerLostError("the connection was closed") if self.closed else self.lost()
 
     def begin(self, read: "LocalTransfer") -> bool:
         """Takes a read in; false, and the read has failed, if the connection was closed."""

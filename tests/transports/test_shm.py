@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from kvferry.errors import (
 from kvferry.testing.transport_cases import large_case
 from kvferry.testing.transport_peer import PeerProcess
 from kvferry.transports import TransferState, TransportOptions
-from kvferry.transports.shm import SharedRegion, ShmEndpoint, ShmTransport
+from kvferry.transports.shm import SharedRegion, ShmEndpoint, ShmPeer, ShmTransport
 from kvferry.transports.shm_segment import (
     SHM_DIR,
     OwnedSegment,
@@ -276,3 +277,30 @@ def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(transpo
             assert time.monotonic() < deadline, "the mapping of a dead peer is kept"
             transport.poll()
             time.sleep(0.05)
+
+
+def test_what_a_look_at_the_owner_needs_outlives_it(segment, monkeypatch):
+    """A read that begins after an event looks for its owner while the connection is closed."""
+    attached = PeerSegment.attach(segment.name, 10_000)
+    peer = ShmPeer({0: attached}, (10_000,))
+    looking, go_on = threading.Event(), threading.Event()
+    closed_before = []
+
+    def look():
+        looking.set()
+        go_on.wait(60)
+        closed_before.append(attached.array.nbytes == 0)
+        return True
+
+    monkeypatch.setattr(attached, "owner_is_alive", look)
+    threads = [threading.Thread(target=peer.error), threading.Thread(target=peer.close)]
+    threads[0].start()
+    assert looking.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)  # it waits for the look
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert closed_before == [False]
+    assert attached.array.nbytes == 0
+    assert isinstance(peer.error(), PeerLostError)
