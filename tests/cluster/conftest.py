@@ -204,7 +204,8 @@ class Servers:
             server, future, listener = entry
             if not url.endswith(f":{listener.getsockname()[1]}"):
                 continue
-            server.force_exit = server.should_exit = True
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(10)
+            server.should_exit = True
             future.result(10)
             listener.close()
             self._running.remove(entry)
@@ -225,6 +226,11 @@ class Servers:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
+
+
+async def _abort_connections(server: uvicorn.Server) -> None:
+    for connection in server.server_state.connections:
+        connection.transport.abort()
 
 
 async def _cancel_the_rest() -> None:
