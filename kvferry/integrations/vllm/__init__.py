@@ -20,8 +20,10 @@ except ModuleNotFoundError as error:
         "environment that serves, and kvferry into the same one"
     ) from error
 
+from kvferry.integrations.vllm.logs import log_with_vllm
 from kvferry.integrations.vllm.release import check_release
 
+log_with_vllm()
 check_release(_vllm.__version__)
 
 from kvferry.integrations.vllm.connector import KVFerryConnector  # noqa: E402 (checked first)
