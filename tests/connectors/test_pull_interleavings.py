@@ -1,5 +1,6 @@
 """Moments between two steps of the PullConnector at which another thread or host interferes."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,16 @@ import kvferry.transports.shm as shm
 from kvferry.connectors.pull.sources import NAMED_S, LoadState
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import LeaseAnswer
-from kvferry.errors import EngineError, PeerLostError, SharedMemoryError, TicketError
+from kvferry.errors import (
+    EngineError,
+    LeaseTakenError,
+    PeerLostError,
+    SharedMemoryError,
+    TicketError,
+)
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
-from kvferry.testing.fake_rank import Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
 from tests.connectors.engines import SOURCE, TARGET, retold, served
@@ -292,6 +299,54 @@ def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     assert any("progress_timeout_s: 1" in event.message for event in errors)
     # It was given up: a lease of a living connection is not left to expire.
     assert producer.scheduler._leases.counters()["released"] == 1  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def taken(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """``taken(lease_duration_s)``: a lease that one consumer holds and another one was given too;
+    the pairs of both with the producer, and the other one's request, which has been told so."""
+
+    def make(lease_duration_s: float) -> tuple[Pair, Pair, FakeRequest]:
+        producer = open_engine("p", SOURCE, lease_duration_s=lease_duration_s)
+        holder = Pair(producer, open_engine("d-holder", TARGET), 60.0)
+        source = holder.prefill("r", 21)
+        for worker in holder.consumer.workers:
+            monkeypatch.setattr(worker, "start_load_kv", lambda *_: None)
+        held = holder.decode(source)
+        holder.run(lambda: held.stage is Stage.LOADING, "the load to start")
+        other = Pair(producer, open_engine("d-other", TARGET), 60.0)
+        request = other.decode(source)
+        load = other.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
+        other.run(lambda: load.taken_until is not None, "the answer")
+        return holder, other, request
+
+    return make
+
+
+def test_a_lease_passes_on_although_its_holders_end_is_noticed_late(
+    taken: Callable[..., Any],
+) -> None:
+    holder, other, request = taken(600.0)
+    assert request.stage is Stage.WAITING
+    holder.consumer.close()
+
+    other.finish(request)
+
+    assert request.error is None
+    assert request.external_tokens == 21
+
+
+def test_a_lease_whose_holder_lives_is_waited_for_no_longer_than_it_lasts(
+    taken: Callable[..., Any],
+) -> None:
+    _, other, request = taken(2.0)
+    # However late its renewals are.
+    other.producer.scheduler._leases._takeover_after_s = math.inf  # type: ignore[attr-defined]
+
+    other.finish(request)
+
+    assert isinstance(request.error, LeaseTakenError)
+    assert request.external_tokens == 0
 
 
 def test_a_load_waits_for_a_source_whose_thread_stands_still(

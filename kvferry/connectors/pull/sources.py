@@ -121,6 +121,9 @@ class Load:
     """Clock reading of the next Renew."""
     is_asked: bool = False
     """Whether a Renew for it is under way."""
+    taken_until: float | None = None
+    """Clock reading until which it waits for a lease that another target holds; ``None`` while
+    nobody is known to."""
     cancelled: bool = False
     """Whether the ranks were told to give it up."""
     filled: Filled | None = None
@@ -441,8 +444,22 @@ class Sources:
         elif answer is LeaseAnswer.PENDING:
             load.next_renewal = self._clock() + PENDING_RETRY_S
             self._wake()
+        elif answer is LeaseAnswer.TAKEN and self._may_pass_on(load):
+            load.next_renewal = self._clock() + RETRY_S
+            self._wake()
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))
+
+    def _may_pass_on(self, load: Load) -> bool:
+        """Whether the holder of a lease may have died, and its source not have noticed.
+
+        The processes of a server do not end at the same moment, and the kernel of a host that has
+        gone says nothing. Who still holds it a lease duration later has renewed it, and lives.
+        """
+        now = self._clock()
+        if load.taken_until is None:
+            load.taken_until = now + load.ticket.lease_duration_s
+        return now < load.taken_until
 
     def _give_up(self, load: Load, error: KVFerryError) -> None:
         """There is nothing left to renew."""
