@@ -28,7 +28,7 @@ from kvferry.cluster.messages import Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
 from kvferry.engine.loop import DrainState
-from kvferry.errors import DrainingError
+from kvferry.errors import DrainingError, TransferError
 from kvferry.zeromq import KEEPALIVE
 
 CONNECT_TIMEOUT_S = 5.0
@@ -133,6 +133,9 @@ class EngineDownError(ApiError):
         """Whether the engine may have seen the request."""
         super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
 
+
+VLLM_LOAD_FAILED = "Internal server error"
+"""All that a server of vLLM says of a load that failed under its policy ``fail``."""
 
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
@@ -575,6 +578,9 @@ def _health_in(content: bytes) -> _Health:
 
 
 def _code(error: _Error) -> str | None:
+    """The name of an engine's error, if it has one."""
+    if error.message == VLLM_LOAD_FAILED:
+        return TransferError.__name__
     return printable(error.code[:_NAME_LENGTH]) if isinstance(error.code, str) else None
 
 

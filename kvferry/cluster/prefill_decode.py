@@ -60,8 +60,6 @@ class _StartAgainError(Exception):
     """What the prefill engine lent is of no use any more: prefill anew."""
 
 
-VLLM_LOAD_FAILED = "Internal server error"
-"""All that a server of vLLM says of a load that failed under its policy `fail`."""
 MOST_FAILED_LOADS = 2
 """How often a prompt is computed again because its KV could not be loaded; then the client is
 told."""
@@ -255,8 +253,8 @@ def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
 
 def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, Any] | None) -> bool:
     """Whether a decode engine could not load the KV: the prompt itself may be well."""
-    if kv_transfer_params is not None and error.message.endswith(VLLM_LOAD_FAILED):
-        return True
+    if kv_transfer_params is None:
+        return False
     kind = getattr(errors, error.code or "", None)
     return isinstance(kind, type) and issubclass(kind, TransferError | LeaseError | TicketError)
 
