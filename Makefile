@@ -64,7 +64,7 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
 	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(BIN)/python -m pytest \
 	    -m "$(if $(SHORT),vllm and not slow,vllm)" \
-	    -o faulthandler_timeout=1200 tests/vllm_servers examples/vllm_pair $(ARGS)
+	    -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -24,8 +24,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            # The first test of a shape starts its servers, perhaps beside other work.
-            item.add_marker(pytest.mark.timeout(900))
+            if item.get_closest_marker("timeout") is None:
+                # The first test of a shape starts its servers, perhaps beside other work.
+                item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -68,13 +69,16 @@ def start_pair(start):
 
 @pytest.fixture(scope="session")
 def start_router(tmp_path_factory):
-    """``start_router(pair, *arguments)`` is a context manager over the URL of `kvferry router`."""
+    """``start_router(pair, *arguments)`` is a context manager over the URL of `kvferry router`,
+    which knows no servers yet if the pair is ``None``."""
     log = tmp_path_factory.mktemp("router") / "log"
 
     def starting(pair, *arguments):
         port = free_port()
         command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port)]
-        command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url, *arguments]
+        if pair is not None:
+            command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+        command += arguments
         return in_front(command, f"http://127.0.0.1:{port}", "/v1/models", log)
 
     return starting

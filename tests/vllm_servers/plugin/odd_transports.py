@@ -4,18 +4,20 @@ They are found as any plugin is: this folder is on the servers' path, and the me
 file names the entry points.
 """
 
+import os
+
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.testing.faults import Faults, faulty_transport
 from kvferry.transports.base import Peer, Transfer, Waitable
 from kvferry.transports.tcp import TcpTransport
 
-DELAY_S = 2.0
+DELAY_S = float(os.environ.get("SLOW_TCP_S", "2"))
 
 _Delayed = faulty_transport(TcpTransport, Faults(delay_s=(DELAY_S, DELAY_S)))
 
 
 class SlowTcp(_Delayed):
-    """``tcp`` whose reads start two seconds late, so that there is time to interfere."""
+    """``tcp`` whose reads start late, so that there is time to interfere."""
 
     name = "slow_tcp"
 
