@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +33,26 @@ from tests.engine.simulated import open_simulated
 
 EOS = 256
 """Id after the 256 bytes."""
+WAIT_S = 60.0
+"""Seconds to wait for what is bound to come; far more than it takes."""
 
 
 def until(condition: Callable[[], Any]) -> None:
     """Waits for what is bound to come."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def leave(client: httpx.Client, when: Callable[[], Any], **body: Any) -> None:
+    """Asks for a completion, and goes away without the answer as soon as ``when`` is true."""
+    request = client.build_request("POST", "/v1/completions", json=body)
+    head = b"".join(b"%b: %b\r\n" % line for line in request.headers.raw)
+    asked = b"POST %b HTTP/1.1\r\n%b\r\n%b" % (request.url.raw_path, head, request.content)
+    with socket.create_connection((request.url.host, request.url.port)) as connection:
+        connection.sendall(asked)
+        until(when)
 
 
 @dataclass
@@ -65,9 +78,10 @@ class FakeEngine:
     """Drop the stream after so many tokens."""
     error_after: int | None = None
     """Send an error event after so many tokens."""
+    stall_after: int | None = None
+    """Send nothing more after so many tokens, until the client goes away."""
     hang: bool = False
     """Take requests and never answer, unless released."""
-    pause_s: float = 0.0
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -82,6 +96,8 @@ class FakeEngine:
     when it is to drain."""
     is_slow: bool = False
     """Whether it takes connections and answers nothing but completions."""
+    probes: Counter[Any] = field(default_factory=Counter)
+    """Health checks by the connection that they came on."""
     url: str = ""
 
     def app(self) -> Starlette:
@@ -114,8 +130,9 @@ class FakeEngine:
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, request: Request) -> Response:
         await self._until_quick()
+        self.probes[request.client] += 1
         if self.unwell:
             return JSONResponse({"error": {"message": self.unwell, "code": "StuckStepError"}}, 503)
         return JSONResponse(self.tells, 200 if self.healthy else 503)
@@ -163,10 +180,12 @@ class FakeEngine:
                 if count == self.error_after:
                     yield web.sse_event({"error": {"message": "the load failed", "code": 500}})
                     return
+                if count == self.stall_after:
+                    await asyncio.Event().wait()
                 last = count == len(tokens) - 1
                 told = reason if last and self.says_how_it_ends else None
                 yield web.sse_event({"choices": [{"token_ids": [token], "finish_reason": told}]})
-                await asyncio.sleep(self.pause_s)
+                await asyncio.sleep(0)
             if self.break_after == len(tokens):
                 raise ConnectionResetError("as told by the test")
             yield web.sse_event({"choices": [], "usage": {}})
@@ -335,7 +354,7 @@ def make_setup(
         )
         client = httpx.Client(
             base_url=servers.start(router.app()),
-            timeout=20,
+            timeout=WAIT_S,
             trust_env=False,
             headers={"authorization": "Bearer operator"},
         )
@@ -352,14 +371,13 @@ def make_setup(
 
 
 def _until_ready(client: httpx.Client) -> None:
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         with contextlib.suppress(httpx.ConnectError):
-            health = client.get("/health").json()
-            if all(engine["healthy"] for engine in health["engines"]):
-                return
-        time.sleep(0.02)
-    raise AssertionError("the router saw no healthy engines")
+            engines = client.get("/health").json()["engines"]
+            return all(engine["healthy"] for engine in engines)
+        return False
+
+    until(is_ready)
 
 
 @pytest.fixture
@@ -383,7 +401,7 @@ class Served:
             self.loop, name="e0", kv_role="kv_both", model_name="toy", max_model_len=128
         )
         self.client = httpx.Client(
-            base_url=servers.start(server.app()), timeout=20, trust_env=False
+            base_url=servers.start(server.app()), timeout=WAIT_S, trust_env=False
         )
 
     def complete(self, request_id="r", **body):
@@ -399,13 +417,9 @@ class Served:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     def wait_idle(self):
-        deadline = time.monotonic() + 5
-        while time.monotonic() < deadline:
-            metrics = self.client.get("/metrics").text
-            if 'live_requests{state="running"} 0.0' in metrics:
-                return metrics
-            time.sleep(0.02)
-        raise AssertionError("the engine is still busy")
+        """Waits until no request runs; returns the metrics."""
+        until(lambda: 'live_requests{state="running"} 0.0' in self.client.get("/metrics").text)
+        return self.client.get("/metrics").text
 
     def close(self):
         self.client.close()

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.cluster import engines
 from kvferry.cluster.messages import RouterSettings
-from tests.cluster.conftest import until
+from tests.cluster.conftest import WAIT_S, until
 
 
 @pytest.fixture(autouse=True)
@@ -67,19 +67,18 @@ def test_what_waits_for_an_unhealthy_engine_goes_to_another(make_setup, role):
     client.start()
     until(lambda: silent.bodies)
     assert not answers
-    silent.healthy = False  # its host has vanished, say
     began = time.monotonic()
-    client.join(10)
+    silent.healthy = False  # its host has vanished, say
+    client.join(WAIT_S)
 
     assert answers[0].json()["choices"][0]["text"] == "Hello"
-    assert 0.2 < time.monotonic() - began < 5
-    assert silent.aborted.wait(5)
+    assert time.monotonic() - began > 0.2
+    assert silent.aborted.wait(WAIT_S)
 
 
 def test_what_waits_for_the_only_engine_waits_on(make_setup):
     """Slow is not dead, and nobody else could serve it."""
     setup = make_setup(outstanding_timeout_s=0.1)
-    setup.decode[0].pause_s = 0.0
     setup.decode[0].hang = True
     answers = []
     client = threading.Thread(target=lambda: answers.append(setup.complete(max_tokens=5)))
@@ -91,7 +90,7 @@ def test_what_waits_for_the_only_engine_waits_on(make_setup):
     assert not answers
     assert not setup.decode[0].aborted.is_set()
     setup.decode[0].release.set()
-    client.join(10)
+    client.join(WAIT_S)
 
     assert answers[0].json()["choices"][0]["text"] == "Hello"
 
@@ -103,7 +102,7 @@ def state(setup, name):
 
 def test_what_waits_for_a_slow_engine_stays_there(make_setup, monkeypatch):
     """Its connections live, and a minute without CPU explains what we see."""
-    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 1.0)
     setup = make_setup(decode=2)
     assert RouterSettings(engines=()).outstanding_timeout_s > 60
     slow, other = setup.decode
@@ -142,7 +141,7 @@ def test_an_engine_that_is_slow_for_too_long_counts_as_hung(make_setup, monkeypa
     setup = make_setup(outstanding_timeout_s=0.5)
     setup.decode[0].is_slow = True
     until(lambda: state(setup, "d0") == "slow")
-    time.sleep(0.6)
+    until(lambda: setup.client.get("/health").status_code == 503)
     refused = setup.complete(max_tokens=5)
     assert refused.status_code == 503
     assert "it has not answered for 0.1 s" in refused.json()["error"]["message"]
@@ -173,7 +172,7 @@ def test_a_good_answer_makes_an_engine_healthy(make_setup, monkeypatch):
     monkeypatch.setattr(engines, "PROBE_INTERVAL_S", 30.0)
     time.sleep(0.2)
     setup.decode[0].release.set()
-    client.join(10)
+    client.join(WAIT_S)
 
     assert answers[0].status_code == 200
     assert healthy(setup, "d0")

@@ -34,6 +34,7 @@ from kvferry.cluster.router import Router
 from kvferry.config import KVTransferConfig
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import SamplingParams
+from tests.cluster.conftest import WAIT_S
 from tests.cluster.fuzzing import HttpRequest, Line, nearly_http
 from tests.engine.simulated import open_connected
 from tests.engine.toy_cache import reference_tokens
@@ -63,7 +64,11 @@ class Member:
             engine_id=name,
             kv_port=0,
             kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"cluster_key": "k" * 32, "transport": "tcp"},
+            kv_connector_extra_config={
+                "cluster_key": "k" * 32,
+                "transport": "tcp",
+                "lease_duration_s": 10 * WAIT_S,  # nothing is waited for so long
+            },
         )
         self.engine, self._executor = open_connected(
             config,
@@ -279,7 +284,7 @@ def lent_in(answer):
 
 async def settled(pair):
     """Waits until nothing of the batch is left, which takes no lease's time-out."""
-    deadline = time.monotonic() + 25
+    deadline = time.monotonic() + WAIT_S
     for member in pair.members:
         while not await asyncio.to_thread(member.is_settled):
             unread, pair.inside.unread = pair.inside.unread, []

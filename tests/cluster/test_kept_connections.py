@@ -12,6 +12,7 @@ import pytest
 from kvferry.cluster.engines import EngineDownError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
+from tests.cluster.conftest import WAIT_S
 
 ANSWER = {"choices": [{"text": "yes"}]}
 
@@ -105,7 +106,7 @@ def run(
         for server in listening:
             server.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), WAIT_S))
 
 
 def test_requests_and_probes_on_connections_that_were_just_closed_succeed() -> None:

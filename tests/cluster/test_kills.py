@@ -32,6 +32,10 @@ CLIENTS = 3
 MAX_TOKENS = 250
 """So many that an engine is still drawing when its metrics are looked at."""
 WAIT_S = 300.0
+TRIES = 5
+"""Requests of which one must be seen in the state that a test wants."""
+LIVE = "kvferry_engine_live_requests"
+NOBODY = object()
 PLUGIN = Path(__file__).parents[1] / "vllm_servers" / "plugin"
 """Has a ``tcp`` whose reads begin two seconds late, so that there is time to kill."""
 
@@ -129,22 +133,47 @@ class Killable:
     def samples(self, name, metric):
         """Label → value of one of an engine's metrics; empty while it is not there."""
         with contextlib.suppress(httpx.HTTPError):
-            text = httpx.get(f"{self.engine(name).url}/metrics", timeout=10, trust_env=False).text
+            text = httpx.get(f"{self.engine(name).url}/metrics", timeout=60, trust_env=False).text
             lines = [line for line in text.splitlines() if line.startswith(f"{metric}{{")]
             return {line.split('"')[1]: float(line.split()[-1]) for line in lines}
         return {}
 
-    def having(self, role, state):
-        """The name of an engine with a live request in that state, once there is one."""
-        names = [one.name for one in self.cluster.engines if one.role == role]
+    def having(self, *wanted):
+        """The name of an engine for each (role, state): one of that role, with a live request in
+        that state. ``None`` once no request is live.
+        """
 
         def find():
-            for name in names:
-                if self.samples(name, "kvferry_engine_live_requests").get(state):
-                    return name
-            return None
+            live = [(one, self.samples(one.name, LIVE)) for one in self.cluster.engines]
+            names = [
+                next(
+                    (one.name for one, counts in live if one.role == role and counts.get(state)),
+                    None,
+                )
+                for role, state in wanted
+            ]
+            if all(names):
+                return names
+            return not any(any(counts.values()) for _, counts in live) and NOBODY
 
-        return until(find)
+        found = until(find)
+        return None if found is NOBODY else found
+
+    def catch(self, *wanted, drawn=0):
+        """A request that is caught in states, see :meth:`having`: its number, the prompt tokens
+        that were computed before, its tokens, and the engines.
+
+        Requests that pass these states unseen are followed by others.
+        """
+        for _ in range(TRIES):
+            number, before = 2 * self.fresh() + drawn, self.computed()
+            tokens = self.stream(number)
+            first = next(tokens)
+            names = self.having(*wanted)
+            if names is not None:
+                return number, before, itertools.chain([first], tokens), names
+            assert [first, *tokens] == self.expected(number)
+        raise AssertionError(f"no request was seen in {wanted}")
 
     def computed(self):
         """Name → prompt tokens that an engine has computed since it started."""
@@ -184,7 +213,7 @@ class Killable:
 
     def check_nothing_is_stranded(self):
         for one in self.cluster.engines:
-            until(lambda: not any(self.samples(one.name, "kvferry_engine_live_requests").values()))  # noqa: B023
+            until(lambda: not any(self.samples(one.name, LIVE).values()))  # noqa: B023
             assert self.samples(one.name, "kvferry_engine_kv_blocks")["used"] == 0
 
 
@@ -222,13 +251,9 @@ def served(killable):
 
 @pytest.mark.parametrize("drawn", [0, 1], ids=["greedy", "seeded"])
 def test_a_decode_engine_that_dies_before_its_first_token_costs_no_prompt(served, drawn):
-    number = 2 * served.fresh() + drawn
-    before = served.computed()
-    tokens = served.stream(number)
-    first = next(tokens)  # the prefill engine's
-    dead = served.having("decode", "loading")
+    number, before, tokens, (dead,) = served.catch(("decode", "loading"), drawn=drawn)
     served.kill(dead)
-    assert [first, *tokens] == served.expected(number)
+    assert list(tokens) == served.expected(number)
     after = served.computed()
     # The prompt by one engine, once, and by the other decode engine what no other can have.
     computed = [after[name] - before[name] for name in before if name != dead]
@@ -237,22 +262,17 @@ def test_a_decode_engine_that_dies_before_its_first_token_costs_no_prompt(served
 
 @pytest.mark.parametrize("drawn", [0, 1], ids=["greedy", "seeded"])
 def test_a_stream_goes_on_when_its_decode_engine_dies(served, drawn):
-    number = 2 * served.fresh() + drawn
-    tokens = served.stream(number)
+    number, _, tokens, (dead,) = served.catch(("decode", "running"), drawn=drawn)
     come = [next(tokens) for _ in range(4)]
-    served.kill(served.having("decode", "running"))
-    come += tokens
-    assert come == served.expected(number)
+    served.kill(dead)
+    assert [*come, *tokens] == served.expected(number)
 
 
 def test_a_stream_waits_when_the_prefill_engine_dies_from_which_it_is_read(served):
-    number = 2 * served.fresh()
-    tokens = served.stream(number)
-    come = [next(tokens)]
-    served.having("decode", "loading")
-    served.kill(served.having("prefill", "lent"))
-    come += tokens
-    assert come == served.expected(number)
+    wanted = ("decode", "loading"), ("prefill", "lent")
+    number, _, tokens, (_, dead) = served.catch(*wanted)
+    served.kill(dead)
+    assert list(tokens) == served.expected(number)
 
 
 class Load:
@@ -297,8 +317,9 @@ def test_engines_are_killed_in_a_row_under_load(served):
     moments = itertools.cycle([("decode", "loading"), ("decode", "running"), ("prefill", "lent")])
     with Load(served) as load:
         for _ in range(KILLS):
-            role, state = next(moments)
-            served.kill(served.having(role, state))
+            wanted = next(moments)
+            (dead,) = until(lambda: served.having(wanted))  # noqa: B023
+            served.kill(dead)
             load.until_all_are_new()
             served.until_ready()
             if load.errors:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -15,7 +16,7 @@ from kvferry.cluster.members import Members
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 from kvferry.errors import ConfigError
-from tests.cluster.conftest import FakeEngine, until
+from tests.cluster.conftest import WAIT_S, FakeEngine, leave, until
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +34,12 @@ def told(setup, name, role="decode"):
 def state(setup, name, role="decode"):
     engine = told(setup, name, role)
     return engine and engine["state"]
+
+
+def until_probed(engine, routers=1):
+    """Waits until so many routers have heard what it tells now: who asks again was answered."""
+    engine.probes = Counter()
+    until(lambda: sum(count > 1 for count in list(engine.probes.values())) >= routers)
 
 
 def put(setup, role, name, url):
@@ -128,14 +135,8 @@ def test_a_prefill_engine_has_not_drained_while_its_kv_waits_to_be_fetched(setup
 def test_a_lender_is_drained_when_a_client_went_away_before_its_kv_was_fetched(setup):
     (lender,), (borrower,) = setup.prefill, setup.decode
     borrower.hang = True
-    with pytest.raises(httpx.TimeoutException):
-        httpx.post(
-            f"{setup.client.base_url}/v1/completions",
-            json={"prompt": "Hi", "max_tokens": 5, "temperature": 0},
-            timeout=0.5,
-            trust_env=False,
-        )
-    assert borrower.aborted.wait(10)
+    leave(setup.client, lambda: borrower.bodies, prompt="Hi", max_tokens=5, temperature=0)
+    assert borrower.aborted.wait(WAIT_S)
     until(lambda: told(setup, lender.name, "prefill")["lent"] == 0)
     assert lender.taken_back
 
@@ -189,7 +190,7 @@ def test_an_engine_of_ours_has_not_drained_before_it_has_heard_of_it(setup, monk
     """Other routers give it requests till then."""
     (engine,) = setup.decode
     engine.tells = {"drain": None}
-    time.sleep(0.3)  # the router has seen that it is one of ours
+    until_probed(engine)  # the router has seen that it is one of ours
     monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.2)
     engine.is_slow = True
 
@@ -434,7 +435,7 @@ def follow(servers, codec, byte_model):
     def begin(look):
         settings = RouterSettings(engines=(), model_folder=str(byte_model))
         url = servers.start(Router(settings, codec, [look]).app())
-        clients.append(httpx.Client(base_url=url, timeout=20, trust_env=False))
+        clients.append(httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False))
 
         def names():
             found = clients[-1].get("/kvferry/engines").json()["engines"]
@@ -475,7 +476,7 @@ def test_an_engine_that_a_list_names_again_serves_again(make_setup, follow):
     names = follow(look)
     look.found = [("decode", engine.url, "d0")]
     until(names)
-    time.sleep(0.3)
+    until_probed(engine, routers=2)
     look.found = []
     until(lambda: engine.tells["drain"] is not None)
     look.found = [("decode", engine.url, "d0")]
@@ -491,6 +492,7 @@ def test_an_engine_that_a_list_names_no_longer_goes_only_when_it_has_drained(mak
     engine.tells = {"drain": {"requests": 1, "loads": 0, "leases": 0, "is_over": False}}
     look.found = [("decode", engine.url, "leaving")]
     until(names)
+    until_probed(engine, routers=2)
     look.found = []
     time.sleep(0.3)
     assert names()
@@ -537,7 +539,7 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
             known.remove(engine)  # while the engine is being told
 
         monkeypatch.setattr(Engine, "leave", leave)
-        async with asyncio.timeout(20), known.watching():
+        async with asyncio.timeout(WAIT_S), known.watching():
             look.found = [("decode", "http://127.0.0.1:9", "d0")]
             await named(known, "d0")
             look.found = []
@@ -563,7 +565,7 @@ def test_a_router_that_ends_asks_nothing_more():
         client = Client()
         engine = EngineAddress.of("decode", "http://127.0.0.1:9", "d0")
         known = Members(RouterSettings(engines=(engine,)), client)
-        async with asyncio.timeout(20), known.watching():
+        async with asyncio.timeout(WAIT_S), known.watching():
             while not client.asked:
                 await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -585,7 +587,7 @@ def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
     async def run():
         known = Members(RouterSettings(engines=()), EngineClient({}), [look])
         monkeypatch.setattr(Engine, "leave", leave)
-        async with asyncio.timeout(20), known.watching():
+        async with asyncio.timeout(WAIT_S), known.watching():
             while looks < 6:
                 await asyncio.sleep(0.01)
         assert known.find("decode", "d0")

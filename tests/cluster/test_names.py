@@ -1,7 +1,6 @@
 """Names with escape sequences and line feeds: refused in a config, escaped where peers send."""
 
 import logging
-import time
 
 import pytest
 
@@ -9,6 +8,7 @@ from kvferry.cluster.metrics import EngineMetrics
 from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, parse_struct
 from kvferry.connectors.base import TransferRecord
 from kvferry.errors import ConfigError
+from tests.cluster.conftest import until
 
 FORGED = "d0\x1b[2J\n| p9 | ready"
 ESCAPED = "d0\\x1b[2J\\n| p9 | ready"
@@ -68,10 +68,7 @@ def test_a_peers_name_is_escaped_in_metrics():
 
 def test_what_an_engine_says_of_itself_is_escaped_and_cut(setup):
     setup.prefill[0].unwell = FORGED + "x" * 100_000
-    deadline = time.monotonic() + 10
-    while setup.client.get("/health").json()["engines"][0]["healthy"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not setup.client.get("/health").json()["engines"][0]["healthy"])
 
     said = setup.client.get("/health").json()["engines"][0]["last_error"]
 

@@ -226,7 +226,9 @@ def test_a_ray_cluster_that_is_not_there_is_told(address, error, words, monkeypa
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"
 )
-WAIT_S = 240.0
+WAIT_S = 600.0
+TEST_S = 1500
+"""Of a whole test; Ray alone needs a minute on a busy machine."""
 PORT = 8000
 CLIENTS = 4
 #: Ray's own ways to find a dead node are slow, and these are for tests.
@@ -285,7 +287,8 @@ class Served:
             assert time.monotonic() < deadline, said
             time.sleep(0.2)
 
-    def ask(self, method, path, body=None):
+    def ask(self, method, path, body=None, statuses=(200,)):
+        """The content of an answer, whose status is one of these."""
         connection = http.client.HTTPConnection("127.0.0.1", PORT)
         connection.sock = self.host.connect("127.0.0.1", PORT, WAIT_S)
         headers = {"content-type": "application/json", "authorization": "Bearer client"}
@@ -293,7 +296,7 @@ class Served:
             connection.request(method, path, body and msgspec.json.encode(body), headers)
             answer = connection.getresponse()
             content = answer.read()
-            assert answer.status == 200, content
+            assert answer.status in statuses, content
             return content
         finally:
             connection.close()
@@ -317,7 +320,8 @@ class Served:
         """Waits until so many engines are ready for the router; returns name → URL of each."""
         deadline = time.monotonic() + WAIT_S
         while True:
-            engines = msgspec.json.decode(self.ask("GET", "/health"))["engines"]
+            health = self.ask("GET", "/health", statuses=(200, 503))  # 503: not enough are ready
+            engines = msgspec.json.decode(health)["engines"]
             found = {one["name"]: one["url"] for one in engines if one["state"] == "ready"}
             if len(found) == number:
                 return found
@@ -359,7 +363,7 @@ def expected(cluster_env, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
+@pytest.mark.timeout(TEST_S)
 @needs_ray
 def test_an_engine_with_ranks_over_two_nodes_answers_as_an_undivided_one(
     ray_hosts, expected, tmp_path
@@ -384,7 +388,7 @@ def test_an_engine_with_ranks_over_two_nodes_answers_as_an_undivided_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(TEST_S)
 @needs_ray
 def test_an_engine_of_which_a_rank_on_another_node_dies_is_started_again(
     ray_hosts, expected, tmp_path
@@ -440,7 +444,7 @@ class Load:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
+@pytest.mark.timeout(TEST_S)
 @needs_ray
 def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsewhere(
     ray_hosts, expected, tmp_path
@@ -470,7 +474,7 @@ def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsew
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)  # Ray alone needs a minute on a busy machine
+@pytest.mark.timeout(TEST_S)
 @needs_ray
 @pytest.mark.parametrize(
     ("decode", "words"),

@@ -29,7 +29,7 @@ from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlService
 from kvferry.errors import DecodeError
 
-WAIT = 20
+WAIT = 60
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher, CacheEventSubscriber
 from kvferry.errors import DecodeError, HostError, PortInUseError
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 FREE = "tcp://127.0.0.1:0"
 
 
@@ -66,6 +66,12 @@ def first_heard(publisher, subscriber):
     pytest.fail("no batch arrived")
 
 
+def receive_all(subscriber):
+    """Receives batches until no more comes."""
+    while subscriber.receive(TIMEOUT_S) is not None:
+        pass
+
+
 def test_late_listener_gets_every_batch_from_the_first_on(open_publisher, subscribe):
     publisher = open_publisher()
     for number in range(5):
@@ -97,12 +103,12 @@ def test_only_the_youngest_batches_are_kept(open_publisher, subscribe):
     for number in range(10):
         publisher.publish([removed(number)])
     subscriber = subscribe(publisher)
-    count, first = first_heard(publisher, subscriber)
+    _, first = first_heard(publisher, subscriber)
     assert not first.is_gapless
     second = subscriber.receive(TIMEOUT_S)
     assert second.is_gapless
     assert second.number == first.number + 1
-    assert first.number >= 10 + count - 1 - 3
+    assert first.number >= 10 - 3
 
 
 def test_engine_started_anew_is_a_gap(open_publisher, subscribe):
@@ -112,7 +118,7 @@ def test_engine_started_anew_is_a_gap(open_publisher, subscribe):
     while count < 50:
         publisher.publish([removed(count)])
         count += 1
-    while subscriber.receive(0.5) is not None:
+    while subscriber.receive(TIMEOUT_S).number < count - 1:
         pass
     publisher.close()
     again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
@@ -210,13 +216,13 @@ def test_what_is_no_batch_is_a_named_error_and_the_next_one_arrives(frames):
             while subscriber.receive(0.02) is None:
                 assert time.monotonic() < deadline
                 publisher.send_multipart(good)
-            while subscriber.receive(0.1) is not None:
-                pass
             publisher.send_multipart(frames)
-            publisher.send_multipart(good)
+            publisher.send_multipart(
+                (b"", bytes(8), msgspec.msgpack.encode(KVEventBatch(ts=2.0, events=[])))
+            )
             with pytest.raises(DecodeError, match="KV cache events: "):
-                subscriber.receive(TIMEOUT_S)
-            assert subscriber.receive(TIMEOUT_S).batch.ts == 1.0
+                receive_all(subscriber)  # of the good ones more may be on the way
+            assert subscriber.receive(TIMEOUT_S).batch.ts == 2.0
 
 
 def test_silent_replay_socket_does_not_hold_batches_back(open_publisher, subscribe):

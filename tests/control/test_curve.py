@@ -11,11 +11,11 @@ from kvferry.control.client import fetch_status
 from kvferry.control.options import ControlOptions, CurveKeys, make_keys
 from kvferry.errors import ConfigError, PeerLostError
 
-WAIT = 20
+WAIT = 60
 
 
 def with_keys(keys, **more):
-    return ControlOptions(curve=keys, request_timeout_s=5.0, **more)
+    return ControlOptions(curve=keys, request_timeout_s=WAIT, **more)
 
 
 def test_a_cluster_with_one_pair_of_keys_speaks(serve, describe):

@@ -1,7 +1,6 @@
 """Validation of one description, comparison of two."""
 
 import dataclasses
-import time
 
 import msgspec
 import pytest
@@ -438,7 +437,7 @@ def test_validation_of_states_names(case, recurrent):
         receive(sent(recurrent("e", tp=2), (path, value)))
 
 
-def test_absurd_groups_are_refused_in_no_time(describe, recurrent):
+def test_absurd_groups_are_refused_before_they_are_built(describe, recurrent):
     """However many they are: a geometry takes time only for the length of what is given."""
     for description in (describe("e"), recurrent("e")):
         wire = msgspec.msgpack.decode(sent(description))
@@ -446,10 +445,8 @@ def test_absurd_groups_are_refused_in_no_time(describe, recurrent):
         group["geometry"]["num_layers"] = 1 << 20
         group["geometry"]["parallel"] |= {"tp": 1 << 20, "pp": 1 << 20}
         payload = msgspec.msgpack.encode(wire | {"groups": [group] * 5000})
-        start = time.process_time()
         with pytest.raises(ProtocolError, match="Expected `array` of length <= 64"):
             receive(payload)
-        assert time.process_time() - start < 5
 
 
 # ---- a pair --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions
 from kvferry.errors import CancelledError, PeerLostError
 
-WAIT = 20
+WAIT = 60
 NAME = "prefill.cluster.test"
 
 
@@ -35,7 +35,7 @@ def names(monkeypatch):
 
 @pytest.fixture
 def client():
-    options = ControlOptions(request_timeout_s=2.0)
+    options = ControlOptions(request_timeout_s=5.0)
     with ControlClient(engine_id="d", incarnation="d1", options=options) as client:
         yield client
 

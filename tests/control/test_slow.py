@@ -24,6 +24,8 @@ from kvferry.errors import PeerLostError
 WAIT = 60
 SHORT_S = 0.8
 """Seconds that a lease lives without being renewed."""
+HEARTBEAT_S = 0.5
+"""Seconds between heartbeats; three that stay away end a connection."""
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +77,13 @@ def test_a_source_whose_thread_stands_still_charges_no_lease_for_it(serve, descr
 
 def test_calls_wait_for_a_server_whose_thread_stands_still(serve, describe):
     """For longer than the heartbeats of a connection would take to find it dead."""
-    options = ControlOptions(heartbeat_s=0.1)
+    options = ControlOptions(heartbeat_s=HEARTBEAT_S)
     served = serve(options=options)
     client = target(served, describe, options)
     lease_id = served.grant()
     with server_stands_still(served, client):
         calls = [served.renew(client, lease_id), served.finish(client, lease_id)]
-        time.sleep(1.0)
+        time.sleep(4 * HEARTBEAT_S)
         assert not any(call.done() for call in calls)
     assert calls[0].result(WAIT) == {lease_id: LeaseAnswer.HELD}
     assert calls[1].result(WAIT) == FinishAnswer.HELD
@@ -103,9 +105,9 @@ from kvferry.control.client import ControlClient
 from kvferry.control.options import ControlOptions
 from kvferry.topology.description import EngineDescription
 
-address, incarnation, hold_s = sys.argv[1:]
+address, incarnation, heartbeat_s, hold_s = sys.argv[1:]
 description = msgspec.json.decode(sys.stdin.readline(), type=EngineDescription)
-options = ControlOptions(request_timeout_s=0.5, heartbeat_s=0.1)
+options = ControlOptions(request_timeout_s=2.0, heartbeat_s=float(heartbeat_s))
 ids = {"engine_id": description.engine_id, "incarnation": description.incarnation}
 hold = ctypes.PyDLL(None).usleep  # keeps the interpreter lock
 with ControlClient(**ids, options=options) as client:
@@ -125,7 +127,8 @@ with ControlClient(**ids, options=options) as client:
 @contextlib.contextmanager
 def holder(served, describe, hold_s=0.0):
     """A target in a process of its own that holds a lease; told so, it does not let Python run."""
-    command = [sys.executable, "-c", HOLDER, served.address, served.incarnation, str(hold_s)]
+    arguments = [served.address, served.incarnation, str(HEARTBEAT_S), str(hold_s)]
+    command = [sys.executable, "-c", HOLDER, *arguments]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -145,7 +148,7 @@ def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_a
     serve, describe
 ):
     """It says nothing for longer than its lease lasts, than heartbeats and than its patience."""
-    options = ControlOptions(heartbeat_s=0.1)
+    options = ControlOptions(heartbeat_s=HEARTBEAT_S)
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=2.0), options=options)
     with holder(served, describe, hold_s=3.0) as process:
         print(file=process.stdin, flush=True)
@@ -155,7 +158,7 @@ def test_a_target_that_never_gets_the_interpreter_lock_keeps_its_lease_and_its_a
 
 def test_a_target_that_was_stopped_is_cut_off_and_its_lease_expires(serve, describe):
     """Its connection is lost once heartbeats are not answered; a longer lease would show it."""
-    options = ControlOptions(heartbeat_s=0.1)
+    options = ControlOptions(heartbeat_s=HEARTBEAT_S)
     served = serve(leases=LeaseTable(max_blocks=100, duration_s=SHORT_S), options=options)
     with holder(served, describe) as process:
         assert served.server._lives(("decode-1", "d1"))
@@ -183,10 +186,10 @@ def test_a_target_that_was_killed_has_no_connection_that_would_keep_its_lease(se
 
 def test_a_server_that_never_answers_is_given_up_at_last(serve, describe):
     served = serve()
-    client = target(served, describe, ControlOptions(request_timeout_s=0.5))
+    client = target(served, describe, ControlOptions(request_timeout_s=2.0))
     other = served.client(describe("monitor", "m1"))
     with (
         server_stands_still(served, other),
-        pytest.raises(PeerLostError, match=r"no answer within request_timeout_s \(0.5 s\)"),
+        pytest.raises(PeerLostError, match=r"no answer within request_timeout_s \(2.0 s\)"),
     ):
         served.renew(client, served.grant()).result(WAIT)
