@@ -10,6 +10,7 @@ PACKAGE = Path(kvferry.__file__).parent
 #: Who reads the wall clock, and what for. Leases, heartbeats, time-outs and back-offs do not.
 READERS = {
     "cli/demo.py": "times of a demo's requests, for its picture",
+    "cli/trace.py": "how the engines' clocks differ from this machine's, for its picture",
     "cluster/answer.py": "`created` of an answer",
     "cluster/demo.py": "times of a demo's requests, for its picture",
     "cluster/engine_server.py": "`created` of an answer",
@@ -17,9 +18,10 @@ READERS = {
     "connectors/pull/loads.py": "records of transfers",
     "connectors/pull/memory.py": "records of transfers",
     "connectors/pull/metadata.py": "records of transfers",
+    "connectors/pull/record.py": "where a request's record lies in time, for `kvferry trace`",
     "connectors/pull/worker.py": "records of transfers",
     "control/cache_events.py": "the time stamp of a batch of events",
-    "control/server.py": "times of the last errors, for `kvferry status`",
+    "control/server.py": "times of the last errors and of an answer, for people",
     "engine/request.py": "timings of a request, for its record and metrics",
     "engine/scheduler.py": "timings of a request, for its record and metrics",
     # Of a file that nobody holds a lock on and that has no size yet: an engine that has

@@ -44,6 +44,7 @@ class Request:
     table: list[int]
     num_computed_tokens: int = 0
     finish_reason: str | None = None
+    traceparent: str = ""
 
     @property
     def num_tokens(self) -> int:

@@ -410,6 +410,34 @@ def status(
 
 
 @app.command()
+def trace(
+    request_id: Annotated[
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="As an answer's header x-request-id or a log names it.",
+            show_default=False,
+        ),
+    ],
+    addresses: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="HOST:PORT...",
+            help="Control channels (kv_port) of the engines to ask.",
+            show_default=False,
+        ),
+    ],
+    keys: Keys = None,
+    timeout: Timeout = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show one request's life over prefill and decode engines. Exit code 1: none knows it."""
+    from kvferry.cli.trace import trace as command
+
+    command(request_id, addresses, keys, timeout, as_json)
+
+
+@app.command()
 def keys(
     folder: Annotated[
         Path, typer.Argument(help="Folder that gets the files; made if missing.")

@@ -18,6 +18,8 @@ from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, withou
 from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import serve
+from kvferry.control.tracing import Spans
+from kvferry.zeromq import join_address
 
 
 def router(
@@ -63,7 +65,8 @@ def router(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
     with contextlib.closing(listen(host, port, "router")) as listener:
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
-        app = Router(settings, codec, lists).app()
+        spans = Spans.from_environment("kvferry-router", join_address(host, port))
+        app = Router(settings, codec, lists, spans).app()
         console = make_console()
         table = Table("role", "server")
         for engine in named:

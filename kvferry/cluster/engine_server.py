@@ -238,7 +238,7 @@ class EngineServer:
                 f"x-request-id: {shown(request_id)} is not printable text of 1 to "
                 f"{MAX_ID_LENGTH} characters",
             )
-        run = self._submit(request_id, body)
+        run = self._submit(request_id, body, request.headers.get("traceparent", ""))
         # The first output is awaited before the status is sent: a request that fails at once, for
         # example because its KV could not be loaded, is never a 200.
         try:
@@ -277,7 +277,7 @@ class EngineServer:
         while not run.is_over:
             await self._next(run)
 
-    def _submit(self, request_id: str, body: EngineRequestBody) -> _Run:
+    def _submit(self, request_id: str, body: EngineRequestBody, traceparent: str) -> _Run:
         run = _Run(request_id, len(body.prompt))
         try:
             self._engine.submit(
@@ -286,6 +286,7 @@ class EngineServer:
                 body.sampling(),
                 run.on_output,
                 kv_transfer_params=body.kv_transfer_params,
+                traceparent=traceparent,
             )
         except KVFerryError as error:
             raise _unavailable(error) from error

@@ -92,6 +92,12 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When asked for: per token, the sum modulo 2**64 of a hash over this rank's logical cells
     (layer, part, token, head and bytes; replicas once). Sums over an engine's ranks do not depend
     on layout or sharding; see :func:`kvferry.connectors.records.digest_mismatch`."""
+    transport: str = ""
+    """What moved it, staged or not; empty if nothing had to move."""
+    source_ranks: tuple[int, ...] = ()
+    """Ranks of the other side that it was read from."""
+    confirmed: float = 0.0
+    """When the source had said whether it counts; 0 for what was lent."""
 
 
 class RequestView(Protocol):
@@ -125,6 +131,10 @@ class RequestView(Protocol):
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """What the router sent along; ``None`` for an ordinary request."""
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C trace context that came with it, as it came; empty if none did."""
 
     @property
     def finished_cleanly(self) -> bool:

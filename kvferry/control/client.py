@@ -45,6 +45,8 @@ from kvferry.control.messages import (
     StatusReply,
     StatusReport,
     StatusRequest,
+    TraceReply,
+    TraceRequest,
 )
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
@@ -255,6 +257,11 @@ class ControlClient(Closing):
         return self._ask(
             address, Call(StatusRequest(id=0), lambda reply: expect(reply, StatusReply).report)
         )
+
+    def trace(self, address: str, request_id: str) -> "Future[TraceReply]":
+        """Asks an engine what it did for a request."""
+        request = TraceRequest(id=0, request_id=request_id)
+        return self._ask(address, Call(request, lambda reply: expect(reply, TraceReply)))
 
     def describe(self, address: str) -> "Future[DescriptionReply]":
         """Asks an engine to describe itself; unlike a handshake it changes nothing there.

@@ -104,6 +104,10 @@ class EndedLease:
     """Its last holder."""
     reports: dict[int, Report]
     """What each rank of the holder reported."""
+    taken: float | None
+    """Clock reading at which that holder took it; ``None`` if nobody did."""
+    ended: float
+    """Clock reading of its end."""
 
 
 @dataclass(slots=True)
@@ -117,6 +121,8 @@ class _Open:
     ready: bool
     """Whether its blocks can be read."""
     holder: Target | None = None
+    taken: float | None = None
+    """Clock reading at which the holder took it."""
     heard: float = 0.0
     """Clock reading of the holder's last renewal."""
     reports: dict[int, Report] = field(default_factory=dict)
@@ -126,6 +132,7 @@ class _Open:
 
     def take(self, target: Target, now: float) -> None:
         self.holder = target
+        self.taken = now
         self.heard = now
         self.reports = {}
 
@@ -133,6 +140,7 @@ class _Open:
         if self.holder is not None:
             self.former.add(self.holder)
         self.holder = None
+        self.taken = None
         self.reports = {}
 
 
@@ -488,6 +496,8 @@ class LeaseTable:
             outcome,
             entry.holder,
             entry.reports,
+            entry.taken,
+            self._clock(),
         )
         self._outcomes[outcome.value] += 1
         self._unswept.append(ended)

@@ -12,6 +12,7 @@ request             who sends it                        answer
 :class:`Finishes`   target's ranks                      :class:`FinishReply`
 :class:`Release`    target's scheduler half             :class:`Released`
 :class:`StatusRequest`  anyone                          :class:`StatusReply`
+:class:`TraceRequest`  anyone                           :class:`TraceReply`
 :class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
@@ -33,6 +34,8 @@ MAX_ITEMS = 1024
 """Leases or finishes that one message names at most."""
 MAX_ID_CHARS = 256
 """Characters of the longest id that a message names."""
+MAX_TRACES = 16
+"""Requests of which one :class:`TraceReply` tells, the newest ones."""
 
 Id: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 Proof: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -119,6 +122,14 @@ class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the engine's :class:`StatusReport`."""
 
     id: int
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks what the engine did for a request."""
+
+    id: int
+    request_id: Id
+    """Of the request here or at the source of its load; a part of it between hyphens will do."""
 
 
 class DescriptionRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -252,6 +263,63 @@ class StatusReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     report: StatusReport
 
 
+class TracePart(msgspec.Struct, frozen=True, kw_only=True):
+    """One stretch of a request's life on one engine."""
+
+    name: str
+    """What was done or waited for: ``handshake``, ``read`` and others."""
+    started: float
+    """Unix seconds of this engine's wall clock."""
+    seconds: float
+    is_open: bool = False
+    """Whether it goes on."""
+    rank: int | None = None
+    """The rank that did it; ``None`` for the scheduler half."""
+    source_ranks: tuple[int, ...] = ()
+    """Ranks of the source that it read from."""
+    transport: str = ""
+    nbytes: int = 0
+    note: str = ""
+    """What else there is to say."""
+    error: str = ""
+    """Why it failed; empty if it did not."""
+
+
+class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine did for one request, without anything that only a peer may know."""
+
+    request_id: str
+    peer: str = ""
+    """Engine id of the other side, once it is known."""
+    peer_request_id: str = ""
+    """The request's id at the source of its load; empty where nothing was to be loaded."""
+    traceparent: str = ""
+    """The W3C trace context that it came with."""
+    started: float
+    """Unix seconds of this engine's wall clock: when it arrived."""
+    seconds: float
+    """From then to its end here, or to now."""
+    outcome: str
+    """How it stands or ended here, in a few words."""
+    error: str = ""
+    """The first thing that went wrong, also where the request got on."""
+    parts: tuple[TracePart, ...]
+    """In the order in which they began."""
+
+
+class TraceReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers a :class:`TraceRequest`."""
+
+    id: int
+    engine_id: str
+    now: float
+    """Unix seconds of this engine's wall clock, so that clocks can be compared."""
+    remembered: int
+    """Requests that this engine can tell of."""
+    requests: tuple[RequestTrace, ...]
+    """Those that were asked for, oldest first; none where it knows no such request."""
+
+
 class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Answers a :class:`DescriptionRequest`."""
 
@@ -262,7 +330,9 @@ class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Its endpoints are empty: they hold what only a peer may know."""
 
 
-Request: TypeAlias = Handshake | Renew | Finishes | Release | StatusRequest | DescriptionRequest
+Request: TypeAlias = (
+    Handshake | Renew | Finishes | Release | StatusRequest | TraceRequest | DescriptionRequest
+)
 Reply: TypeAlias = (
     HandshakeReply
     | Refused
@@ -270,6 +340,7 @@ Reply: TypeAlias = (
     | FinishReply
     | Released
     | StatusReply
+    | TraceReply
     | DescriptionReply
     | ErrorReply
 )

@@ -38,8 +38,11 @@ from kvferry.control.messages import (
     Renewed,
     Reply,
     Request,
+    RequestTrace,
     StatusReply,
     StatusReport,
+    TraceReply,
+    TraceRequest,
     TransferStatus,
 )
 from kvferry.control.options import ControlOptions, CurveKeys, configure
@@ -58,6 +61,8 @@ from kvferry.topology.description import EngineDescription, without_endpoints
 from kvferry.zeromq import Context, listen
 
 TransferLister = Callable[[], Iterable[TransferStatus]]
+TraceFinder = Callable[[str], tuple[int, tuple[RequestTrace, ...]]]
+"""Says how many requests it knows, and tells of those of an id, ``MAX_TRACES`` at most."""
 
 _BURST = 64  # messages answered between two looks at whether to stop
 LOOK_S = 1.0
@@ -127,6 +132,7 @@ class ControlService:
         self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
         self._list_transfers: TransferLister = tuple
+        self._find_traces: TraceFinder = lambda _: (0, ())
         self._clock = clock
         self._started = clock()
         self._errors = _ErrorLog(options.remembered_errors)
@@ -155,6 +161,13 @@ class ControlService:
         nothing.
         """
         self._list_transfers = lister
+
+    def set_traces(self, finder: TraceFinder) -> None:
+        """``finder`` tells what was done for a request whenever somebody asks for it.
+
+        It runs on the thread that answers and must not block.
+        """
+        self._find_traces = finder
 
     def secret(self, lease_id: str) -> bytes:
         """What the ticket of a lease carries, so that its bearer may speak of the lease."""
@@ -228,8 +241,20 @@ class ControlService:
                 return DescriptionReply(
                     id=request.id, role=self.role, description=without_endpoints(self._described())
                 )
+            case TraceRequest():
+                return self._trace(request)
             case _:
                 return StatusReply(id=request.id, report=self.status())
+
+    def _trace(self, request: TraceRequest) -> TraceReply:
+        remembered, found = self._find_traces(request.request_id)
+        return TraceReply(
+            id=request.id,
+            engine_id=self.engine_id,
+            now=time.time(),
+            remembered=remembered,
+            requests=found,
+        )
 
     def _shake_hands(self, request: Handshake) -> HandshakeReply | Refused:
         ours, theirs = self._described(), request.description
@@ -340,7 +365,7 @@ class ControlService:
 
 
 class ControlServer(ControlService, Closing):
-    """Listens, and answers handshakes, renewals, finishes, releases and status requests.
+    """Listens, and answers handshakes, renewals, finishes, releases, and who asks how it is.
 
     It answers as soon as it is made; handshakes are put off until :meth:`set_description`. All
     methods but :meth:`handle`, which its own thread calls, may be called from any thread.

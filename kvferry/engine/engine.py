@@ -110,6 +110,7 @@ class Engine(Closing):
         kv_transfer_params: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        traceparent: str = "",
     ) -> None:
         """Takes a request in; its news come from :meth:`step`.
 
@@ -120,6 +121,7 @@ class Engine(Closing):
             kv_transfer_params: what the router sent for the connector.
             cache_salt: prefixes are shared only between requests of equal salt.
             arrival: Unix seconds, for the timings; now if left out.
+            traceparent: the W3C trace context that it came with, if any.
 
         Raises:
             ValueError: an empty prompt, or an id in use.
@@ -132,6 +134,7 @@ class Engine(Closing):
             kv_transfer_params=kv_transfer_params,
             cache_salt=cache_salt,
             arrival=arrival,
+            traceparent=traceparent,
         )
         self._scheduler.add_request(request)
         # Reports that come late for an earlier request of this id were made before it was gone.

@@ -175,6 +175,7 @@ class EngineLoop(Closing):
         kv_transfer_params: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        traceparent: str = "",
     ) -> None:
         """Hands a request to the engine.
 
@@ -194,6 +195,7 @@ class EngineLoop(Closing):
             kv_transfer_params=kv_transfer_params,
             cache_salt=cache_salt,
             arrival=arrival,
+            traceparent=traceparent,
         )
         place = object()
         self._arriving[place] = request_id, on_output

@@ -82,8 +82,10 @@ class EngineRequest(Request):
         kv_transfer_params: dict[str, Any] | None = None,
         cache_salt: str | None = None,
         arrival: float | None = None,
+        traceparent: str = "",
     ) -> None:
         super().__init__(request_id, prompt_token_ids, cache_salt=cache_salt)
+        self.traceparent = traceparent
         self.sampling = sampling
         self.kv_transfer_params = kv_transfer_params
         self.timings = RequestTimings(arrival=time.time() if arrival is None else arrival)

@@ -59,6 +59,7 @@ class FakeRequest:
     """What ``request_finished`` returned."""
     started: bool = False
     """Whether a step with its tokens has been scheduled."""
+    traceparent: str = ""
     content: Mapping[str, str] = field(default_factory=dict)
     """What :meth:`content_keys` answers, whatever the tokens."""
 

@@ -24,6 +24,7 @@ from kvferry.control.messages import (
     Release,
     Renew,
     StatusRequest,
+    TraceRequest,
 )
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlService
@@ -49,6 +50,7 @@ def requests(describe, hybrid):
         Finishes(**header, items=items),
         Release(**header, leases={"a": b"p" * 16}, keep=True),
         StatusRequest(id=7),
+        TraceRequest(id=8, request_id="r"),
         DescriptionRequest(id=7),
     ]
 

@@ -86,6 +86,8 @@ class RankLoad:
     token_digests: tuple[int, ...] | None = None
     finished: float = 0.0
     """Unix seconds at which nothing of it could change the cache any more."""
+    confirmed: float = 0.0
+    """Unix seconds at which its source had said whether it counts, or had not in time."""
     nonce: bytes = field(default_factory=partial(secrets.token_bytes, 8))
     """Tells the source a repetition of our Finish from anybody else's."""
     confirms: int = 0
@@ -125,6 +127,9 @@ class RankLoad:
             ok=self.error is None,
             error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
             token_digests=self.token_digests,
+            transport="" if self.peer is None or not self.transfers else self.peer.movement,
+            source_ranks=tuple(sorted({source_rank for _, source_rank in self.transfers})),
+            confirmed=self.confirmed,
         )
 
 
@@ -419,6 +424,7 @@ class Loads(Closing):
                     f"lease {ticket.lease_id} of engine {ticket.engine_id!r} ended before "
                     "the load was confirmed; what was read is not used"
                 )
+        load.confirmed = time.time()
         del self._loads[ticket.lease_id]
         self._next_progress = 0.0  # it is no longer under way
         self._ended.append(load)

@@ -147,6 +147,11 @@ class SourcePeer:
         """Whether any of its cells arrive in another dtype."""
         return any(pair.plan.conversion is not None for pair in self.plans)
 
+    @property
+    def movement(self) -> str:
+        """The transport, and whether its cells are staged: ``tcp``, ``tcp, staged``."""
+        return f"{self.transport.name}, staged" if self.stages else self.transport.name
+
     def summary(self) -> str:
         """How its cells come, in one line: ``tcp, layers 0-3 placed (tcp writes ...)``."""
         ways = (

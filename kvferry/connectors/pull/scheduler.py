@@ -20,6 +20,7 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
+from kvferry.connectors.pull.record import RequestRecords
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
@@ -27,6 +28,7 @@ from kvferry.control.leases import LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
+from kvferry.control.tracing import Spans
 from kvferry.errors import CancelledError, ConfigError, KVFerryError, TicketError
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.zeromq import is_loopback, split_address
@@ -49,8 +51,9 @@ class PullScheduler(SchedulerConnector):
         client: ControlClient,
         sources: Sources,
         clock: Callable[[], float] = time.monotonic,
+        spans: Spans | None = None,
     ) -> None:
-        """Takes ownership of server, client and sources; use :meth:`open`.
+        """Takes ownership of server, client, sources and spans; use :meth:`open`.
 
         ``clock`` is theirs: seconds that never run backwards.
         """
@@ -65,6 +68,8 @@ class PullScheduler(SchedulerConnector):
         self._tickets = AcceptedTickets(key, extra)
         self._loads: dict[str, Load] = {}
         """Request id → its load, until the request ends or, if that is later, the load does."""
+        self._spans = spans
+        self._records = RequestRecords(clock, spans)
         self._step = PullMetadata()
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
@@ -116,7 +121,8 @@ class PullScheduler(SchedulerConnector):
             progress_timeout_s=extra.progress_timeout_s,
             note_error=server.note_error,
         )
-        return cls(context, extra, key, leases, server, client, sources)
+        spans = Spans.from_environment("kvferry-engine", config.engine_id)
+        return cls(context, extra, key, leases, server, client, sources, spans=spans)
 
     @property
     def port(self) -> int:
@@ -138,6 +144,7 @@ class PullScheduler(SchedulerConnector):
         )
         self._server.set_description(description)
         self._server.set_transfers(self._transfer_statuses)
+        self._server.set_traces(self._records.find)
         self._sources.describe(description)
 
     # ---- target side --------------------------------------------------------------------------
@@ -150,22 +157,40 @@ class PullScheduler(SchedulerConnector):
                 contacted.
             ConfigError: this engine is a producer only.
         """
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_prefill"):
+        params = request.kv_transfer_params or {}
+        loads = bool(params.get("do_remote_prefill"))
+        if not loads and not params.get("do_remote_decode"):
             return
+        record = self._records.begin(request, loads=loads)
+        if not loads:
+            return
+        try:
+            ticket = self._accepted(params.get("ticket"), request)
+        except KVFerryError as error:
+            record.fail(self._clock(), f"{type(error).__name__}: {error}")
+            self._records.end(record, "refused")
+            raise
+        record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
+        self._loads[request.request_id] = self._sources.add(record, ticket)
+
+    def _accepted(self, signed: object, request: RequestView) -> Ticket:
+        """The ticket of a request that this engine may load for.
+
+        Raises:
+            TicketError, ConfigError: see :meth:`on_new_request`.
+        """
         if not self._context.config.is_consumer:
             raise ConfigError(
                 "kv_role: this engine is kv_producer and was sent a request to load "
                 "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
             )
         try:
-            ticket = self._tickets.accept(params.get("ticket"), request)
+            return self._tickets.accept(signed, request)
         except TicketError as error:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             logger.warning("ticket refused: %s", text)
             self._server.note_error("ticket", text)
             raise
-        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
 
     def on_rejected_request(self, request: RequestView) -> None:
         """Gives back the lease of a request that the engine's front refused: of what it brought
@@ -180,8 +205,11 @@ class PullScheduler(SchedulerConnector):
             ticket = self._tickets.accept_rejected(params.get("ticket"), request.request_id)
         except TicketError:
             return
-        self._loads[request.request_id] = self._sources.add(request.request_id, ticket)
+        record = self._records.begin(request, loads=True)
+        record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
+        self._loads[request.request_id] = self._sources.add(record, ticket)
         self._give_back(request.request_id)
+        self._records.end(record, "refused by the engine's front")
 
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int
@@ -222,7 +250,10 @@ class PullScheduler(SchedulerConnector):
     ) -> None:
         """See :meth:`SchedulerConnector.update_state_after_alloc`."""
         load = self._loads.get(request.request_id)
-        if load is None or load.state in (LoadState.LOADING, LoadState.LOADED):
+        if load is not None and load.state in (LoadState.LOADING, LoadState.LOADED):
+            return
+        self._records.admitted(request, num_external_tokens)
+        if load is None:
             return
         if num_external_tokens == 0:
             self._give_back(request.request_id)
@@ -267,6 +298,9 @@ class PullScheduler(SchedulerConnector):
 
     def _loaded(self, load: Load, *, ok: bool) -> None:
         """Every rank has reported this load."""
+        self._records.loaded(load.record, None if ok else load.rank_error or "no rank told why")
+        if load.cancelled:
+            self._records.end(load.record, "aborted")
         self._tickets.retire(load.ticket)
         self._sources.drop(load)
         if load.cancelled or not ok:
@@ -278,6 +312,13 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
+        keep, params = self._finished(request, block_ids)
+        self._records.finished(request, keep, params)
+        return keep, params
+
+    def _finished(
+        self, request: RequestView, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         filled = self._filled(request)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
@@ -396,15 +437,18 @@ class PullScheduler(SchedulerConnector):
         return self._step != PullMetadata() or self._sources.has_news
 
     def _sweep(self) -> None:
+        self._records.look()
         for lease in self._leases.sweep():
             self._mirroring.pop(lease.lease_id, None)
             self._step.released.append(lease.request_id)
+            self._records.freed(lease)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerConnector.update_connector_output`."""
         if output.transfer_progress != self._reported:
             self._note_progress(output.transfer_progress)
         for record in output.transfer_records:
+            self._records.add(record)
             if record.lease_id in self._mirroring:
                 self._mirrored(record)
             if record.error:
@@ -484,6 +528,8 @@ class PullScheduler(SchedulerConnector):
         self._sources.close()
         self._client.close()
         self._server.close()
+        if self._spans is not None:
+            self._spans.close()
 
 
 def _check_reach(extra: PullConfig) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.connectors.pull.groups import Filled, SourceGroups
+from kvferry.connectors.pull.record import RequestRecord
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ITEMS, LeaseAnswer
 from kvferry.control.tickets import Ticket, check_incarnation
@@ -111,6 +112,8 @@ class Load:
     """Clock reading by which the source must have been reached."""
     started: float
     """Clock reading of its arrival."""
+    record: RequestRecord
+    """What is told of the request."""
     state: LoadState = LoadState.WAITING
     groups: SourceGroups | None = None
     """The source's KV cache groups; set before it is ``READY``."""
@@ -202,8 +205,8 @@ class Sources:
             self._ours = ours
             self._wake()
 
-    def add(self, request_id: str, ticket: Ticket) -> Load:
-        """Begins to obtain the lease of ``ticket`` for a request."""
+    def add(self, record: RequestRecord, ticket: Ticket) -> Load:
+        """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes."""
         now = self._clock()
         address = ticket.address
         with self._lock:
@@ -212,7 +215,9 @@ class Sources:
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
             deadline = now + self._handshake_timeout_s
-            load = Load(request_id, ticket, source, deadline, now, progressed=now)
+            load = Load(record.request_id, ticket, source, deadline, now, record, progressed=now)
+            if not source.knows_us:
+                record.note("unknown", now)
             self._loads[load.lease_id] = load
             if source.silent == ticket.incarnation:
                 # Giving its lease back is the next attempt to reach the source.
@@ -231,6 +236,7 @@ class Sources:
         with self._lock:
             load.progressed = self._clock()
             load.state = LoadState.LOADING
+            load.record.note("reading", load.progressed)
 
     def refuse(self, load: Load, error: KVFerryError) -> None:
         """What the source lent does not serve this load; its lease waits for :meth:`release`."""
@@ -346,6 +352,8 @@ class Sources:
                 source.next_attempt = self._clock() + RETRY_S
                 source.groups = SourceGroups.of(source.description, self._groups)
                 self._news.append(source.description)
+                for load in self._waiting_for(source):
+                    load.record.note("shaken", self._clock())
                 for ticket in source.given_up:
                     self._tell_released(ticket)
             else:
@@ -393,6 +401,7 @@ class Sources:
                 load.groups = source.groups
                 load.next_renewal = now + self._renew_interval(load.ticket)
                 load.is_asked = True
+                load.record.note("asked", now)
         for first in range(0, len(fitting), MAX_ITEMS):
             together = fitting[first : first + MAX_ITEMS]
             leases = {load.lease_id: load.ticket.secret for load in together}
@@ -441,6 +450,7 @@ class Sources:
         if answer is LeaseAnswer.HELD:
             if load.state is LoadState.WAITING:
                 load.state = LoadState.READY
+                load.record.note("taken", self._clock())
         elif answer is LeaseAnswer.PENDING:
             load.next_renewal = self._clock() + PENDING_RETRY_S
             self._wake()
@@ -512,6 +522,7 @@ class Sources:
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
         self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
+        load.record.fail(self._clock(), f"{type(error).__name__}: {error}")
         load.error = error
         load.state = LoadState.FAILED
 

@@ -86,6 +86,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "prompt_token_ids",
         "request_id",
         "status",
+        "trace_headers",
     ),
     "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),

@@ -53,6 +53,11 @@ class RequestView:
         return params
 
     @property
+    def traceparent(self) -> str:
+        """The W3C trace context that it came with; vLLM has it with `--otlp-traces-endpoint`."""
+        return str((self._request.trace_headers or {}).get("traceparent", ""))
+
+    @property
     def finished_cleanly(self) -> bool:
         """Whether it ended by stop or by length."""
         return self._request.status in _CLEAN

@@ -133,6 +133,7 @@ class Want:
     kv_transfer_params: dict[str, Any] | None
     num_computed_tokens: int = 0
     finish_reason: str | None = None
+    traceparent: str = ""
     state: str = "waiting"
     """``waiting``, ``loading``, ``running`` or ``over``."""
     outcome: str = ""

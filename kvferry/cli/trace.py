@@ -1,0 +1,267 @@
+"""``kvferry trace``: one request's life over several engines, as a table and as a picture.
+
+Clocks of two hosts differ. Each engine gives moments of its own wall clock, and what that clock
+says now. From this the command takes by how much it differs from this machine's; it can be wrong by
+half the time that the answer took. A difference within that is taken for none.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from kvferry.cli.console import make_console, print_json, seconds_text
+from kvferry.cli.status import load_keys, parse_address
+from kvferry.config import printable
+from kvferry.control.client import ControlClient
+from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
+from kvferry.control.options import ControlOptions
+from kvferry.errors import ConfigError, KVFerryError, PeerLostError
+from kvferry.explain.sentences import bytes_text
+from kvferry.zeromq import tcp_address
+
+BAR_CHARS = 64
+"""Characters of the picture's time axis."""
+NOT_DRAWN = "answer"
+"""The part that comes last and may take as long as it likes; it would leave no room for others."""
+
+
+class EngineAnswer(msgspec.Struct, kw_only=True):
+    """What one engine said."""
+
+    address: str
+    engine_id: str = ""
+    error: str = ""
+    """Why it said nothing of use; empty if it did."""
+    clock_ahead_s: float = 0.0
+    """How much its wall clock is ahead of this machine's; 0 if that is within the next field."""
+    clock_unsure_s: float = 0.0
+    """By how much that may be wrong."""
+    remembered: int = 0
+    """Requests that it can tell of."""
+    requests: list[RequestTrace] = msgspec.field(default_factory=list)
+    """The request, or several of one id; times are of the engine's own clock."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One part of a request's life, on this machine's clock."""
+
+    engine: str
+    started: float
+    part: TracePart
+
+
+def trace(
+    request_id: str, addresses: Sequence[str], keys: Path | None, timeout_s: float, as_json: bool
+) -> None:
+    """Prints what the engines at ``addresses`` did for a request.
+
+    Raises:
+        ConfigError: the id, an address or the keys cannot be used.
+        SystemExit: 1 if no engine knows the request.
+    """
+    if not 0 < len(request_id) <= MAX_ID_CHARS:
+        raise ConfigError(f"REQUEST_ID: an id has 1 to {MAX_ID_CHARS} characters")
+    plain = [tcp_address(*parse_address(one)).removeprefix("tcp://") for one in addresses]
+    options = ControlOptions(request_timeout_s=timeout_s, curve=load_keys(keys))
+    with ControlClient(engine_id="trace", incarnation="trace", options=options) as client:
+        answers = gather(client, plain, request_id)
+    if as_json:
+        print_json({"request_id": request_id, "engines": answers})
+    else:
+        show(request_id, answers, make_console())
+    if not any(answer.requests for answer in answers):
+        raise typer.Exit(1)
+
+
+# ---- asking -------------------------------------------------------------------------------------
+
+
+def gather(client: ControlClient, addresses: Sequence[str], request_id: str) -> list[EngineAnswer]:
+    """What engines know of a request, and of those whose KV it loaded."""
+    answers = [EngineAnswer(address=address) for address in addresses]
+    # All at once: those that do not answer are waited for together. And the connections are made.
+    futures = [client.trace(address, request_id) for address in addresses]
+    for answer, future in zip(answers, futures, strict=True):
+        error = future.exception()
+        if isinstance(error, KVFerryError):
+            answer.error = _OLDER if _is_older(client, answer, error) else str(error)
+        elif error is not None:
+            raise error
+    heard = [answer for answer in answers if not answer.error]
+    for answer in heard:
+        _ask(client, answer, request_id)
+    lenders = {
+        request.peer_request_id
+        for answer in heard
+        for request in answer.requests
+        if request.peer_request_id
+    }
+    for lender in sorted(lenders - {request_id}):
+        for answer in heard:
+            _ask(client, answer, lender)
+    return answers
+
+
+_OLDER = "it runs an older kvferry, which does not know this question"
+
+
+def _is_older(client: ControlClient, answer: EngineAnswer, error: KVFerryError) -> bool:
+    """Whether an engine that did not answer this question answers another one."""
+    if not isinstance(error, PeerLostError) or "no answer within" not in str(error):
+        return False
+    return client.status(answer.address).exception() is None
+
+
+def _ask(client: ControlClient, answer: EngineAnswer, request_id: str) -> None:
+    """Adds what an engine knows of a request to its answer, and compares the clocks."""
+    wall, began = time.time(), time.monotonic()
+    try:
+        reply = client.trace(answer.address, request_id).result()
+    except KVFerryError as error:
+        answer.error = str(error)
+        return
+    unsure = (time.monotonic() - began) / 2
+    ahead = reply.now - (wall + unsure)
+    answer.engine_id, answer.remembered = reply.engine_id, reply.remembered
+    answer.clock_ahead_s = ahead if abs(ahead) > unsure else 0.0
+    answer.clock_unsure_s = unsure
+    known = {request.request_id for request in answer.requests}
+    answer.requests += [one for one in reply.requests if one.request_id not in known]
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+def rows_of(answers: Iterable[EngineAnswer]) -> list[Row]:
+    """All parts of all requests, in the order in which they began."""
+    rows = [
+        Row(answer.engine_id, part.started - answer.clock_ahead_s, part)
+        for answer in answers
+        for request in answer.requests
+        for part in request.parts
+    ]
+    return sorted(rows, key=lambda row: row.started)
+
+
+def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> None:
+    """Prints it for people."""
+    for answer in answers:
+        _show_engine(request_id, answer, console)
+    rows = rows_of(answers)
+    if not rows:
+        return
+    begin = rows[0].started
+    console.print(_table(rows, begin))
+    for line in picture(rows):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> None:
+    """One engine's lines above the table."""
+    name = f"[bold]{_plain(answer.engine_id or answer.address)}[/]"
+    if answer.error:
+        console.print(f"{name}: {_plain(answer.error)}")
+        return
+    if not answer.requests:
+        console.print(
+            f"{name} ({_plain(answer.address)}): knows nothing of {_plain(request_id)}: none of "
+            f"the last {answer.remembered} requests that loaded or lent KV here"
+        )
+        return
+    ahead = answer.clock_ahead_s
+    way = "ahead of" if ahead > 0 else "behind"
+    clock = f"is {seconds_text(abs(ahead))} {way}" if ahead else "agrees with"
+    console.print(
+        f"{name} ({_plain(answer.address)}): its clock {clock} this machine's, "
+        f"to ±{seconds_text(answer.clock_unsure_s)}" + (", which is taken off" if ahead else "")
+    )
+    for request in answer.requests:
+        console.print(f"  {_plain(_summary(request))}", soft_wrap=True)
+        if request.error:
+            console.print(f"  {_plain(request.error)}", style="red")
+
+
+def _summary(request: RequestTrace) -> str:
+    """One request on one engine in one line."""
+    words = [f"{request.request_id}: {request.outcome} after {seconds_text(request.seconds)}"]
+    if request.peer_request_id:
+        words.append(f"loaded from {request.peer}")
+    elif request.peer:
+        words.append(f"lent to {request.peer}")
+    return ", ".join(words)
+
+
+def _table(rows: Sequence[Row], begin: float) -> Table:
+    table = Table("engine", "part", "rank")
+    for name in ("from ms", "took ms", "bytes", "GB/s"):
+        table.add_column(name, justify="right")
+    table.add_column("how")
+    for row in rows:
+        part = row.part
+        cells = (
+            row.engine,
+            part.name,
+            "" if part.rank is None else str(part.rank),
+            f"{(row.started - begin) * 1000:.1f}",
+            f"{part.seconds * 1000:.1f}",
+            bytes_text(part.nbytes) if part.nbytes else "",
+            f"{part.nbytes / part.seconds / 1e9:.2f}" if part.nbytes and part.seconds else "",
+            _how(part),
+        )
+        # As plain text: names and errors come from other machines, and may look like markup.
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
+
+
+def _how(part: TracePart) -> str:
+    if part.error:
+        return part.error
+    ranks = ", ".join(map(str, part.source_ranks))
+    come = f"from rank{'s' if len(part.source_ranks) > 1 else ''} {ranks}" if ranks else ""
+    words = [part.transport, come, part.note, "goes on" if part.is_open else ""]
+    return ", ".join(word for word in words if word)
+
+
+def picture(rows: Sequence[Row]) -> list[str]:
+    """Bars on one time axis, a line per part; the answer's begins, and is cut off.
+
+    >>> part = TracePart(name="read", started=5.0, seconds=0.01, rank=0)
+    >>> lease = TracePart(name="lease", started=4.99, seconds=0.01)
+    >>> for line in picture([Row("d", 4.99, lease), Row("d", 5.0, part)]):
+    ...     print(line.rstrip())
+    d lease  │████████████████████████████████
+    d read 0 │                                ████████████████████████████████
+             └─ 0 ──────────────────────────────────────────────────── 20.0 ms
+    """
+    begin = min(row.started for row in rows)
+    drawn = [row for row in rows if row.part.name != NOT_DRAWN] or rows
+    span = max(max(row.started + row.part.seconds for row in drawn) - begin, 1e-9)
+    names = [_name(row) for row in rows]
+    width = max(map(len, names))
+    lines = []
+    for name, row in zip(names, rows, strict=True):
+        first = round((row.started - begin) / span * BAR_CHARS)
+        last = round((row.started + row.part.seconds - begin) / span * BAR_CHARS)
+        first = min(max(first, 0), BAR_CHARS - 1)
+        bar = "█" * max(1, min(last, BAR_CHARS) - first)
+        goes_on = last > BAR_CHARS or row.part.is_open
+        lines.append(f"{name:<{width}} │{' ' * first}{bar}{'→' if goes_on else ''}")
+    end = seconds_text(span)
+    line = "─" * (BAR_CHARS - len(end) - 5)
+    return [*lines, f"{'':<{width}} └─ 0 {line} {end}"]
+
+
+def _name(row: Row) -> str:
+    rank = "" if row.part.rank is None else f" {row.part.rank}"
+    return printable(f"{row.engine} {row.part.name}{rank}")
+
+
+def _plain(text: str) -> str:
+    return escape(printable(text))

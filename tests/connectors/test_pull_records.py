@@ -1,0 +1,244 @@
+"""What engines remember of their requests, and tell whoever asks."""
+
+import itertools
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvferry.connectors.pull.record import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
+from kvferry.control.client import ControlClient
+from kvferry.control.messages import MAX_TRACES, RequestTrace, TraceReply
+from kvferry.errors import TicketError
+from kvferry.testing.connector_conformance import Pair
+from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_rank import FakeRequest
+from tests.connectors.engines import SOURCE, TARGET
+
+OpenEngine = Callable[..., FakeEngine]
+WAIT = 30.0
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def pair(open_engine: OpenEngine) -> Pair:
+    producer = open_engine("p", SOURCE, lease_duration_s=600.0)
+    return Pair(producer, open_engine("d", TARGET), WAIT)
+
+
+def told(engine: FakeEngine, request_id: str) -> TraceReply:
+    """What an engine answers over its control channel."""
+    with ControlClient(engine_id="test", incarnation="test") as client:
+        return client.trace(f"127.0.0.1:{engine.scheduler.port}", request_id).result(WAIT)  # type: ignore[attr-defined]
+
+
+def trace_of(engine: FakeEngine, request_id: str) -> RequestTrace:
+    (trace,) = told(engine, request_id).requests
+    return trace
+
+
+def names(trace: RequestTrace) -> list[str]:
+    """Its parts, each rank's with its number."""
+    return [part.name if part.rank is None else f"{part.name} {part.rank}" for part in trace.parts]
+
+
+def moved(pair: Pair, request_id: str = "r") -> FakeRequest:
+    request = pair.decode(pair.prefill(request_id, 21))
+    pair.finish(request)
+    pair.settle()
+    assert not request.failed
+    return request
+
+
+def test_source_and_target_tell_of_every_part_of_a_request(pair: Pair) -> None:
+    moved(pair)
+
+    lent, loaded = trace_of(pair.producer, "r"), trace_of(pair.consumer, "r")
+
+    assert names(lent) == ["queue", "prefill", "untaken", "held"]
+    assert (lent.peer, lent.outcome) == ("d", "lease done")
+    scheduler_half = {"handshake", "lease", "wait", "load", "first token", "answer"}
+    ranks = {"read 0", "confirm 0", "read 1", "confirm 1"}
+    assert len(loaded.parts) == 10
+    assert set(names(loaded)) == scheduler_half | ranks
+    assert (loaded.peer, loaded.peer_request_id, loaded.outcome) == ("p", "r", "length")
+    assert not any(part.is_open or part.error for part in lent.parts + loaded.parts)
+
+
+def test_the_parts_of_a_load_follow_each_other_without_gaps(pair: Pair) -> None:
+    moved(pair)
+    trace = trace_of(pair.consumer, "r")
+    parts = {part.name: part for part in trace.parts if part.rank is None}
+
+    ends = [parts[name].started + parts[name].seconds for name in ("lease", "wait", "load")]
+    begins = [parts[name].started for name in ("wait", "load", "first token")]
+
+    assert ends == pytest.approx(begins, abs=1e-6)
+    assert parts["answer"].started + parts["answer"].seconds == pytest.approx(
+        trace.started + trace.seconds, abs=1e-6
+    )
+
+
+def test_reads_name_transport_bytes_and_the_sources_ranks(pair: Pair) -> None:
+    moved(pair)
+    reads = [part for part in trace_of(pair.consumer, "r").parts if part.name == "read"]
+    records = pair.consumer.outputs
+
+    nbytes = {r.rank: r.nbytes for output in records for r in output.transfer_records}
+
+    assert {part.rank: part.nbytes for part in reads} == nbytes
+    assert {part.source_ranks for part in reads} == {(0, 1)}
+    assert all(part.transport and part.seconds > 0 for part in reads)
+
+
+def test_a_second_load_from_a_known_source_waits_for_no_handshake(pair: Pair) -> None:
+    moved(pair, "first")
+    moved(pair, "second")
+
+    assert "handshake" in names(trace_of(pair.consumer, "first"))
+    assert "handshake" not in names(trace_of(pair.consumer, "second"))
+
+
+def test_what_is_under_way_is_told_as_open(pair: Pair) -> None:
+    pair.prefill("r", 21)
+
+    trace = trace_of(pair.producer, "r")
+
+    assert trace.outcome == "lent"
+    assert [part.name for part in trace.parts if part.is_open] == ["untaken"]
+
+
+def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    pair.producer.scheduler.take_back(source.response_params)  # the lease ends before it is taken
+    request = pair.decode(source)
+    pair.finish(request)
+
+    trace = trace_of(pair.consumer, "r")
+
+    assert request.error is not None
+    assert trace.error.startswith("LeaseRevokedError: ")
+    (lease,) = [part for part in trace.parts if part.name == "lease"]
+    assert lease.error == trace.error
+    assert names(trace)[-2:] == ["prefill", "answer"]  # computed here, as the fake engine does
+
+
+def test_no_lease_and_no_secret_is_told_to_strangers(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    lease_id = pair.producer.scheduler._leases.snapshot()[0].lease_id  # type: ignore[attr-defined]
+    pair.producer.scheduler.take_back(source.response_params)
+    pair.finish(pair.decode(source))
+
+    both = msgspec.json.encode([told(pair.producer, "r"), told(pair.consumer, "r")])
+
+    assert lease_id[:8].encode() in both  # of the error, so that people find it in a log
+    assert lease_id.encode() not in both
+
+
+def test_a_refused_ticket_is_told(pair: Pair) -> None:
+    source = pair.prefill("r", 21)
+    source.response_params = {**source.response_params, "ticket": "forged"}
+    with pytest.raises(TicketError):
+        pair.decode(source)
+
+    trace = trace_of(pair.consumer, "r")
+
+    assert trace.outcome == "refused"
+    assert "Ticket" in trace.error
+
+
+def test_an_ordinary_request_is_none_of_the_records(pair: Pair) -> None:
+    pair.finish(pair.consumer.add("r", range(9)))
+
+    reply = told(pair.consumer, "r")
+
+    assert (reply.engine_id, reply.remembered, reply.requests) == ("d", 0, ())
+
+
+def test_an_id_is_found_between_hyphens_and_as_the_sources(pair: Pair) -> None:
+    source = pair.prefill("cmpl-7f3a-0-1b", 21)
+    source.request_id = "cmpl-7f3a-0-9c"  # vLLM gives each engine's request an end of its own
+    pair.finish(pair.decode(source))
+
+    for wanted in ("cmpl-7f3a-0-1b", "7f3a", "cmpl-7f3a"):
+        assert len(told(pair.producer, wanted).requests) == 1, wanted
+        assert len(told(pair.consumer, wanted).requests) == 1, wanted
+    for unknown in ("7f3", "cmpl", "cmpl-7f3a-0-9"):
+        known = unknown == "cmpl"
+        assert bool(told(pair.consumer, unknown).requests) == known, unknown
+
+
+def test_the_trace_context_is_kept_if_it_is_one(pair: Pair) -> None:
+    for text, kept in ((TRACEPARENT, TRACEPARENT), ("00-\x1b[2J-01", ""), (f"{TRACEPARENT}\n", "")):
+        request = FakeRequest(f"r{len(text)}", (1, 2), {"do_remote_decode": True})
+        request.traceparent = text
+        pair.producer.scheduler.on_new_request(request)
+
+        assert trace_of(pair.producer, request.request_id).traceparent == kept
+
+
+# ---- bounds -------------------------------------------------------------------------------------
+
+
+def lending(request_id: str) -> FakeRequest:
+    return FakeRequest(request_id, (1, 2), {"do_remote_decode": True})
+
+
+def test_only_the_last_requests_are_remembered() -> None:
+    records = RequestRecords(itertools.count().__next__)
+    for number in range(REMEMBERED + 10):
+        records.begin(lending(f"r{number}"), loads=False)
+
+    assert records.find("r9") == (REMEMBERED, ())
+    assert len(records._by_id) == REMEMBERED
+    assert len(records.find("r10")[1]) == 1
+
+
+def test_of_many_requests_of_one_id_the_newest_are_told() -> None:
+    records = RequestRecords(itertools.count().__next__)
+    for number in range(MAX_TRACES + 5):
+        records.begin(lending(f"r-{number}"), loads=False)
+
+    _, found = records.find("r")
+
+    assert [trace.request_id for trace in found] == [f"r-{n}" for n in range(5, MAX_TRACES + 5)]
+
+
+def test_a_record_is_bounded_whatever_ranks_and_errors_say(pair: Pair) -> None:
+    moved(pair)
+    (report, *_) = [r for output in pair.consumer.outputs for r in output.transfer_records]
+    records = RequestRecords(itertools.count().__next__)
+    record = records.begin(lending("r"), loads=True)
+
+    for rank in range(2 * MAX_RANKS):
+        records.add(
+            msgspec.structs.replace(
+                report, request_id="r", rank=rank, error="x" * 9999, token_digests=(1,) * 9999
+            )
+        )
+    record.fail(1.0, "y" * 9999)
+
+    assert len(msgspec.msgpack.encode(record.trace(2.0))) < MAX_RANKS * (2 * MAX_ERROR_CHARS)
+    assert all(kept.token_digests is None for kept in record.ranks)
+    assert len(record.ranks) == MAX_RANKS
+
+
+class ToldSpans:
+    """Stands for what makes spans."""
+
+    def __init__(self) -> None:
+        self.told: list[Callable[[], RequestTrace]] = []
+
+    def tell(self, trace: Callable[[], RequestTrace]) -> None:
+        self.told.append(trace)
+
+
+def test_an_ended_record_is_handed_on_once() -> None:
+    spans = ToldSpans()
+    records = RequestRecords(itertools.count().__next__, spans)  # type: ignore[arg-type]
+    record = records.begin(lending("r"), loads=False)
+
+    records.end(record, "abort")
+    records.end(record, "again")
+
+    assert [trace().outcome for trace in spans.told] == ["abort"]
