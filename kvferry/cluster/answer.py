@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 from kvferry.cluster.engines import Engine, Reply
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
+from kvferry.control.tracing import RequestSpan
 from kvferry.errors import ModelError
 
 
@@ -163,8 +164,10 @@ class Answer:
         engines: PrefillDecode,
         codec: TextCodec,
         timeout_s: float,
+        span: RequestSpan,
     ) -> None:
         self.request_id = request_id
+        self._span = span
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -234,6 +237,7 @@ class Answer:
         request = TokenRequest(
             request_id=request_id,
             died=self._died,
+            span=self._span,
             prompt=tuple(prompt),
             sampling=sampling,
             generation=self._generation,

@@ -27,6 +27,7 @@ from kvferry.cluster import web
 from kvferry.cluster.messages import Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
+from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
 from kvferry.errors import DrainingError, TransferError
 from kvferry.zeromq import KEEPALIVE
@@ -61,7 +62,13 @@ class EngineClient:
         return response
 
     async def post(
-        self, url: str, body: Mapping[str, Any], request_id: str, *, once: bool
+        self,
+        url: str,
+        body: Mapping[str, Any],
+        request_id: str,
+        *,
+        once: bool,
+        traceparent: str = "",
     ) -> httpx.Response:
         """An answer of which nothing but the head was read; the caller closes it.
 
@@ -70,8 +77,11 @@ class EngineClient:
             body: sent as JSON.
             request_id: in the header ``x-request-id``; a second try has one of its own.
             once: whether the server must not see the request twice.
+            traceparent: in the header of that name, if there is one.
         """
         headers = {"content-type": "application/json", "x-request-id": request_id}
+        if traceparent:
+            headers["traceparent"] = traceparent
         content = msgspec.json.encode(body)
         request = self._kept.build_request("POST", url, content=content, headers=headers)
         if once:
@@ -281,15 +291,16 @@ class Engine:
     _draining: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is told to drain, or not to: it hears both in their order."""
 
-    async def complete(self, body: Mapping[str, Any], request_id: str) -> Reply:
-        """Runs a completion and waits for the whole of it.
+    async def complete(self, body: Mapping[str, Any], request_id: str, span: RequestSpan) -> Reply:
+        """Runs a completion, as a part of ``span``, and waits for the whole of it.
 
         Raises:
             EngineDownError: it cannot be reached, went away or says 503.
             ApiError: it refused or failed the request.
         """
-        async with self._working():
-            response = await self._post("/v1/completions", {**body, "stream": False}, request_id)
+        async with self._working(span) as (_, trace):
+            asked = {**body, "stream": False}
+            response = await self._post("/v1/completions", asked, request_id, trace)
             try:
                 content = await response.aread()
             finally:
@@ -297,15 +308,18 @@ class Engine:
             self._raise_for_status(response.status_code, content)
             return self._checked(content)
 
-    async def stream(self, body: Mapping[str, Any], request_id: str) -> AsyncGenerator[Reply, None]:
-        """Runs a completion and yields its chunks as they come.
+    async def stream(
+        self, body: Mapping[str, Any], request_id: str, span: RequestSpan
+    ) -> AsyncGenerator[Reply, None]:
+        """Runs a completion, as a part of ``span``, and yields its chunks as they come.
 
         Raises:
             EngineDownError: it cannot be reached, went away or says 503.
             ApiError: it refused or failed the request.
         """
-        async with self._working() as wait:
-            response = await self._post("/v1/completions", {**body, "stream": True}, request_id)
+        async with self._working(span) as (wait, trace):
+            asked = {**body, "stream": True}
+            response = await self._post("/v1/completions", asked, request_id, trace)
             try:
                 if response.status_code != 200:
                     self._raise_for_status(response.status_code, await response.aread())
@@ -321,15 +335,17 @@ class Engine:
             if not ended:
                 raise self.down("its stream broke off", reached=True)
 
-    async def forward(self, path: str, body: Mapping[str, Any], request_id: str) -> Forwarded:
+    async def forward(
+        self, path: str, body: Mapping[str, Any], request_id: str, span: RequestSpan
+    ) -> Forwarded:
         """Sends a body as it is, and waits for the first bytes of the answer, which may be a
-        refusal. The caller closes it.
+        refusal: a part of ``span``. The caller closes it.
 
         Raises:
             EngineDownError: it cannot be reached, went away or says 503.
         """
-        async with self._working():
-            response = await self._post(path, body, request_id)
+        async with self._working(span) as (_, trace):
+            response = await self._post(path, body, request_id, trace)
             try:
                 if response.status_code == 503:
                     self._raise_for_status(503, await response.aread())
@@ -485,23 +501,30 @@ class Engine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _post(self, path: str, body: Mapping[str, Any], request_id: str) -> httpx.Response:
+    async def _post(
+        self, path: str, body: Mapping[str, Any], request_id: str, traceparent: str
+    ) -> httpx.Response:
         # What a decode engine is told to load serves one request: brought twice, it is refused.
         once = self.role == "decode" and "kv_transfer_params" in body
-        response = await self.client.post(f"{self.url}{path}", body, request_id, once=once)
+        response = await self.client.post(
+            f"{self.url}{path}", body, request_id, once=once, traceparent=traceparent
+        )
         if response.status_code == 200:
             self.up()
         return response
 
     @contextlib.asynccontextmanager
-    async def _working(self) -> AsyncIterator[asyncio.Timeout]:
-        """A request under way, which :meth:`give_up` may end while its wait is among ours."""
+    async def _working(self, span: RequestSpan) -> AsyncIterator[tuple[asyncio.Timeout, str]]:
+        """A request under way, which :meth:`give_up` may end while its wait is among ours; gives
+        that, and the ``traceparent`` for the engine.
+        """
         self.outstanding += 1
         wait = asyncio.timeout(None)
         self._waits.add(wait)
         try:
-            async with wait:
-                yield wait
+            with span.part(self.role, self.name) as traceparent:
+                async with wait:
+                    yield wait, traceparent
         except TimeoutError:
             raise self._error(self.last_error, reached=True) from None
         except httpx.HTTPError as error:

@@ -62,9 +62,13 @@ def _router(report: Reporter) -> None:
         from kvferry.cluster.answer import TextCodec
         from kvferry.cluster.router import Router
         from kvferry.cluster.web import serve
+        from kvferry.control.tracing import Spans
+        from kvferry.zeromq import join_address
 
         assert settings.model_folder is not None  # the launcher names the converted model
-        router = Router(settings, TextCodec.open(settings.model_folder))
+        place = join_address(settings.host, listener.getsockname()[1])
+        spans = Spans.from_environment("kvferry-router", place)
+        router = Router(settings, TextCodec.open(settings.model_folder), spans=spans)
         report.send(Ready())
         asyncio.run(serve(router.app(), listener, max_connections=settings.max_connections))
 

@@ -38,6 +38,7 @@ from kvferry.cluster.engines import (
 )
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.cluster.openai import ApiError, Generation
+from kvferry.control.tracing import RequestSpan
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
 
@@ -72,6 +73,8 @@ class _Tries:
     request_id: str
     died: set[Engine]
     """Engines that went away while the client's request was in their hands, any choice of it."""
+    span: RequestSpan
+    """What is told of the client's request; what each engine does is a part of it."""
     unreached: set[Engine] = field(default_factory=set)
     lender: Engine | None = None
     """The prefill engine that computed the prompt last."""
@@ -209,7 +212,9 @@ class PrefillDecode:
         # With one token left nothing follows, so nothing has to be kept.
         body = request.body(1, REMOTE_DECODE if request.tokens_left > 1 else None)
         return await _by_prefill(
-            self.prefill, request, lambda engine: engine.complete(body, request.engine_request_id)
+            self.prefill,
+            request,
+            lambda engine: engine.complete(body, request.engine_request_id, request.span),
         )
 
     async def _decode(
@@ -220,7 +225,8 @@ class PrefillDecode:
             body = request.body(request.tokens_left, kv_transfer_params)
             began, ended = False, False
             try:
-                async with aclosing(engine.stream(body, request.engine_request_id)) as replies:
+                stream = engine.stream(body, request.engine_request_id, request.span)
+                async with aclosing(stream) as replies:
                     async for reply in replies:
                         if reply.choices:
                             began, ended = True, reply.finish_reason is not None
@@ -326,8 +332,12 @@ class PassThrough:
     timeout_s: float
     """For a whole answer."""
 
-    async def answer(self, request: Request, path: str, body: Mapping[str, Any]) -> Response:
+    async def answer(
+        self, request: Request, path: str, body: Mapping[str, Any], span: RequestSpan
+    ) -> Response:
         """The response for a client; an engine that goes away before its first byte is replaced.
+
+        ``span`` ends with the answer.
 
         Raises:
             ApiError: no engine is left, or time is up.
@@ -339,12 +349,18 @@ class PassThrough:
             died=set(),
             body={name: value for name, value in body.items() if name != "kv_transfer_params"},
             deadline=asyncio.get_running_loop().time() + self.timeout_s,
+            span=span,
         )
         try:
             return await web.until_disconnect(request.receive, self._answer(asked))
         except _RefusedError as refused:
+            span.end(str(refused))
             return Response(refused.content, refused.status, media_type="application/json")
-        except web.ClientGoneError:
+        except ApiError as error:
+            span.end(str(error))
+            raise
+        except web.ClientGoneError as error:
+            span.end(str(error))
             if asked.forwarded is not None:  # it began just as the client went away
                 await asked.forwarded.aclose()
             raise
@@ -387,7 +403,9 @@ class PassThrough:
         while True:
             engine = await self.decode.pick(request.tried)
             try:
-                return await engine.forward(request.path, body, request.engine_request_id)
+                return await engine.forward(
+                    request.path, body, request.engine_request_id, request.span
+                )
             except EngineDownError as error:
                 request.failed(engine, error)
                 if error.reached and not _passes_on(params):
@@ -409,7 +427,9 @@ class PassThrough:
         }
 
         async def work(engine: Engine) -> dict[str, Any] | None:
-            forwarded = await engine.forward(request.path, body, request.engine_request_id)
+            forwarded = await engine.forward(
+                request.path, body, request.engine_request_id, request.span
+            )
             content = await forwarded.read()
             if forwarded.status != 200:
                 raise _RefusedError(forwarded.status, content)
@@ -447,3 +467,4 @@ async def _chunks(
     finally:
         await chunks.aclose()
         await forwarded.aclose()
+        request.span.end()

@@ -31,6 +31,7 @@ from kvferry.cluster.messages import RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
+from kvferry.control.tracing import RequestSpan, Spans, checked_traceparent
 from kvferry.engine.messages import SamplingParams
 
 
@@ -42,15 +43,18 @@ class Router:
         settings: RouterSettings,
         codec: TextCodec | None,
         lists: Sequence[EngineList] = (),
+        spans: Spans | None = None,
     ) -> None:
         """Without a codec, which takes foreign engines, every request is passed through.
 
-        ``lists`` name more engines than the settings, other ones from time to time.
+        ``lists`` name more engines than the settings, other ones from time to time. ``spans`` are
+        made of every request, and become the router's own.
         """
         if codec is None and not settings.foreign:
             raise ValueError("codec: None, but only foreign engines can do without")
         self._settings = settings
         self._codec = codec
+        self._spans = spans
         self._bodies = web.BodyReader(settings.max_request_bytes)
         self._client = EngineClient(web.bearer(settings.api_key))
         self.members = members = Members(settings, self._client, lists)
@@ -80,6 +84,8 @@ class Router:
         async with self.members.watching():
             yield
         await self._client.aclose()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     def _endpoint(self, parse: Callable[[dict[str, Any]], Generation]) -> Callable[[Request], Any]:
         async def endpoint(request: Request) -> Response:
@@ -103,7 +109,8 @@ class Router:
             return await self._serve(request, parse(body), self._codec)
         generation = _taken_apart(body, parse) if self._codec is not None else None
         if generation is None or self._codec is None:
-            return await self._pass_through.answer(request, request.url.path, body)
+            span = self._span(request)
+            return await self._pass_through.answer(request, request.url.path, body, span)
         return await self._serve(request, generation, self._codec)
 
     async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
@@ -115,6 +122,7 @@ class Router:
         prompts = await self._encode(generation, codec)
         generation = self._fit(generation, prompts)
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
+        span = self._span(request)
         answer = Answer(
             f"{prefix}-{uuid.uuid4().hex}",
             prompts,
@@ -122,10 +130,11 @@ class Router:
             engines=self._prefill_decode,
             codec=codec,
             timeout_s=self._settings.request_timeout_s,
+            span=span,
         )
         shape = Shape(generation, answer.request_id, model_name)
         headers = {"x-request-id": answer.request_id}
-        deltas = self._measured(answer)
+        deltas = self._measured(answer, span)
         if not generation.stream:
             count = len(prompts) * generation.n
             work = _collect(deltas, shape, answer, count)
@@ -162,19 +171,32 @@ class Router:
                 yield web.sse_event(shape.usage_chunk(answer.usage()))
             yield web.SSE_DONE
 
-    async def _measured(self, answer: Answer) -> AsyncGenerator[ChoiceDelta, None]:
-        """The answer's deltas, counted and timed."""
+    def _span(self, request: Request) -> RequestSpan:
+        """What is told of a client's request: a part of the client's trace, if it has one."""
+        parent = checked_traceparent(request.headers.get("traceparent"))
+        return RequestSpan(self._spans, request.url.path, parent)
+
+    async def _measured(
+        self, answer: Answer, span: RequestSpan
+    ) -> AsyncGenerator[ChoiceDelta, None]:
+        """The answer's deltas, counted and timed; the span ends with them."""
         began = time.monotonic()
         first = True
         self._metrics.prompt_tokens.inc(answer.prompt_tokens)
-        async with aclosing(answer.deltas()) as deltas:
-            async for delta in deltas:
-                if first:
-                    self._metrics.first_token_s.observe(time.monotonic() - began)
-                    first = False
-                self._metrics.completion_tokens.inc(len(delta.token_ids))
-                yield delta
-        self._metrics.total_s.observe(time.monotonic() - began)
+        try:
+            async with aclosing(answer.deltas()) as deltas:
+                async for delta in deltas:
+                    if first:
+                        self._metrics.first_token_s.observe(time.monotonic() - began)
+                        first = False
+                    self._metrics.completion_tokens.inc(len(delta.token_ids))
+                    yield delta
+            self._metrics.total_s.observe(time.monotonic() - began)
+        except ApiError as error:
+            span.end(str(error))
+            raise
+        finally:
+            span.end()
 
     def _count_error(self, error: ApiError) -> None:
         self._metrics.errors.labels(error.code or str(error.status)).inc()

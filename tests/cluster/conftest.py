@@ -26,6 +26,7 @@ from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.engine_server import EngineServer
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
+from kvferry.control.tracing import Spans
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights_sources import write_tiny_tokenizer
@@ -85,6 +86,7 @@ class FakeEngine:
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
+    traceparents: list[str] = field(default_factory=list)
     taken_back: list[dict[str, Any]] = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -141,6 +143,7 @@ class FakeEngine:
         body = await request.json()
         self.bodies.append(body)
         self.ids.append(request.headers["x-request-id"])
+        self.traceparents.append(request.headers.get("traceparent", ""))
         if self.hang:
             while not self.release.is_set():
                 if await request.is_disconnected():
@@ -336,7 +339,14 @@ def make_setup(
 ) -> Iterator[Callable[..., Setup]]:
     clients: list[httpx.Client] = []
 
-    def make(prefill: int = 1, decode: int = 1, *, wait: bool = True, **settings: Any) -> Setup:
+    def make(
+        prefill: int = 1,
+        decode: int = 1,
+        *,
+        wait: bool = True,
+        spans: Spans | None = None,
+        **settings: Any,
+    ) -> Setup:
         fakes = [FakeEngine(f"p{i}", "prefill") for i in range(prefill)]
         fakes += [FakeEngine(f"d{i}", "decode") for i in range(decode)]
         for fake in fakes:
@@ -351,6 +361,7 @@ def make_setup(
                 engines=addresses, model_folder=str(byte_model), model_name="fake", **settings
             ),
             codec,
+            spans=spans,
         )
         client = httpx.Client(
             base_url=servers.start(router.app()),

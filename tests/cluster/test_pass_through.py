@@ -20,6 +20,7 @@ from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.prefill_decode import PassThrough
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import ClientGoneError
+from kvferry.control.tracing import RequestSpan
 from tests.cluster.conftest import WAIT_S, leave, until
 
 ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
@@ -328,8 +329,9 @@ def test_an_answer_that_begins_as_its_client_goes_away_leaves_nothing_behind():
             EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0), 5.0
         )
         asked.decode.engines.append(engine)
+        span = RequestSpan(None, "/v1/completions", "")
         with pytest.raises(ClientGoneError):
-            await asked.answer(Request({"type": "http"}, receive), "/v1/completions", {})
+            await asked.answer(Request({"type": "http"}, receive), "/v1/completions", {}, span)
         return engine.outstanding
 
     assert asyncio.run(run()) == 0
