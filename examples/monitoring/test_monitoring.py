@@ -1,0 +1,133 @@
+"""The dashboard and the rules ask for metrics and labels that exist."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+import kvferry
+from kvferry.cluster.engines import Engine
+from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
+from kvferry.engine.engine import EngineStats
+from kvferry.engine.scheduler import SchedulerStats
+
+HERE = Path(__file__).parent
+DASHBOARD = json.loads((HERE / "dashboard.json").read_text())
+RULES = [
+    rule
+    for group in yaml.safe_load((HERE / "alerts.yaml").read_text())["groups"]
+    for rule in group["rules"]
+]
+EXPRESSIONS = [
+    *(target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]),
+    *(rule["expr"] for rule in RULES),
+]
+
+#: What Prometheus adds to all, and the labels of vLLM's own metrics that are not asked for.
+ADDED = {"instance", "job"}
+
+
+def labels_of(*registries: CollectorRegistry) -> dict[str, set[str]]:
+    """Name of each time series → its labels; those without a value have none to tell."""
+    found: dict[str, set[str]] = {}
+    for registry in registries:
+        for family in registry.collect():
+            ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+            for end in ends.get(family.type, [""]):
+                found.setdefault(family.name + end, set())
+            for sample in family.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.fixture(scope="module")
+def series() -> dict[str, set[str]]:
+    """All time series of a router and of an engine that have something to tell, and vLLM's."""
+    router = RouterMetrics([Engine("p", "http://p", "prefill", None)])
+    router.requests.labels("200").inc()
+    router.errors.labels("aborted").inc()
+    engine = EngineMetrics()
+    engine._requests.labels("stop")
+    engine._prompt_tokens.labels("peer")
+    engine._transfer_s.labels("p", "true").observe(1.0)
+    engine._transfer_bytes.labels("p")
+    scheduler = SchedulerStats(**dict.fromkeys(SchedulerStats.__struct_fields__, 0))
+    numbers = dict.fromkeys(("steps", "computed_tokens", "output_tokens"), 0)
+    stats = EngineStats(
+        scheduler=scheduler,
+        connector={"staging_refused": 1.0},
+        connector_gauges={"staging_waiting": 1.0},
+        transfer_progress={},
+        **numbers,
+    )
+    engine.render(stats, silent_peers=["p"])
+    told = labels_of(router.registry, engine.registry)
+    # vLLM is not installed here; its counters are made of these names.
+    text = (Path(kvferry.__file__).parent / "integrations/vllm/stats.py").read_text()
+    for name in re.findall(r'"(vllm:\w+)"', text):
+        for end in ("_total", "_bucket", "_sum", "_count"):
+            told[name + end] = {"le"}
+    return told
+
+
+def asked(expression: str) -> list[tuple[str, set[str]]]:
+    """The time series that an expression names, each with the labels that select of it."""
+    found = re.findall(r"\b((?:vllm:)?kvferry_\w+)(?:\{([^}]*)\})?", expression)
+    return [(name, set(re.findall(r"(\w+)\s*(?:=~|=|!=|!~)", chosen))) for name, chosen in found]
+
+
+def grouped(expression: str) -> set[str]:
+    """The labels by which an expression adds up, or leaves out."""
+    lists = re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression)
+    return {label.strip() for one in lists for label in one.split(",")}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_name_and_label_exists(expression: str, series: dict[str, set[str]]) -> None:
+    named = asked(expression)
+    assert named
+    for name, chosen in named:
+        assert name in series
+        assert chosen <= series[name] | ADDED
+    known = set().union(*(series[name] for name, _ in named))
+    assert grouped(expression) <= known | ADDED
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["rate(kvferry_router_requests[5m])", 'kvferry_engine_kv_blocks{status="free"}'],
+)
+def test_a_wrong_name_or_label_is_noticed(expression: str, series: dict[str, set[str]]) -> None:
+    with pytest.raises(AssertionError):
+        test_every_name_and_label_exists(expression, series)
+
+
+def test_the_dashboard_shows_every_metric_of_router_and_engine(
+    series: dict[str, set[str]],
+) -> None:
+    shown = {re.sub(r"_(bucket|sum|count|total)$", "", n) for e in EXPRESSIONS for n, _ in asked(e)}
+    there = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in series}
+
+    assert there - shown == {
+        "kvferry_engine_connector_state",
+        "kvferry_engine_output_tokens",
+        "kvferry_engine_preemptions",
+        "kvferry_engine_time_to_first_token_seconds",
+        "kvferry_router_completion_tokens",
+        "kvferry_router_prompt_tokens",
+        "vllm:kvferry_load_copies",
+    }
+
+
+def test_legends_and_messages_use_labels_that_exist(series: dict[str, set[str]]) -> None:
+    labels = set().union(*series.values()) | ADDED
+    texts = [target["legendFormat"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    used = {label for text in texts for label in re.findall(r"\{\{(\w+)\}\}", text)}
+    for rule in RULES:
+        words = " ".join(rule["annotations"].values())
+        used |= set(re.findall(r"\$labels\.(\w+)", words))
+        assert rule["labels"]["severity"] in ("warning", "critical")
+    assert used <= labels
