@@ -224,6 +224,7 @@ import {module}
 #: Import name → name of the distribution, where they differ.
 DISTRIBUTIONS = {
     "libucx": "libucx-cu12",
+    "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "zmq": "pyzmq",
 }

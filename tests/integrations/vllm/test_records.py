@@ -1,0 +1,44 @@
+"""What real vLLM engines remember of a request, as ``kvferry trace`` asks for it."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
+
+from kvferry.control.client import ControlClient
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+WAIT_S = 60.0
+
+
+def told(engine, request_id):
+    """What an engine answers over its control channel."""
+    port = engine.connector._scheduler.pull.port
+    with ControlClient(engine_id="test", incarnation="test") as client:
+        (found,) = client.trace(f"127.0.0.1:{port}", request_id).result(WAIT_S).requests
+    return found
+
+
+def test_both_engines_tell_of_a_request(start_pair, random_prompt, monkeypatch):
+    prefill, decode = start_pair()
+    for engine in (prefill, decode):  # as with --otlp-traces-endpoint
+        core = engine.llm.llm_engine
+        add = partial(core.add_request, trace_headers={"traceparent": TRACEPARENT})
+        monkeypatch.setattr(core, "add_request", add)
+    prompt = random_prompt(200)
+    (params,) = prefill.prefill([prompt])
+    decode.generate([prompt], [params])
+    decode.drain()
+    prefill.drain()
+
+    lent = told(prefill, params["remote_request_id"])
+    loaded = told(decode, params["remote_request_id"])  # found by the id that it has at the source
+
+    assert [part.name for part in lent.parts] == ["queue", "prefill", "untaken", "held"]
+    assert lent.outcome == "lease done"
+    names = {part.name for part in loaded.parts}
+    assert names >= {"lease", "wait", "load", "read", "confirm", "first token", "answer"}
+    assert (loaded.peer_request_id, loaded.outcome) == (lent.request_id, "length")
+    assert not any(part.is_open or part.error for part in lent.parts + loaded.parts)
+    assert (lent.traceparent, loaded.traceparent) == (TRACEPARENT, TRACEPARENT)
