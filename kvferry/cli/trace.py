@@ -101,7 +101,7 @@ def gather(client: ControlClient, addresses: Sequence[str], request_id: str) -> 
         request.peer_request_id
         for answer in heard
         for request in answer.requests
-        if request.peer_request_id
+        if 0 < len(request.peer_request_id) <= MAX_ID_CHARS
     }
     for lender in sorted(lenders - {request_id}):
         for answer in heard:

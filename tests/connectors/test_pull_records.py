@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.connectors.pull.record import MAX_ERROR_CHARS, MAX_RANKS, REMEMBERED, RequestRecords
 from kvferry.control.client import ControlClient
-from kvferry.control.messages import MAX_TRACES, RequestTrace, TraceReply
+from kvferry.control.messages import MAX_ID_CHARS, MAX_TRACES, RequestTrace, TraceReply
 from kvferry.errors import TicketError
 from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
@@ -192,6 +192,14 @@ def test_only_the_last_requests_are_remembered() -> None:
     assert records.find("r9") == (REMEMBERED, ())
     assert len(records._by_id) == REMEMBERED
     assert len(records.find("r10")[1]) == 1
+
+
+def test_a_request_of_an_endless_id_is_not_remembered() -> None:
+    records = RequestRecords(itertools.count().__next__)
+
+    records.begin(lending("r" * (MAX_ID_CHARS + 1)), loads=False)
+
+    assert records.find("r" * (MAX_ID_CHARS + 1)) == (0, ())
 
 
 def test_of_many_requests_of_one_id_the_newest_are_told() -> None:

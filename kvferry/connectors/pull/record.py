@@ -104,9 +104,9 @@ class RequestRecord:
         wall = time.time() - now  # a monotonic difference to now stays true if the clock is set
         parts = [*self._parts(moments, now, wall), *self._rank_parts()]
         return RequestTrace(
-            request_id=self.request_id[:MAX_ID_CHARS],
+            request_id=self.request_id,
             peer=self.peer,
-            peer_request_id=self.peer_request_id,
+            peer_request_id=self.peer_request_id[:MAX_ID_CHARS],
             traceparent=self.traceparent,
             started=wall + moments["arrived"],
             seconds=moments.get("ended", now) - moments["arrived"],
@@ -186,6 +186,8 @@ class RequestRecords:
             loads=loads,
             moments={"arrived": self._clock()},
         )
+        if len(record.request_id) > MAX_ID_CHARS:
+            return record  # nobody could ask for it, and it may be of any length
         self._records.append(record)
         self._by_id[record.request_id] = record
         if len(self._records) > REMEMBERED:
