@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 
@@ -10,8 +11,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+# Each process imports vLLM, which takes minutes where the machine has much else to do.
+pytestmark = pytest.mark.timeout(900)
+
 SAY = """
 import logging
+import vllm.logger
+if hasattr(vllm.logger, "configure_logging_if_needed"):  # since 0.31 servers do so when they start
+    from vllm.config.logging import LoggingConfig
+    vllm.logger.configure_logging_if_needed(LoggingConfig())
 import kvferry.integrations.vllm
 
 logger = logging.getLogger("kvferry.connectors.pull.peer")
@@ -28,7 +36,7 @@ def said(**environment):
         env={**os.environ, "VLLM_LOGGING_STREAM": "ext://sys.stdout", **environment},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=800,
         check=True,
     )
     return [line for line in done.stdout.splitlines() if "p0" in line or "beside" in line]
@@ -36,11 +44,11 @@ def said(**environment):
 
 def test_its_lines_have_vllms_format_and_level():
     ours, beside = said(VLLM_LOGGING_PREFIX="[prefix] ")
-    head, tail = "[prefix] (MainProcess pid=", "[<string>:5] reading from engine p0"
-    assert ours.startswith(head)
-    assert beside.startswith(head)
+    assert ours.startswith("[prefix] ")
     assert " INFO " in ours
-    assert ours.endswith(tail)
+    assert ours.endswith("] reading from engine p0")
+    others = beside.replace("beside it", "reading from engine p0")
+    assert re.sub(r"\d+", "0", ours) == re.sub(r"\d+", "0", others)
 
 
 def test_vllms_level_is_its_level():
