@@ -121,7 +121,8 @@ class UnfencedTransport(WrappedTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self._lock = threading.Lock()
+        # Who is told of an end, by the inner poll() for example, may cancel other reads.
+        self._lock = threading.RLock()
         self._starts: dict[Transfer, _Start] = {}
         """What each read under way waits for."""
         self._lost = Transfers()
