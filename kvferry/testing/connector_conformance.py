@@ -112,7 +112,7 @@ def open_pair(
     configs: tuple[KVTransferConfig, KVTransferConfig],
     geometries: tuple[Groups, Groups],
     num_blocks: int = 64,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     layer_windows: Mapping[int, int] | None = None,
 ) -> Iterator[Pair]:
     """A producer and a consumer of these configs and geometries, closed at the end.
@@ -144,7 +144,7 @@ def prompt(num_tokens: int, seed: str) -> tuple[int, ...]:
 class ConnectorConformance:
     """The tests. Override :meth:`configs`; the rest where your connector differs."""
 
-    timeout_s: ClassVar[float] = 20.0
+    timeout_s: ClassVar[float] = 60.0
     """Seconds after which whatever is waited for counts as failed."""
     num_blocks: ClassVar[int] = 64
     """KV blocks per rank."""

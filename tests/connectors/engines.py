@@ -9,6 +9,8 @@ from kvferry.control.tickets import sign, verify
 from kvferry.testing.connector_conformance import Pair, small_geometry
 
 KEY = "k" * 32
+WAIT_S = 60.0
+"""Seconds to wait for what is bound to come; far more than it takes."""
 SOURCE = small_geometry("HND", 4, tp=2)
 TARGET = small_geometry("NHD", 6, pp=2)
 
@@ -20,7 +22,7 @@ def pull_config(role: str, engine_id: str, kv_port: int = 0, **extra: Any) -> KV
         kv_role=role,  # type: ignore[arg-type]
         engine_id=engine_id,
         kv_port=kv_port,
-        kv_connector_extra_config={"cluster_key": KEY, "handshake_timeout_s": 2.0, **extra},
+        kv_connector_extra_config={"cluster_key": KEY, "handshake_timeout_s": 30.0, **extra},
     )
 
 

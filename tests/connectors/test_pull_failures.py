@@ -33,7 +33,7 @@ from kvferry.testing.connector_conformance import Pair
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.local import boot_id, host_digest
-from tests.connectors.engines import KEY, SOURCE, TARGET, retold, served
+from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S, retold, served
 
 OpenEngine = Callable[..., FakeEngine]
 
@@ -42,7 +42,7 @@ OpenEngine = Callable[..., FakeEngine]
 def pair(open_engine: OpenEngine) -> Pair:
     """Leases that nobody takes end soon, so that every test can wait for all blocks."""
     producer = open_engine("p", SOURCE, lease_duration_s=1.0)
-    return Pair(producer, open_engine("d", TARGET), 20.0)
+    return Pair(producer, open_engine("d", TARGET), WAIT_S)
 
 
 def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_has(open_engine):
@@ -214,7 +214,7 @@ def test_content_is_asked_for_the_tokens_of_the_ticket_on_both_sides(
 
 def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=0.3)
-    pair = Pair(producer, open_engine("d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
     pair.run(lambda: not producer.held, "the lease to expire")
     request = pair.decode(source)
@@ -296,7 +296,7 @@ def test_clocks_an_hour_apart_do_not_matter(
     source_clock: ShiftedClock, open_engine: OpenEngine
 ) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=1.0)
-    pair = Pair(producer, open_engine("d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     served(pair, "first")
     source_clock.offset_s = -3600.0 + source_clock.offset_s  # and set back while it runs: no lease
     served(pair, "second")
@@ -304,7 +304,7 @@ def test_clocks_an_hour_apart_do_not_matter(
 
 def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=0.4)
-    pair = Pair(producer, open_engine("d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     deadline = time.monotonic() + 1.5  # the consumer's engine is busy with something else
     while time.monotonic() < deadline:
@@ -317,7 +317,7 @@ def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) ->
 
 
 def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(open_engine: OpenEngine) -> None:
-    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
 
     def end_it_once_loading() -> None:
@@ -337,7 +337,7 @@ def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(open_engine: Op
 
 def test_beyond_the_cap_a_prompt_is_not_lent_out(open_engine: OpenEngine) -> None:
     producer = open_engine("p", SOURCE, max_leased_blocks=7)
-    pair = Pair(producer, open_engine("d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     assert pair.prefill("fits", 21).response_params is not None
     assert pair.prefill("does not", 21).response_params is None
     errors = fetch_status("127.0.0.1", port_of(producer)).errors
@@ -351,11 +351,11 @@ def test_a_consumer_may_start_before_its_producer(open_engine: OpenEngine, free_
     consumer = open_engine("d", TARGET, peers=[f"127.0.0.1:{free_port}"])
     time.sleep(0.3)
     producer = open_engine("p", SOURCE, kv_port=free_port)
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + WAIT_S
     while not fetch_status("127.0.0.1", free_port).peers:
         assert time.monotonic() < deadline, "no handshake although nobody sent a request"
         time.sleep(0.02)
-    served(Pair(producer, consumer, 20.0), "r")
+    served(Pair(producer, consumer, WAIT_S), "r")
 
 
 @pytest.mark.parametrize("written", ["[::1]:{}", "::1:{}", "[0::0:1]:{}"])
@@ -366,7 +366,7 @@ def test_a_peer_is_known_by_its_ipv6_address_however_that_is_written(
     producer = open_engine("p", SOURCE, transport="tcp", **key)
     peers = [written.format(port_of(producer))]
     consumer = open_engine("d", TARGET, transport="tcp", peers=peers, **key)
-    served(Pair(producer, consumer, 20.0), "r")
+    served(Pair(producer, consumer, WAIT_S), "r")
     assert len(consumer.scheduler._sources._sources) == 1  # type: ignore[attr-defined]
 
 
@@ -374,12 +374,12 @@ def test_a_restarted_producer_is_met_again_and_its_old_tickets_are_refused(
     open_engine: OpenEngine, free_port: int
 ) -> None:
     consumer = open_engine("d", TARGET)
-    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, WAIT_S)
     served(old, "before")
     stale = old.prefill("stale", 21)
     old.producer.close()
 
-    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, WAIT_S)
     served(new, "after")
     request = new.decode(stale)
     new.finish(request)
@@ -392,18 +392,18 @@ def test_the_silence_of_an_engine_that_died_is_not_held_against_its_next_start(
     open_engine: OpenEngine, free_port: int
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=600.0)  # nobody waits for the dead
-    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    old = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, WAIT_S)
     served(old, "before")
     source = old.prefill("lost", 21)
     old.producer.close()
     request = old.decode(source)
     fake_engine.run(
-        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=20.0, what="the load"
+        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=WAIT_S, what="the load"
     )
     assert isinstance(request.error, PeerEndedError)
     assert len(consumer.scheduler.silent_peers()) == 1
 
-    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, 20.0)
+    new = Pair(open_engine("p", SOURCE, kv_port=free_port), consumer, WAIT_S)
     served(new, "after")
     assert consumer.scheduler.silent_peers() == ()
 
@@ -412,22 +412,22 @@ def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
     open_engine: OpenEngine,
 ) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=1.0)
-    old = Pair(producer, open_engine("d", TARGET), 20.0)
+    old = Pair(producer, open_engine("d", TARGET), WAIT_S)
     abandoned = old.decode(old.prefill("abandoned", 21))
     old.run(lambda: abandoned.stage is not Stage.WAITING, "the load to start")
     old.consumer.close()
 
-    served(Pair(producer, open_engine("d", TARGET), 20.0), "after")
+    served(Pair(producer, open_engine("d", TARGET), WAIT_S), "after")
 
 
 def test_a_producer_that_has_ended_is_not_waited_for(open_engine: OpenEngine) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=600.0)
-    pair = Pair(open_engine("p", SOURCE), consumer, 20.0)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     source = pair.prefill("r", 21)
     pair.producer.close()
     request = pair.decode(source)
     fake_engine.run(
-        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=10.0, what="the failure"
+        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=WAIT_S, what="the failure"
     )
     assert isinstance(request.error, PeerEndedError)
 
@@ -438,12 +438,12 @@ def test_a_producer_that_cannot_be_reached_fails_the_load_in_the_configured_time
     # What ZeroMQ tells is the same; the kernel of a host that is there would refuse.
     monkeypatch.setattr(links, "is_refused", lambda _host, _port: False)
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.5)
-    pair = Pair(open_engine("p", SOURCE), consumer, 20.0)
+    pair = Pair(open_engine("p", SOURCE), consumer, WAIT_S)
     source = pair.prefill("r", 21)
     pair.producer.close()
     request = pair.decode(source)
     fake_engine.run(
-        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=10.0, what="the failure"
+        [consumer], lambda: request.stage is Stage.FINISHED, timeout_s=WAIT_S, what="the failure"
     )
     assert type(request.error) is PeerLostError
     assert "handshake_timeout_s" in str(request.error)
@@ -456,7 +456,7 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
     model = fake_engine.fake_model((TARGET,))
     other = msgspec.structs.replace(model, weights_digest="other", rope="other")
     monkeypatch.setattr(fake_engine, "fake_model", lambda groups: other)
-    pair = Pair(producer, open_engine("d", TARGET), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     pair.finish(request)
     assert isinstance(request.error, IncompatibleError)
@@ -537,7 +537,7 @@ def test_a_producer_refuses_to_load(pair: Pair) -> None:
 def test_without_a_key_only_configured_peers_are_contacted(open_engine: OpenEngine) -> None:
     producer = open_engine("p", SOURCE, cluster_key=None)
     consumer = open_engine("d", TARGET, cluster_key=None, peers=["127.0.0.1:1"])
-    pair = Pair(producer, consumer, 20.0)
+    pair = Pair(producer, consumer, WAIT_S)
     with pytest.raises(TicketError, match="not in peers"):
         pair.decode(pair.prefill("r", 21))
 

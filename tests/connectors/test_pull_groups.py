@@ -26,7 +26,7 @@ from kvferry.testing.fake_engine import FakeEngine, Groups
 from kvferry.testing.fake_rank import ContractBrokenError, FakeRequest, Stage
 from kvferry.topology import pair_groups
 from kvferry.topology.windows import first_kept_token
-from tests.connectors.engines import KEY, retold
+from tests.connectors.engines import KEY, WAIT_S, retold
 
 WINDOWS = dict.fromkeys(WINDOWED, WINDOW)
 BYTES_PER_HEAD = 2 * 2 * 4
@@ -49,12 +49,12 @@ def open_pair(open_engine: Callable[..., FakeEngine]) -> OpenPair:
         roles: tuple[str, str] = ("kv_producer", "kv_consumer"),
         **extra: Any,
     ) -> Pair:
-        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 0.7} | extra
+        keys = {"num_blocks": 128, "layer_windows": WINDOWS, "lease_duration_s": 1.0} | extra
         producer, consumer = (
             open_engine(name, groups, role=role, **keys)
             for name, role, groups in zip("pd", roles, geometries, strict=True)
         )
-        return Pair(producer, consumer, timeout_s=20.0)
+        return Pair(producer, consumer, timeout_s=WAIT_S)
 
     return open_two
 

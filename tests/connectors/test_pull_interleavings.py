@@ -26,7 +26,7 @@ from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
-from tests.connectors.engines import SOURCE, TARGET, retold, served
+from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
 
 SHORT = {"lease_duration_s": 1.0}
 """For sources whose leases some test abandons."""
@@ -36,7 +36,7 @@ OpenEngine = Callable[..., FakeEngine]
 
 def wait_for_lease(load: Any) -> None:
     """Neither engine is stepped meanwhile."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + WAIT_S
     while load.state is not LoadState.READY:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -48,15 +48,15 @@ def wait_for_lease(load: Any) -> None:
 def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_ranks_have_reported(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    producer, consumer = open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET)
-    pair = Pair(producer, consumer, 20.0)
+    producer, consumer = open_engine("p", SOURCE, lease_duration_s=2.0), open_engine("d", TARGET)
+    pair = Pair(producer, consumer, WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     allocated: Any = consumer.scheduler.update_state_after_alloc
 
     def lost_just_before(*args: Any) -> None:
         load: Any = consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
         producer.scheduler._leases.revoke([load.lease_id])  # type: ignore[attr-defined]
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + WAIT_S
         while load.state is not LoadState.FAILED:
             assert time.monotonic() < deadline, "no renewal told that the lease is lost"
             time.sleep(0.01)
@@ -88,7 +88,7 @@ class _ChangingLoad:
 def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler._loads["r"]
@@ -106,12 +106,12 @@ def test_a_load_that_fails_while_it_is_looked_at_is_not_offered(
 def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
     open_engine: OpenEngine,
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, lease_duration_s=0.6), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE, lease_duration_s=1.5), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     load: Any = pair.consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
     wait_for_lease(load)
     pair.producer.scheduler._server.peers.forget("d")  # type: ignore[attr-defined]
-    until = time.monotonic() + 1.5  # the consumer has no blocks for it yet
+    until = time.monotonic() + 3.0  # the consumer has no blocks for it yet
     while time.monotonic() < until:
         pair.producer.step()
         time.sleep(0.01)
@@ -124,17 +124,17 @@ def test_a_source_that_has_forgotten_us_is_met_again_before_the_lease_expires(
 def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
     open_engine: OpenEngine,
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
     served(pair, "before")
     source = pair.prefill("r", 21)
     scheduler: Any = pair.consumer.scheduler
     go_on, stopped = threading.Event(), threading.Barrier(3)
     for thread in (scheduler._sources._thread, scheduler._client._mailbox):
-        thread.post(lambda: (stopped.wait(5.0), go_on.wait(20.0)))
-    stopped.wait(5.0)
+        thread.post(lambda: (stopped.wait(WAIT_S), go_on.wait(WAIT_S)))
+    stopped.wait(WAIT_S)
     try:
         request = pair.decode(source)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + WAIT_S
         while scheduler.get_num_new_matched_tokens(request, 0) == (None, False):
             assert time.monotonic() < deadline, "no lease"
             time.sleep(0.001)
@@ -148,7 +148,7 @@ def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
 def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     scheduler: Any = pair.consumer.scheduler
     load = scheduler._loads["r"]
@@ -163,7 +163,7 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
     monkeypatch.setattr(scheduler._client, "renew", renew)
     load.next_renewal = 0.0
     scheduler._sources._wake()
-    assert asked.wait(5.0)
+    assert asked.wait(WAIT_S)
     pair.run(lambda: load.state is LoadState.LOADED, "the ranks")
     late.set_result({load.lease_id: LeaseAnswer.DONE})
     assert load.state is LoadState.LOADED  # a request preempted now would else fail for it
@@ -174,8 +174,8 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
 def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = open_engine("d", TARGET, handshake_timeout_s=1.0)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    consumer = open_engine("d", TARGET, handshake_timeout_s=2.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
 
     def unanswered(*_: Any) -> "Future[Any]":
@@ -207,8 +207,8 @@ def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
 def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    consumer = open_engine("d", TARGET, handshake_timeout_s=1.0)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    consumer = open_engine("d", TARGET, handshake_timeout_s=2.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
     sources = scheduler._sources
 
@@ -231,7 +231,7 @@ def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     scheduler: Any = consumer.scheduler
     sources = scheduler._sources
     answers: list[Future[Any]] = [Future(), Future()]
@@ -256,7 +256,7 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumer = open_engine("d", TARGET, handshake_timeout_s=0.1)
-    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), consumer, WAIT_S)
     served(pair, "first")  # the two know each other
     scheduler: Any = consumer.scheduler
     sources = scheduler._sources
@@ -275,7 +275,7 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
     (load,) = sources._loads.values()
     load.deadline += 1000
     answers[0].set_exception(PeerLostError("the connection broke"))
-    assert second.wait(10.0)
+    assert second.wait(WAIT_S)
     pair.run(lambda: sources._thread.awake_s > 0.1, "that nobody blames our own slowness")
     load.deadline = 0.0
     sources._turn()
@@ -289,7 +289,7 @@ def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=0.6)
-    pair = Pair(producer, open_engine("d", TARGET, progress_timeout_s=1.0), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET, progress_timeout_s=1.0), WAIT_S)
     request = pair.decode(pair.prefill("r", 21))
     hung: Any = pair.consumer.workers[0]
     monkeypatch.setattr(hung, "start_load_kv", lambda *_: None)
@@ -355,13 +355,13 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
     """For longer than it would wait for one that cannot be reached, and than a lease lasts."""
     monkeypatch.setattr("kvferry.mailbox.LATE_S", 0.1)
     producer = open_engine("p", SOURCE, lease_duration_s=0.5)
-    pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=0.5), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=1.0), WAIT_S)
     server: Any = producer.scheduler._server  # type: ignore[attr-defined]
     stands, goes_on = threading.Event(), threading.Event()
 
     def stand() -> list[Any]:
         stands.set()
-        goes_on.wait(60)
+        goes_on.wait(WAIT_S)
         return []
 
     for name in ("met anew", "known"):
@@ -371,7 +371,7 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
         asked = threading.Thread(target=fetch_status, args=("127.0.0.1", server.port, 60.0))
         asked.start()
         try:
-            assert stands.wait(60)
+            assert stands.wait(WAIT_S)
             request = pair.decode(pair.prefill(name, 21))
             until = time.monotonic() + 2.0
             pair.run(lambda until=until: time.monotonic() > until, "time to pass")
@@ -389,7 +389,7 @@ def test_a_load_waits_for_a_source_whose_thread_stands_still(
 def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_waited_for(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
 
     def broken(*_: Any) -> None:
@@ -407,7 +407,7 @@ def test_a_defect_that_ends_the_thread_of_sources_ends_the_engine_and_is_not_wai
 @pytest.mark.parametrize("transport", ["shm", "vm", "tcp"])
 def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transport: str) -> None:
     producer = open_engine("p", SOURCE, transport=transport, **SHORT)
-    pair = Pair(producer, open_engine("d", TARGET, transport=transport), 20.0)
+    pair = Pair(producer, open_engine("d", TARGET, transport=transport), WAIT_S)
     served(pair, "before")
     for worker in pair.consumer.workers:
         for connection in worker._cache.loads._peers["p"].connections.values():  # type: ignore[attr-defined]
@@ -420,7 +420,7 @@ def test_a_reader_that_had_to_make_room_for_another_comes_back(open_engine: Open
     producer = open_engine("p", SOURCE, **tcp, **SHORT)
     one, two = open_engine("d1", TARGET, **tcp), open_engine("d2", TARGET, **tcp)
     for number, consumer in enumerate((one, two, one, two)):
-        served(Pair(producer, consumer, 20.0), f"r{number}")
+        served(Pair(producer, consumer, WAIT_S), f"r{number}")
 
 
 def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_load(
@@ -436,7 +436,7 @@ def test_a_connection_that_could_not_be_made_at_the_handshake_is_made_by_the_loa
         return connect(transport, endpoint)
 
     monkeypatch.setattr(shm.ShmTransport, "connect", fail_once)
-    served(Pair(open_engine("p", SOURCE), open_engine("d", TARGET), 20.0), "r")
+    served(Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S), "r")
     assert failures
 
 
@@ -450,7 +450,7 @@ def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
     producer = open_engine("p", SOURCE, transport=[transport, "tcp"])
     monkeypatch.setattr(boot_id, lambda: "another host")
     consumer = open_engine("d", TARGET, transport=[transport, "tcp"])
-    served(Pair(producer, consumer, 20.0), "r")
+    served(Pair(producer, consumer, WAIT_S), "r")
     for worker in consumer.workers:
         assert worker._cache.loads._peers["p"].transport.name == "tcp"  # type: ignore[attr-defined]
 
@@ -460,7 +460,7 @@ def test_where_the_best_transport_does_not_reach_the_next_one_is_taken(
 
 @pytest.mark.parametrize("host", ["[", "]", "[]"])
 def test_a_ticket_that_names_no_address_is_refused(open_engine: OpenEngine, host: str) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), 20.0)
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
     source = pair.prefill("r", 21)
     assert source.response_params is not None
     source.response_params = retold(source.response_params, host=host)
@@ -483,7 +483,7 @@ def test_an_endpoint_with_impossible_numbers_fails_the_loads_from_its_engine_onl
         bad = open_engine("p-bad", SOURCE, transport="tcp", **SHORT)
     good = open_engine("p-good", SOURCE, transport="tcp", **SHORT)
     consumer = open_engine("d", TARGET, transport="tcp")
-    request = Pair(bad, consumer, 20.0).decode(Pair(bad, consumer, 20.0).prefill("r", 21))
-    Pair(bad, consumer, 20.0).finish(request)
+    request = Pair(bad, consumer, WAIT_S).decode(Pair(bad, consumer, WAIT_S).prefill("r", 21))
+    Pair(bad, consumer, WAIT_S).finish(request)
     assert request.failed
-    served(Pair(good, consumer, 20.0), "next")
+    served(Pair(good, consumer, WAIT_S), "next")

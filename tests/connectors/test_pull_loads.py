@@ -20,7 +20,7 @@ from kvferry.control.tickets import Ticket
 from kvferry.errors import CancelledError, PeerLostError
 from kvferry.transports.base import Transfer, TransferState
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class _Client:

@@ -24,6 +24,7 @@ from kvferry.transports.registry import transport_class
 from kvferry.transports.shm import ShmTransport
 from kvferry.transports.staged import Staging
 from kvferry.transports.staging import StagingNumbers
+from tests.connectors.engines import WAIT_S
 
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
 LARGE = EngineGeometry(
@@ -111,7 +112,7 @@ def staging_of(engine: FakeEngine) -> list[StagingNumbers]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.005)
@@ -345,7 +346,7 @@ def release_and_settle(pair: Pair, read_gate: ReadGate) -> None:
 def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quarantine(
     open_one: OpenPair, read_gate: ReadGate
 ) -> None:
-    pair = open_one(stall_timeout_s=0.3)
+    pair = open_one(stall_timeout_s=1.0)
     start_held_load(pair, read_gate)
     pair.consumer.abort("r")
     pair.settle()
@@ -360,7 +361,7 @@ def test_an_aborted_load_is_reported_while_its_reads_go_on_and_they_land_in_quar
 def test_a_read_without_progress_fails_its_load_as_stalled_and_its_slots_stay_in_quarantine(
     open_one: OpenPair, read_gate: ReadGate
 ) -> None:
-    pair = open_one(stall_timeout_s=0.3)
+    pair = open_one(stall_timeout_s=1.0)
     request = start_held_load(pair, read_gate)
     pair.finish(request)
     assert request.failed
@@ -381,7 +382,7 @@ def test_a_load_aborted_while_it_is_unpacked_is_reported_when_that_has_ended(
 def test_loads_are_refused_while_quarantine_holds_the_staging_memory_and_served_afterwards(
     open_one: OpenPair, read_gate: ReadGate
 ) -> None:
-    pair = open_one((LARGE, LARGE), staging_bytes=4096, stall_timeout_s=0.3)
+    pair = open_one((LARGE, LARGE), staging_bytes=4096, stall_timeout_s=1.0)
     request = start_held_load(pair, read_gate)
     pair.finish(request)
     wait_until(lambda: quarantined(pair.consumer) > 0, "the read was not given up")
@@ -415,8 +416,8 @@ def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_st
 
     with ExitStack() as stack:
         consumer = opened("kv_consumer", "d", staging_bytes=4096, mover_threads=16)
-        stopped = Pair(opened("kv_producer", "stopped"), consumer, 20.0)
-        well = Pair(opened("kv_producer", "well"), consumer, 20.0)
+        stopped = Pair(opened("kv_producer", "stopped"), consumer, WAIT_S)
+        well = Pair(opened("kv_producer", "well"), consumer, WAIT_S)
         stands = start_held_load(stopped, read_gate)
         wait_until(lambda: staging_of(consumer)[0].waiting > 0, "it would take more")
         read_gate.let_new_pass()
@@ -436,11 +437,11 @@ def test_a_source_that_stands_still_does_not_keep_another_ones_loads_from_the_st
 def test_what_is_held_when_its_source_is_lost_lands_in_quarantine(
     open_one: OpenPair, read_gate: ReadGate
 ) -> None:
-    pair = open_one(stall_timeout_s=0.3)
+    pair = open_one(stall_timeout_s=1.5)
     request = start_held_load(pair, read_gate)
     pair.producer.close()
-    run([pair.consumer], lambda: request.stage is Stage.FINISHED, timeout_s=20.0, what="its end")
-    run([pair.consumer], lambda: pair.consumer.is_idle, timeout_s=20.0, what="idleness")
+    run([pair.consumer], lambda: request.stage is Stage.FINISHED, timeout_s=WAIT_S, what="its end")
+    run([pair.consumer], lambda: pair.consumer.is_idle, timeout_s=WAIT_S, what="idleness")
     pair.consumer.check_memory()
     read_gate.release()
     settle_staging(pair.consumer)
@@ -450,9 +451,8 @@ def test_what_is_held_when_its_source_is_lost_lands_in_quarantine(
 def test_an_engine_closes_while_its_reads_are_held(open_one: OpenPair, read_gate: ReadGate) -> None:
     pair = open_one()
     start_held_load(pair, read_gate)
-    began = time.monotonic()
     pair.consumer.close()
-    assert time.monotonic() - began < 5.0
+    assert read_gate.held > 0  # it has not waited for them
 
 
 # ---- another dtype on either side ---------------------------------------------------------------

@@ -157,4 +157,4 @@ sys.modules["torch"] = sys.modules["zmq"] = None
 import kvferry.connectors
 assert not [name for name in sys.modules if name.startswith("kvferry.connectors.pull")]
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
