@@ -35,4 +35,4 @@ for _ in range(400):
 
 def test_threads_decode_a_new_type_at_once() -> None:
     # With a decoder that each thread makes for itself the process dies within a few rounds.
-    subprocess.run([sys.executable, "-c", RACE], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", RACE], check=True, timeout=280)

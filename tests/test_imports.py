@@ -216,7 +216,7 @@ for heavy in ("torch", "zmq", "transformers", "triton"):
 import {module}
 """
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240
     )
     assert result.returncode == 0, result.stderr
 

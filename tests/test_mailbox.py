@@ -56,9 +56,9 @@ def test_an_idle_one_begins_a_task_at_once(make):
     with make("idle") as mailbox:
         mailbox.call(lambda: None)
         time.sleep(0.05)  # it sleeps without end now
-        began = time.monotonic()
-        mailbox.call(lambda: None)
-        assert time.monotonic() - began < 5  # it would be never if it were not woken
+        begun = threading.Event()
+        mailbox.post(begun.set)
+        assert begun.wait(60)  # it would be never if it were not woken
 
 
 def test_its_turn_comes_after_the_time_it_asked_for(make):
@@ -73,7 +73,7 @@ def test_its_turn_comes_after_the_time_it_asked_for(make):
         return 0.02
 
     with make("turns", turn=turn):
-        assert done.wait(10)
+        assert done.wait(60)
     assert all(two - one > 0.015 for one, two in itertools.pairwise(turns))
 
 
@@ -88,7 +88,7 @@ def test_a_turn_that_is_overdue_comes_at_once(make):
         return None
 
     with make("overdue", turn=turn) as mailbox:
-        assert done.wait(10)
+        assert done.wait(60)
         mailbox.check()
 
 
@@ -103,7 +103,7 @@ def test_a_turn_that_failed_comes_again(make, monkeypatch, caplog):
         done.set()
 
     with make("clumsy", turn=turn):
-        assert done.wait(10)
+        assert done.wait(60)
     assert caplog.text.count("kvferry-clumsy failed") == 2
 
 
@@ -148,7 +148,7 @@ def test_a_watched_descriptor_is_handled_until_it_is_not_watched():
     with mailbox:
         mailbox.call(lambda: mailbox.watch(reader, handle))
         os.write(writer, b"one")
-        assert came.wait(10)
+        assert came.wait(60)
         mailbox.call(lambda: mailbox.unwatch(reader))
         os.write(writer, b"two")
         mailbox.call(lambda: None)
@@ -172,5 +172,5 @@ def test_it_knows_since_when_it_has_come_to_every_turn_in_time(make):
     mailbox = make("late", turn=turn, clock=clock)
     with mailbox:
         for _ in range(5):
-            assert taken.acquire(timeout=10)
+            assert taken.acquire(timeout=60)
     assert awake == [0.0, 0.0, 0.0, 1.5, 0.0]

@@ -56,7 +56,7 @@ def test_a_plan_is_read_through_it_by_name():
         wanted = empty.copy()
         copy_slowly(tiles, runs, [filled], [wanted])
         transfer = reading.read(reading.connect(serving.endpoint()), tiles, runs)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not transfer.is_terminal and time.monotonic() < deadline:
             time.sleep(0.001)
         assert transfer.state is TransferState.DONE

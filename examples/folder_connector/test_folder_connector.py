@@ -40,7 +40,7 @@ class TestConformance(ConnectorConformance):
                 kv_connector="FolderConnector",
                 kv_connector_module_path="folder_connector",
                 kv_role=role,
-                kv_connector_extra_config={"folder": str(folder), "chunk_tokens": 5, "wait_s": 1},
+                kv_connector_extra_config={"folder": str(folder), "chunk_tokens": 5, "wait_s": 3},
             )
             for role in ("kv_producer", "kv_consumer")
         )

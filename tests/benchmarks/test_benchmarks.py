@@ -169,7 +169,7 @@ def test_suspended_processes_end_with_a_parent_that_is_killed():
         child = int(parent.stdout.readline())
         assert _is_running(child)
         parent.send_signal(signal.SIGKILL)
-    for _ in range(100):
+    for _ in range(1200):
         if not _is_running(child):
             return
         time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_suspended_processes_end_with_a_parent_that_is_killed():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # a dozen processes are started, which a busy machine takes a while to do
+@pytest.mark.timeout(900)  # a dozen processes are started, which a busy machine takes a while to do
 def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
@@ -188,7 +188,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=850,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = msgspec.json.decode((tmp_path / "transport.json").read_bytes(), type=Results)

@@ -36,6 +36,8 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self):
         self.mood = "well"
+        self.moods = []
+        """In which it was, request by request."""
         super().__init__(("127.0.0.1", 0), Handler)
 
 
@@ -48,6 +50,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         mood = self.server.mood
+        self.server.moods.append(mood)
         if mood == "refuses":
             self.send_error(503)
             return
@@ -109,7 +112,7 @@ class FakeSystem(System):
 @pytest.fixture
 def system(monkeypatch):
     monkeypatch.setattr(matrix, "BEFORE_S", 0.0)
-    monkeypatch.setattr(matrix, "AFTER_S", 20.0)
+    monkeypatch.setattr(matrix, "AFTER_S", 60.0)
     server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield FakeSystem(server)
@@ -122,6 +125,8 @@ def cell(system, mood, lasts_s=0.2, **more):
     def act(scene):
         system.server.mood = mood
         yield
+        while mood not in system.server.moods:
+            time.sleep(0.01)
         system.server.mood = "well"
         scene.asides += more.get("asides", ())
 

@@ -87,7 +87,7 @@ def test_a_quick_run_compares_the_managers_and_writes_its_results(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=280,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = msgspec.json.decode((tmp_path / "managers.json").read_bytes(), type=ManagerResults)

@@ -16,7 +16,7 @@ from benchmarks.peers.setups import Group, Setup
 from benchmarks.peers.trace import Record
 from benchmarks.peers.workload import Workload, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SEEDS = range(3)
 

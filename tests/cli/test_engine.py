@@ -80,7 +80,7 @@ def until(condition):
 
 def states(url):
     with contextlib.suppress(httpx.HTTPError):
-        found = httpx.get(f"{url}/kvferry/engines", trust_env=False, timeout=10).json()
+        found = httpx.get(f"{url}/kvferry/engines", trust_env=False, timeout=60).json()
         return {engine["name"]: engine["state"] for engine in found["engines"]}
     return None
 

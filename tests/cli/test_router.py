@@ -28,13 +28,13 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
                 for line in process.stdout
                 if (found := re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", line))
             )
-            health = httpx.get(f"{url}/health", trust_env=False, timeout=20)
+            health = httpx.get(f"{url}/health", trust_env=False, timeout=60)
             answer = httpx.post(
-                f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False, timeout=20
+                f"{url}/v1/completions", json={"prompt": "a"}, trust_env=False, timeout=60
             )
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert health.status_code == 503
     assert [engine["url"] for engine in health.json()["engines"]] == ["http://127.0.0.1:9"] * 2
     assert answer.status_code == 503
@@ -94,7 +94,7 @@ def running():
             yield call
         finally:
             process.send_signal(signal.SIGINT)
-            assert process.wait(20) == 0
+            assert process.wait(60) == 0
 
 
 def test_engines_are_entered_shown_drained_and_forgotten(running):

@@ -23,7 +23,7 @@ from tests.engine.simulated import VOCAB, open_connected
 from tests.engine.toy_cache import reference_tokens
 
 PROMPTS = 50
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 
 

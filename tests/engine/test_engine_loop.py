@@ -14,7 +14,7 @@ from kvferry.errors import DrainingError, EngineError, StuckStepError, WorkerDie
 from tests.engine.simulated import VOCAB, open_simulated
 from tests.engine.toy_cache import reference_tokens
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Listener:
@@ -114,10 +114,16 @@ def test_a_refused_request_gets_its_reason_and_harms_nobody(loop):
 
 
 def test_an_id_that_comes_again_before_its_abort_was_told_takes_nobodys_place(loop):
-    first = submit(loop, "r", [1, 2, 3], max_tokens=200)
-    eventually(lambda: first.calls)
-    held = threading.Event()
-    loop.call(lambda _: held.wait(WAIT_S))  # so that what follows meets in one pause
+    began, held = threading.Event(), threading.Event()
+    first = Listener("r")
+
+    def hold(output):  # so that what follows meets in one pause
+        first(output)
+        began.set()
+        assert held.wait(WAIT_S)
+
+    loop.submit("r", [1, 2, 3], SamplingParams(max_tokens=200), hold)
+    assert began.wait(WAIT_S)
     loop.abort("r")
     second = submit(loop, "r", [4, 5, 6])
     held.set()
@@ -126,14 +132,14 @@ def test_an_id_that_comes_again_before_its_abort_was_told_takes_nobodys_place(lo
 
 
 def test_an_abort_reaches_the_listener(loop):
-    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10**9)
     loop.abort("r")
     loop.abort("nobody")
     assert listener.wait().finish_reason == "abort"
 
 
 def test_questions_are_answered_between_steps(loop):
-    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10**9)
     eventually(lambda: loop.call(lambda e: e.stats()).result(WAIT_S).scheduler.loading == 1)
     with pytest.raises(ZeroDivisionError):
         loop.call(lambda engine: 1 / 0).result(WAIT_S)
@@ -176,7 +182,7 @@ def test_a_dead_rank_ends_every_request_with_an_error_and_tells_the_owner(
     simulated, loop, failures
 ):
     _, executor, connector = simulated
-    listeners = [submit(loop, name, [1, 2, 3], external=3, load_steps=10_000) for name in "ab"]
+    listeners = [submit(loop, name, [1, 2, 3], external=3, load_steps=10**9) for name in "ab"]
     eventually(lambda: len(executor.steps) > 2)
     executor.kill(0)
     for listener in listeners:
@@ -208,7 +214,7 @@ def test_an_unforeseen_exception_ends_the_engine_like_a_dead_rank(simulated, loo
 
 def test_closing_answers_live_requests_and_closes_the_engine(simulated, failures):
     loop = EngineLoop.open(simulated[0], failures.append)
-    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10_000)
+    listener = submit(loop, "r", [1, 2, 3], external=3, load_steps=10**9)
     loop.close()
     loop.close()
     done = listener.wait()
@@ -229,7 +235,7 @@ def frozen(simulated, monkeypatch):
     executor = simulated[1]
     execute = executor.execute
     monkeypatch.setattr(executor, "waiting_for", lambda: (0,))
-    monkeypatch.setattr(executor, "execute", lambda step: thaw.wait(WAIT_S) and execute(step))
+    monkeypatch.setattr(executor, "execute", lambda step: thaw.wait() and execute(step))
     yield thaw
     thaw.set()
 
@@ -246,7 +252,7 @@ def test_the_age_of_the_step_under_way_is_told_and_its_end(loop, frozen):
     listener = submit(loop, "a", [1, 2])
     until(lambda: (loop.step_state().age_s or 0) > 0.05)
     younger, older = loop.step_state(), loop.step_state()
-    assert younger.age_s < older.age_s < WAIT_S
+    assert younger.age_s < older.age_s
     assert older.waiting_for == (0,)
     frozen.set()
     listener.wait()
@@ -265,16 +271,16 @@ def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monk
         until(lambda: not loop.step_state().is_stuck)
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
-    assert "the step has run for 0 s and waits for rank 0" in warnings[0]
+    assert re.search(r"the step has run for \d+ s and waits for rank 0", warnings[0])
 
 
 def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, frozen, monkeypatch):
-    monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listeners = [submit(loop, "in the step", [1, 2])]
         until(lambda: loop.step_state().age_s)
         listeners.append(submit(loop, "before it", [1, 2]))
+        monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
         for listener in listeners:
             answer = listener.wait()
             assert answer.error_type == "StuckStepError"
@@ -284,7 +290,7 @@ def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, froze
             )
         with pytest.raises(StuckStepError, match="waits for rank 0; no new requests until it ends"):
             submit(loop, "new", [1, 2])
-        monkeypatch.setattr(loops, "STUCK_STEP_S", 60)
+        monkeypatch.setattr(loops, "STUCK_STEP_S", 600)
         frozen.set()
         until(lambda: not loop.step_state().age_s)
         assert submit(loop, "in the step", [1, 2]).wait().finish_reason == "length"

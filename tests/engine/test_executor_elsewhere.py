@@ -34,7 +34,7 @@ def start_rank(tmp_path):
     yield start
     for process in started:
         process.terminate()
-        process.reap(20)
+        process.reap(60)
 
 
 def elsewhere(*addresses, key=KEY):

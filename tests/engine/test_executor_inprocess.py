@@ -113,20 +113,22 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
 
 
 def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch):
-    monkeypatch.setattr(executors, "GRACE_S", 1.0)
+    monkeypatch.setattr(executors, "GRACE_S", 3.0)
     silence, seen = threading.Event(), []
     with Executor(
         worker_spec(tiny_folder(), tp=2, step_timeout_s=0.5), in_process=True
     ) as executor:
-        monkeypatch.setattr(executor.ranks[1].worker, "execute", lambda _step: silence.wait(20))
-        timer = threading.Timer(0.25, lambda: seen.append(executor.waiting_for()))
-        timer.start()
+
+        def hang(_step):
+            seen.append(executor.waiting_for())
+            silence.wait(60)
+
+        monkeypatch.setattr(executor.ranks[1].worker, "execute", hang)
         try:
             with pytest.raises(WorkerDiedError, match=r"rank 1 of engine .* did not answer for"):
                 executor.execute(SchedulerOutput(requests=[request()]))
         finally:
             silence.set()
-        timer.join()
         assert seen == [(0, 1)]
         assert executor.waiting_for() == ()
         assert set(executor.failures) == {0, 1}

@@ -45,7 +45,11 @@ def pids_of(executor):
     return [rank.process.pid for rank in executor.ranks]
 
 
-def wait_until_gone(pids, timeout_s=20.0):
+SILENCE_S = 3600.0
+"""For which a silent rank is waited for where it must not come to that."""
+
+
+def wait_until_gone(pids, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -91,7 +95,9 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
     tiny_folder, worker_spec, recording_connector
 ):
     """Connectors live in the processes; one of them kills its own in the middle of a step."""
-    spec = worker_spec(tiny_folder(), pp=2, connector=recording_connector())
+    spec = worker_spec(
+        tiny_folder(), pp=2, connector=recording_connector(), step_timeout_s=SILENCE_S
+    )
     with Executor(spec) as executor:
         told = [msgspec.json.decode(data) for data in executor.handshakes()]
         assert [rank for rank, _, _ in told] == [0, 1]
@@ -101,11 +107,9 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
         events = outputs[1].kv_connector_output.kv_cache_events
         assert events[:3] == ["allocate", "register_kv_caches", "start_load_kv x"]
         assert outputs[1].sampled
-        before = time.monotonic()
         outputs = executor.execute(step(tokens=0, kill_rank=1))
         assert outputs[1] is None
         assert outputs[0] is not None
-        assert time.monotonic() - before < 60  # not the 600 s of a silent rank
         failure = str(executor.failures[1])
         assert f"rank 1 of engine 'tested' (pid {pids_of(executor)[1]}) died" in failure
         assert "killed by SIGKILL" in failure
@@ -117,12 +121,10 @@ def test_a_rank_is_named_in_ps_and_reported_with_the_signal_that_killed_it(
 
 
 def test_a_dead_neighbour_ends_a_sum_at_once(tiny_folder, worker_spec):
-    with Executor(worker_spec(tiny_folder(), tp=2)) as executor:
+    with Executor(worker_spec(tiny_folder(), tp=2, step_timeout_s=SILENCE_S)) as executor:
         os.kill(pids_of(executor)[0], signal.SIGKILL)
-        before = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"rank 0 .* killed by SIGKILL"):
             executor.execute(step())
-        assert time.monotonic() - before < 60
         assert not executor.alive()
         assert set(executor.failures) == {0, 1}
 
@@ -147,7 +149,7 @@ def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connect
 def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
     tiny_folder, worker_spec, recording_connector, monkeypatch
 ):
-    monkeypatch.setattr(executors, "GRACE_S", 2.0)
+    monkeypatch.setattr(executors, "GRACE_S", 4.0)
     spec = worker_spec(tiny_folder(), tp=2, connector=recording_connector(), step_timeout_s=1.0)
     with Executor(spec) as executor:
         with pytest.raises(WorkerDiedError, match=r"rank 0 of engine 'tested' did not answer for"):
@@ -159,7 +161,7 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     tiny_folder, worker_spec, monkeypatch
 ):
     monkeypatch.setattr(executors, "GRACE_S", 2.0)
-    with Executor(worker_spec(tiny_folder(), tp=2, step_timeout_s=2.0)) as executor:
+    with Executor(worker_spec(tiny_folder(), tp=2, step_timeout_s=5.0)) as executor:
         executor.execute(step())
         assert executor.waiting_for() == ()
         os.kill(pids_of(executor)[1], signal.SIGSTOP)
@@ -172,10 +174,11 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
 
         thread = threading.Thread(target=execute)
         thread.start()
-        time.sleep(1.0)
-        waiting = executor.waiting_for()
-        thread.join(20)
-        assert waiting == (1,)  # rank 0 has not answered either, but only because of rank 1
+        # Rank 0 has not answered either, but only because of rank 1.
+        while executor.waiting_for() != (1,):
+            assert thread.is_alive()
+            time.sleep(0.01)
+        thread.join(60)
         assert "rank 1 of engine 'tested' did not answer for" in failures[0]
         assert executor.waiting_for() == ()
     assert not any(map(is_running, pids_of(executor)))

@@ -255,7 +255,7 @@ def test_compiled_for_a_gpu_a_thread_moves_16_bytes_at_a_time(architecture, tmp_
         [sys.executable, "-c", COMPILE, architecture],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=280,
         env=environment,
     )
     assert result.returncode == 0, result.stderr

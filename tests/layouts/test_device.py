@@ -84,7 +84,7 @@ def test_placing_returns_when_the_bytes_are_in_place_and_not_before(stream):
     assert placing.is_alive()
     assert not cache.any()
     stream.resume()
-    placing.join(timeout=20)
+    placing.join(timeout=60)
     np.testing.assert_array_equal(cache, landed)
 
 
@@ -102,7 +102,7 @@ def test_threads_share_one_bounce_buffer_and_each_chunk_stays_whole(stream):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     assert (cache == np.arange(1, 9)[:, None]).all()
 
 

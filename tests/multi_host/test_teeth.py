@@ -10,7 +10,7 @@ from kvferry.config import KVTransferConfig
 from kvferry.testing import MultiHostConnectorConformance
 
 class TestBroken(MultiHostConnectorConformance):
-    timeout_s = 8.0
+    timeout_s = 20.0
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -104,7 +104,7 @@ def test_law_1_every_cell_of_the_span_is_written_exactly_once(worlds):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
 def test_the_laws_hold_for_many_more_pairs(worlds, check):
     @settings(LAW, max_examples=1000, database=None)

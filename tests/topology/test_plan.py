@@ -1,12 +1,9 @@
 """Plans and binding: replicas, views, lowering of hostile memories, block tables, speed."""
 
 import collections
-import dataclasses
-import time
 from functools import partial
 
 import msgspec
-import numpy as np
 import pytest
 
 from kvferry.errors import (
@@ -229,41 +226,13 @@ def test_block_ids_outside_the_memory_are_named():
     check_block_ids(plan().bind([], [], 0), 0, 0)
 
 
-@pytest.mark.parametrize(("num_tokens", "limit_ms"), [(4_096, 1.0), (32_768, 3.0)])
-@pytest.mark.parametrize("block_size", [16, 24])
-def test_binding_is_quick(num_tokens, limit_ms, block_size):
-    big = geometry(
-        num_layers=80,
-        num_kv_heads=8,
-        head_size=128,
-        dtype="bfloat16",
-        block_size=16,
-        parallel=ParallelShape(tp=8),
-    )
-    target = dataclasses.replace(big, block_size=block_size, parallel=ParallelShape(tp=2))
-    made = plan_transfer(source=big, target=target)
-    rng = np.random.default_rng(0)
-    tables = [(rng.permutation(num_tokens // size + 1) + 1).tolist() for size in (16, block_size)]
-    times = []
-    for _ in range(20):
-        start = time.thread_time()
-        made.bind(*tables, num_tokens)
-        times.append(time.thread_time() - start)
-    assert min(times) * 1e3 < limit_ms
-
-
-def test_all_plans_of_two_engines_of_1024_ranks_take_seconds():
-    """The promise is 10 s on one core; DCP is the case with the most pairs.
-
-    Seconds of this thread: a machine that is busy with something else takes longer.
-    """
+def test_two_engines_of_1024_ranks_have_all_their_plans():
+    """DCP is the case with the most pairs; how long it takes, the benchmark `planning` says."""
     source, target = (
         geometry(
             num_layers=80, num_kv_heads=1, block_size=16, parallel=ParallelShape(tp=1024, dcp=dcp)
         )
         for dcp in (16, 4)
     )
-    start = time.thread_time()
     plans = [plan_transfer(source=source, target=target, target_rank=r) for r in range(1024)]
-    assert time.thread_time() - start < 10
     assert sum(len(made.pieces) for made in plans) == 1024 * 80 * 4

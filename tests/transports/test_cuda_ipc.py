@@ -66,7 +66,7 @@ def described(transport):
 
 
 def ended(transport, transfer):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not transfer.is_terminal:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -110,11 +110,27 @@ def test_a_read_goes_in_launches_of_chunk_bytes(pair, monkeypatch):
     assert sum(launched) == memory.nbytes
 
 
-def test_a_device_that_is_busy_holds_a_read_up_and_a_cancelled_one_ends_when_it_is_quiet(pair):
+@pytest.fixture
+def launched(pair, monkeypatch):
+    """Is set when something of a read has been launched."""
+    stream, launched = pair[0]._stream, threading.Event()
+    copy = stream.copy
+
+    def told(*arguments):
+        copy(*arguments)
+        launched.set()
+
+    monkeypatch.setattr(stream, "copy", told)
+    return launched
+
+
+def test_a_device_that_is_busy_holds_a_read_up_and_a_cancelled_one_ends_when_it_is_quiet(
+    pair, launched
+):
     target, peer, memory = pair
     target._stream.pause()
     transfer = target.read(peer, CASE.tiles, CASE.runs)
-    time.sleep(0.05)
+    assert launched.wait(60)
     target.cancel(transfer)
     time.sleep(0.05)
     assert not transfer.is_terminal  # what was launched may still land
@@ -125,11 +141,11 @@ def test_a_device_that_is_busy_holds_a_read_up_and_a_cancelled_one_ends_when_it_
     assert np.array_equal(contents(memory), held)
 
 
-def test_the_mapping_outlives_a_launch_that_still_reads_it(pair):
+def test_the_mapping_outlives_a_launch_that_still_reads_it(pair, launched):
     target, peer, _ = pair
     target._stream.pause()
     transfer = target.read(peer, CASE.tiles, CASE.runs)
-    time.sleep(0.05)
+    assert launched.wait(60)
     peer.close()
     assert target._memory.num_mapped == 1
     target._stream.resume()
@@ -138,7 +154,7 @@ def test_the_mapping_outlives_a_launch_that_still_reads_it(pair):
 
 
 @pytest.mark.parametrize("when", ["before", "during"])
-def test_a_device_that_fails_fails_its_reads(pair, when):
+def test_a_device_that_fails_fails_its_reads(pair, launched, when):
     target, peer, _ = pair
     if when == "before":
         target._stream.fail()
@@ -146,7 +162,7 @@ def test_a_device_that_fails_fails_its_reads(pair, when):
     else:
         target._stream.pause()
         transfer = target.read(peer, CASE.tiles, CASE.runs)
-        time.sleep(0.05)
+        assert launched.wait(60)
         target._stream.fail()
         target._stream.resume()
     assert ended(target, transfer).state is TransferState.FAILED
@@ -221,7 +237,7 @@ def test_the_memory_of_a_killed_peer_is_given_back_although_nobody_reads(target)
         target.connect(other.endpoint())
         assert target._memory.num_mapped == 1
         other.kill()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while target._memory.num_mapped:
             assert time.monotonic() < deadline, "the mapping of a dead peer is kept"
             target.poll()

@@ -47,7 +47,7 @@ def laid_out(source, kind, stall_timeout_s=10.0):
 def polled(local, *transfers):
     """Polls until all are reported, and returns what was."""
     reported = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(reported) < len(transfers) and time.monotonic() < deadline:
         reported += local.poll()
         time.sleep(0.001)
@@ -99,14 +99,13 @@ def test_closing_ends_what_a_fault_keeps_running(source):
 
 
 def test_a_slow_read_starts_late_and_is_whole(source):
-    kind = slow_transport(ShmTransport, delay_s=(0.2, 0.2))
+    kind = slow_transport(ShmTransport, delay_s=(1.0, 1.0))
     case, local, peer, memory = laid_out(source, kind)
     transfer = local.read(peer, case.tiles, case.runs)
-    time.sleep(0.05)
     assert not memory.any()
     assert polled(local, transfer) == [transfer]
     assert transfer.state is TransferState.DONE
-    assert transfer.finished - transfer.started >= 0.2
+    assert transfer.finished - transfer.started >= 1.0
     local.close()
 
 

@@ -159,12 +159,12 @@ def test_a_chunk_that_is_being_unpacked_keeps_a_failed_read_from_its_end(
 
     def slow(*args: Any) -> None:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(60)
         unpack(*args)
 
     monkeypatch.setattr(Staging, "unpack", slow)
     end(scene.wire.reads[0])
-    assert begun.wait(10)  # it may write from now on
+    assert begun.wait(60)  # it may write from now on
     end(scene.wire.reads[1], TransferError("torn"))
     scene.staged.cancel(scene.transfer)
     assert not scene.transfer.is_terminal

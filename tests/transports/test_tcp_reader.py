@@ -50,7 +50,7 @@ NBYTES = 1 << 16
 CHUNK = 1 << 13
 
 
-hasty = pytest.mark.parametrize("local", [0.5], indirect=True)
+hasty = pytest.mark.parametrize("local", [1.5], indirect=True)
 
 
 class FakeServer:
@@ -60,7 +60,7 @@ class FakeServer:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.linger = 0
-        self.socket.rcvtimeo = 10_000
+        self.socket.rcvtimeo = 60_000
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
         self.identity = b""
 
@@ -127,7 +127,7 @@ def memory_of(local):
     return local._regions.arrays[0]
 
 
-def ended(local, transfer, timeout_s=10.0):
+def ended(local, transfer, timeout_s=60.0):
     """Polls until the transfer is reported."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -144,7 +144,7 @@ def under_way(server, local):
     server.welcome()
     read = server.expect(Read)
     server.send(Chunk(read.transfer, 0), chunk_of(0))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while transfer.bytes_done < CHUNK and time.monotonic() < deadline:
         time.sleep(0.001)
     return transfer, read
@@ -163,7 +163,7 @@ def test_a_read_sends_its_chunks_and_takes_their_bytes(server, local, under_way)
     assert taken == Taken(NBYTES, 8)
 
 
-@pytest.mark.parametrize("local", [1.0], indirect=True)
+@pytest.mark.parametrize("local", [2.0], indirect=True)
 def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_as_stalled(
     server, local, under_way, monkeypatch
 ):
@@ -173,13 +173,13 @@ def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_a
 
     def stand():
         stands.set()
-        goes_on.wait(10)
+        goes_on.wait(60)
 
     local._reader.post(stand)
-    assert stands.wait(10)
+    assert stands.wait(60)
     for index in range(1, 8):
         server.send(Chunk(read.transfer, index), chunk_of(index))
-    time.sleep(2.0)  # longer than the read may stand where it stands
+    time.sleep(3.0)  # longer than the read may stand where it stands
     goes_on.set()
     assert ended(local, transfer).state is TransferState.DONE
 
@@ -250,7 +250,7 @@ def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, lo
     server.welcome()
     read = server.expect(Read)
     assert isinstance(ended(local, transfer).error, StalledError)
-    assert "0.5" in str(transfer.error)
+    assert "1.5" in str(transfer.error)
     server.expect(Cancel)
     memory_of(local)[:] = 5
     for index in range(8):
@@ -268,7 +268,7 @@ def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, lo
 def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     transfer, read = under_way
     for index in range(1, 8):
-        time.sleep(0.15)  # one second in all: twice the stall timeout
+        time.sleep(0.3)  # in all longer than the stall timeout
         server.send(Chunk(read.transfer, index), chunk_of(index))
     assert ended(local, transfer).state is TransferState.DONE
 
@@ -281,7 +281,7 @@ def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
     reads = [server.expect(Read) for _ in range(MAX_READS)]
     assert not server.socket.poll(50)  # the rest is kept back
     for index in range(8):
-        time.sleep(0.12)
+        time.sleep(0.3)
         server.send(Chunk(reads[0].transfer, index), chunk_of(index))
     assert ended(local, transfers[0]).state is TransferState.DONE
     server.expect(Read)
@@ -479,7 +479,7 @@ def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
             through = encode(msgspec.structs.replace(endpoint, port=link.port))
             peer = local.connect(through)
             transfer = local.read(peer, *tables())
-            assert ended(local, transfer, 60.0).state is TransferState.DONE
+            assert ended(local, transfer).state is TransferState.DONE
             peer.close()
     assert (memory_of(local) == 7).all()
 

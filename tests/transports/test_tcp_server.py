@@ -56,7 +56,7 @@ class RawReader:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.linger = 0
-        self.socket.rcvtimeo = 10_000
+        self.socket.rcvtimeo = 60_000
         self.socket.connect(f"tcp://127.0.0.1:{self.endpoint.port}")
         if hello:
             self.send(Hello(self.endpoint.token, 1, VERSION_MAX, 1 << 30))
@@ -296,16 +296,16 @@ def many_strides(tiles, runs):
     return Read(1, table.tobytes(), ends.tobytes(), cut.tobytes())
 
 
-def test_a_small_message_costs_the_server_no_minute(server, reader):
-    """Six megabytes, for which the tables of tiles times runs would have 5 billion entries."""
-    message = many_strides(42_000, 130_000)
-    began = time.process_time()
+def test_a_message_costs_the_server_no_more_than_its_length(server, reader):
+    """24 megabytes, for which tables of tiles times runs would have 87 billion entries: nobody
+    would wait for them.
+    """
+    message = many_strides(168_000, 520_000)
     with contextlib.closing(RawReader(server)) as other:
         reader.send(message)
         other.send(request(1, flat_tiles(), flat_runs(1)))
         assert other.receive() == Chunk(1, 0)
         assert reader.receive() == Chunk(1, 0)
-    assert time.process_time() - began < 5.0  # it takes a tenth of a second, and took twenty
 
 
 def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(server, reader):
@@ -313,7 +313,9 @@ def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(s
     for transfer in range(8):
         # No chunk of it is taken, so the reads stay under way.
         reader.send(request(transfer, flat_tiles(), many, [(0, 1, 0, 370_000)] * 8))
-    answers = []
+    answers = [reader.receive()]
+    while not isinstance(answers[-1], Refused):
+        answers.append(reader.receive())
     while not reader.is_silent(2.0):
         answers.append(reader.receive())
     refused = [answer for answer in answers if isinstance(answer, Refused)]
@@ -330,13 +332,14 @@ def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(s
 
 def test_a_reader_that_has_gone_leaves_nothing(server, reader, monkeypatch):
     reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
+    reader.receive()
     while not reader.is_silent():
         reader.receive()
     (served,) = server._server._readers.values()
     assert served.reads
     monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
     server._server._mailbox.post(lambda: setattr(server._server, "_next_look", 0.0))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while server._server._readers:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -409,7 +412,7 @@ def test_a_thousand_random_and_truncated_messages_harm_nobody(server):
                     time.sleep(0.001)
                 assert transfer.state is TransferState.DONE, transfer.error
                 assert np.array_equal(memory, expected)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while server.refused_messages < 1000 and time.monotonic() < deadline:
             time.sleep(0.01)
         # More than a thousand: ZeroMQ takes some raw bytes for messages of its oldest protocol.
@@ -437,7 +440,7 @@ def send_noise(rng, noisy, valid):
 
 def send_raw_noise(rng, port):
     """Bytes that are not even ZeroMQ, on a connection of their own."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(rng.bytes(int(rng.integers(1, 2000))))
 
 

@@ -21,6 +21,7 @@ from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import Pair
 from benchmarks.vllm_servers.server import ServerOptions
+from kvferry.control.client import fetch_status
 
 pytestmark = pytest.mark.slow
 
@@ -72,6 +73,11 @@ class Cluster:
 
     def port(self, name):
         return self._servers[name].options.transfer["kv_port"]
+
+    def expired_leases(self):
+        """How many of the prefill server's leases have expired."""
+        report = fetch_status("127.0.0.1", self.port("prefill"), timeout_s=60.0)
+        return report.counters.get("leases.expired", 0)
 
     def close(self):
         self._stack.close()
@@ -255,11 +261,13 @@ def test_ticket_that_was_changed_on_the_way(cluster, policy, prompt, right, refe
 def test_request_that_the_decode_server_rejects_frees_its_blocks(cluster, policy, prompt):
     """It asks for more tokens than the model has room for, so the engine never sees it."""
     pair = cluster.pair(policy)
+    before = cluster.expired_leases()
     ticket = pair.start(prompt)
     with pytest.raises(RefusalError) as refused:
         pair.finish(prompt, ticket, max_tokens=1_000_000)
     assert refused.value.status == httpx.codes.BAD_REQUEST
-    assert pair.idle(within_s=LEASE_S / 2), "the lease was left to expire"
+    assert pair.idle()
+    assert cluster.expired_leases() == before, "the lease was left to expire"
 
 
 def test_ticket_used_twice(cluster, policy, prompt, right, reference):

@@ -275,7 +275,7 @@ class Engine:
         # As it comes through HTTP.
         return [json.loads(json.dumps(output.kv_transfer_params)) for output in outputs]
 
-    def drain(self, timeout_s: float = 10.0) -> None:
+    def drain(self, timeout_s: float = 60.0) -> None:
         """Steps until vLLM has nothing left to step for."""
         deadline = time.monotonic() + timeout_s
         while self.scheduler.has_requests():

@@ -243,11 +243,11 @@ def generated(outputs):
 
 def assert_at_rest(*engines):
     for engine in engines:
-        engine.drain(timeout_s=20)
+        engine.drain()
         assert engine.used_blocks == 0
 
 
-QUICK = {"lease_duration_s": 1.2}
+QUICK = {"lease_duration_s": 2.0}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "extra": QUICK}
 
 
