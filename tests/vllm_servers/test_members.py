@@ -1,4 +1,4 @@
-"""Real vLLM servers behind our router that die: no client notices.
+"""Real vLLM servers behind our router that die, come and go: no client notices.
 
 At most three of them run at a time where they are killed. There reads begin late, so that there is
 time to kill who reads.
@@ -10,6 +10,7 @@ import os
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,12 @@ READ_S = "10"
 """Of a read before it begins, where servers are killed."""
 KILLS = int(os.environ.get("KILLS", "2"))
 """Servers that are killed in a row under load; a long run takes more."""
+SCALE_S = float(os.environ.get("SCALE_S", "300"))
+"""Seconds for which servers come and go."""
+SCALE_MEMBERS = int(os.environ.get("SCALE_MEMBERS", "2"))
+"""Servers of each role, while none comes or goes."""
+CHANGE_S = 20.0
+"""Seconds between two rounds of changes, at least."""
 CLIENTS = 3
 LONG = 800
 """Tokens, so many that a server is still drawing when it is killed."""
@@ -220,11 +227,15 @@ class Load:
 
     def check(self, reference, what):
         """Every answer is that of a single server, which runs only now."""
-        wrong = [
-            number
-            for number, tokens in self.answers.items()
-            if tokens != reference.tokens(tiny_model(), prompt(number), SHORT)
-        ]
+
+        def is_wrong(number):
+            right = reference.tokens(tiny_model(), prompt(number), SHORT)
+            return self.answers[number] != right
+
+        wrong = [number for number in itertools.islice(self.answers, 1) if is_wrong(number)]
+        with ThreadPoolExecutor(4) as threads:  # it is up now
+            others = list(self.answers)[1:]
+            wrong += itertools.compress(others, threads.map(is_wrong, others))
         reference.close()
         print(f"{what}, {len(self.answers)} answers, {self.errors=}, {wrong=}", flush=True)
         assert self.answers
@@ -325,3 +336,28 @@ def test_a_stream_waits_when_the_prefill_server_dies_from_which_it_is_read(killa
     assert come == expected[2]
     assert killable.count("prefill", COMPUTED) - computed >= len(prompt(2))
     killable.check_nothing_is_stranded()
+
+
+def test_servers_come_and_go_under_load_and_every_answer_is_right(behind, reference):
+    """One of each role is started, and takes the place of another, again and again."""
+    numbers = itertools.count(SCALE_MEMBERS)
+    present = [f"{letter}{number}" for letter in "pd" for number in range(SCALE_MEMBERS)]
+    with behind("tcp") as members:
+        members.have(*present)
+        ends = time.monotonic() + SCALE_S
+        with Load(members) as load:
+            rounds = 0
+            while not load.errors and time.monotonic() < ends:
+                begun = time.monotonic()
+                number = next(numbers)
+                for letter in "pd":
+                    oldest = next(name for name in present if name.startswith(letter))
+                    present.append(f"{letter}{number}")
+                    members.have(*present)
+                    present.remove(oldest)
+                    members.have(*present)
+                rounds += 1
+                time.sleep(max(0.0, CHANGE_S - (time.monotonic() - begun)))
+        assert members.count("decode", EXTERNAL_TOKENS)
+        members.check_nothing_is_stranded()
+    load.check(reference, f"{rounds} rounds of two changes")
