@@ -345,6 +345,12 @@ class LeaseTable:
                 if entry is not None:
                     self._end(entry, LeaseOutcome.REVOKED)
 
+    def revoke_all(self) -> None:
+        """The source takes every lease back."""
+        with self._lock:
+            for entry in list(self._open.values()):
+                self._end(entry, LeaseOutcome.REVOKED)
+
     def expire(
         self, *, awake_s: float = math.inf, lives: Callable[[Target], bool] = lambda _: False
     ) -> None:

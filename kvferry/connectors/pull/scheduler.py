@@ -3,10 +3,11 @@
 import hmac
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.connectors.base import (
     BlocksView,
@@ -29,7 +30,13 @@ from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
 from kvferry.control.tracing import Spans
-from kvferry.errors import CancelledError, ConfigError, KVFerryError, TicketError
+from kvferry.errors import (
+    CancelledError,
+    ConfigError,
+    KVFerryError,
+    TicketError,
+    TicketExpiredError,
+)
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.zeromq import is_loopback, split_address
 
@@ -70,6 +77,10 @@ class PullScheduler(SchedulerConnector):
         """Request id → its load, until the request ends or, if that is later, the load does."""
         self._spans = spans
         self._records = RequestRecords(clock, spans)
+        self._description: EngineDescription | None = None
+        """Of this engine, once its ranks are known."""
+        self._outdated: set[str] = set()
+        """Requests with KV of weights that the engine no longer has."""
         self._step = PullMetadata()
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
@@ -134,18 +145,60 @@ class PullScheduler(SchedulerConnector):
         config = self._context.config
         ranks = tuple(_ranks.decode(handshake) for handshake in handshakes)
         self._mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
-        description = EngineDescription(
-            engine_id=config.engine_id,
-            incarnation=self._context.incarnation,
-            model=self._context.model,
-            groups=tagged_groups(self._context.groups),
-            ranks=ranks,
-            convert_dtype=self._extra.convert_dtype,
+        self._describe(
+            EngineDescription(
+                engine_id=config.engine_id,
+                incarnation=self._context.incarnation,
+                model=self._context.model,
+                groups=tagged_groups(self._context.groups),
+                ranks=ranks,
+                convert_dtype=self._extra.convert_dtype,
+            )
         )
-        self._server.set_description(description)
         self._server.set_transfers(self._transfer_statuses)
         self._server.set_traces(self._records.find)
+
+    def _describe(self, description: EngineDescription) -> None:
+        self._description = description
+        self._server.set_description(description)
         self._sources.describe(description)
+
+    # ---- weights that change ------------------------------------------------------------------
+
+    def set_weights(self, digest: str, outdated: Iterable[str]) -> None:
+        """The engine has other weights now: KV of the older ones is neither lent nor loaded.
+
+        Leases end, and loads under way fail. To be called between two steps.
+
+        Args:
+            digest: of the weights.
+            outdated: ids of the requests with KV of the older ones.
+        """
+        assert self._description is not None  # requests come after the ranks
+        model = self._description.model
+        error = TicketExpiredError(
+            f"weights: the KV was computed with {model.weights_digest}, this engine has {digest} "
+            "now; compute the prompt again"
+        )
+        self.revoke_leases()
+        self._outdated.update(outdated)
+        for load in self._loads.values():
+            if load.state is LoadState.LOADING:
+                load.rank_error = load.rank_error or f"{type(error).__name__}: {error}"
+                self._step.cancels.append(load.lease_id)
+            elif load.state not in (LoadState.LOADED, LoadState.FAILED):
+                self._sources.refuse(load, error)
+        model = replace(model, weights_digest=digest)
+        self._describe(replace(self._description, model=model))
+
+    def is_loading(self, request_id: str) -> bool:
+        """Whether the ranks read for a request."""
+        load = self._loads.get(request_id)
+        return load is not None and load.state is LoadState.LOADING
+
+    def revoke_leases(self) -> None:
+        """Takes every lease back: its blocks will not hold any longer what was lent."""
+        self._leases.revoke_all()
 
     # ---- target side --------------------------------------------------------------------------
 
@@ -319,6 +372,8 @@ class PullScheduler(SchedulerConnector):
     def _finished(
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        is_outdated = request.request_id in self._outdated
+        self._outdated.discard(request.request_id)
         filled = self._filled(request)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
@@ -331,7 +386,7 @@ class PullScheduler(SchedulerConnector):
         elif load is not None:
             self._give_back(request.request_id)
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode"):
+        if is_outdated or not params or not params.get("do_remote_decode"):
             return False, None
         if filled is not None and filled.partial:
             return False, None  # the next target could not know which blocks were never filled

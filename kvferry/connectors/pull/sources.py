@@ -200,9 +200,14 @@ class Sources:
     # ---- the scheduler thread -----------------------------------------------------------------
 
     def describe(self, ours: EngineDescription) -> None:
-        """Sets what this engine tells its sources; from now on handshakes run."""
+        """Sets what this engine tells its sources; from now on handshakes run.
+
+        Those that were refused for what it said before run again at once.
+        """
         with self._lock:
             self._ours = ours
+            for source in self._sources.values():
+                source.next_attempt = 0.0
             self._wake()
 
     def add(self, record: RequestRecord, ticket: Ticket) -> Load:

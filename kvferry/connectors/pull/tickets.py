@@ -97,5 +97,5 @@ def _check_content(ticket: Ticket, request: RequestView) -> None:
             f"ticket: it is for request {ticket.request_id!r}, and the KV of request "
             f"{request.request_id!r} is another though its tokens are equal ("
             f"{'; '.join(differing)}); send both engines the same request, and serve the same "
-            "adapters and the same input processing on both"
+            "weights, adapters and input processing on both"
         )

@@ -93,6 +93,8 @@ class ContentKeys:
         inputs_are_hashed: see :func:`compat.hashes_inputs`. If not, a request with multimodal
             inputs is like none of another server.
         """
+        self.weights = ""
+        """Digest of the engine's weights; empty where it is not known."""
         self._adapters = Adapters(check)
         self._unhashed = "" if inputs_are_hashed else f"not hashed {secrets.token_hex(8)}"
 
@@ -103,7 +105,7 @@ class ContentKeys:
             request: vLLM's.
             num_tokens: inputs whose placeholders begin after these tokens do not count.
         """
-        keys = {}
+        keys = {"weights": self.weights} if self.weights else {}
         adapter = compat.adapter_of(request)
         if adapter is not None:
             keys["lora"] = self._adapters.key(*adapter)

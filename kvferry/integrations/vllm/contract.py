@@ -88,17 +88,28 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "status",
         "trace_headers",
     ),
-    "vllm.v1.request:RequestStatus": ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
+    "vllm.v1.request:RequestStatus": (
+        "FINISHED_LENGTH_CAPPED",
+        "FINISHED_STOPPED",
+        "WAITING_FOR_REMOTE_KVS",
+    ),
     "vllm.lora.request:LoRARequest": ("lora_name", "lora_path"),
     "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "mm_position"),
     "vllm.multimodal.inputs:PlaceholderRange": ("length", "offset"),
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": ("get_block_ids",),
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": ("block_pool", "coordinator"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "block_pool",
+        "coordinator",
+        "evict_blocks(block_ids)",
+        "free(request)",
+        "new_step_starts()",
+    ),
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
-    "vllm.v1.core.block_pool:BlockPool": ("hash_block_size",),
+    "vllm.v1.core.block_pool:BlockPool": ("blocks", "hash_block_size"),
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "block_size",
         "num_cached_block",
+        "req_to_blocks",
     ),
     # KV caches.
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
@@ -176,6 +187,13 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.config:SpeculativeConfig": ("draft_model_config", "method"),
     # Processes and kernels.
+    "vllm.v1.executor.abstract:Executor": (
+        "collective_rpc(method, timeout, args, kwargs, non_block)",
+        "get_class(vllm_config)",
+        "parallel_config",
+        "sleeping_tags",
+    ),
+    "vllm.v1.worker.worker_base:WorkerBase": ("get_model()", "model_runner"),
     "vllm.distributed.parallel_state:get_pp_group": (),
     "vllm.distributed.parallel_state:get_tp_group": (),
     "vllm.platforms:current_platform": ("is_cpu",),

@@ -8,7 +8,7 @@ run changes.
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from kvferry.topology.description import ModelFingerprint
 
 logger = logging.getLogger(__name__)
 
+DIGEST_CHARS = 32
+"""Characters of a digest of weights: 128 bits."""
 SLICE_BYTES = 4096
 """Bytes read of a tensor at each of its three places: start, middle and end."""
 _SLICES_PER_FILE = 256
@@ -33,18 +35,13 @@ _OUTSIDE_DIGEST = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
-def fingerprint(
-    vllm_config: Any, groups: tuple[CacheGroup, ...], check: WeightsCheck
-) -> ModelFingerprint:
+def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...], weights: str) -> ModelFingerprint:
     """The fingerprint of an engine's model.
 
     Args:
         vllm_config: the engine's config.
         groups: its KV cache.
-        check: how the weights are told apart.
-
-    Raises:
-        ConfigError: the model's files cannot be read.
+        weights: digest of its weights.
     """
     model = vllm_config.model_config
     config = _canonical(model.hf_config.to_dict())
@@ -60,7 +57,7 @@ def fingerprint(
         dtype=_dtypes(groups),
         rope=json.dumps(rope, sort_keys=True),
         config_digest=digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
-        weights_digest=weights_digest(model, vllm_config.load_config.load_format, check),
+        weights_digest=weights,
     )
 
 
@@ -96,14 +93,14 @@ def digest_of(values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def weights_digest(model_config: Any, load_format: object, check: WeightsCheck) -> str:
-    """SHA-256 (hex) over the weights, or over what stands for them.
+def named_weights(model_config: Any, load_format: object, check: WeightsCheck) -> dict[str, str]:
+    """Name in the checkpoint → digest of each tensor, or of what stands for them.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     if str(getattr(load_format, "value", load_format)) == "dummy":
-        return digest_of({"dummy weights of seed": model_config.seed})
+        return {"dummy weights of seed": str(model_config.seed)}
     folder = None if check == "config" else compat.weights_folder(model_config)
     if folder is None:
         if check != "config":
@@ -112,9 +109,9 @@ def weights_digest(model_config: Any, load_format: object, check: WeightsCheck) 
                 "by name and revision only",
                 model_config.model,
             )
-        return digest_of({"model": str(model_config.model), "revision": model_config.revision})
+        return {"model": str(model_config.model), "revision": str(model_config.revision)}
     try:
-        return digest_of_files(weight_files(folder), full=check == "full")
+        return tensor_digests(weight_files(folder), full=check == "full")
     except OSError as error:
         raise ConfigError(f"weights_check: {folder} cannot be read: {error}") from error
 
@@ -129,55 +126,80 @@ def weight_files(folder: Path) -> list[Path]:
     return []
 
 
-def digest_of_files(paths: list[Path], *, full: bool) -> str:
-    """SHA-256 (hex) over the bytes of some files, or over a slice of each of their tensors.
+def tensor_digests(paths: list[Path], *, full: bool) -> dict[str, str]:
+    """Name → digest of each tensor of some files; of a file itself where these are not known.
 
     Args:
         paths: files in a fixed order; their names do not count.
-        full: read every byte.
+        full: read every byte, not slices.
 
     Raises:
         OSError: one cannot be read.
     """
-    digest = hashlib.sha256(b"full" if full else b"sample")
-    for path in paths:
+    digests = {}
+    for index, path in enumerate(paths):
         size = path.stat().st_size
-        digest.update(size.to_bytes(8, "little"))
         with path.open("rb") as file:
-            for start, length in _ranges(file, size, full):
-                file.seek(start)
-                digest.update(file.read(length))
-    return digest.hexdigest()
+            spans = _safetensors_spans(file, size)
+            if spans is None:
+                step = _CHUNK_BYTES if full else max(SLICE_BYTES, size // _SLICES_PER_FILE)
+                length = _CHUNK_BYTES if full else SLICE_BYTES
+                pieces = ((start, length) for start in range(0, size, step))
+                digests[f"file {index}"] = _digest_of_pieces(file, size, pieces)
+                continue
+            for name, (first, end) in spans.items():
+                pieces = ((first + at, length) for at, length in slices(end - first, full))
+                digests[name] = _digest_of_pieces(file, end - first, pieces)
+    return digests
 
 
-def _ranges(file: Any, size: int, full: bool) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of what is read of a file."""
+def digest_of_files(paths: list[Path], *, full: bool) -> str:
+    """SHA-256 (hex) over the digests of the tensors of some files; see :func:`tensor_digests`.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    return digest_of(tensor_digests(paths, full=full))
+
+
+def slices(nbytes: int, full: bool) -> list[tuple[int, int]]:
+    """(start, bytes) of what is read of a tensor of ``nbytes``.
+
+    >>> slices(20_000, False), slices(5000, False), slices(3, False), slices(0, False)
+    ([(0, 4096), (7952, 4096), (15904, 4096)], [(0, 4096), (452, 4096), (904, 4096)], [(0, 3)], [])
+    """
     if full:
-        yield from ((start, _CHUNK_BYTES) for start in range(0, size, _CHUNK_BYTES))
-        return
-    header = _safetensors_header(file, size)
-    if header is None:
-        step = max(SLICE_BYTES, size // _SLICES_PER_FILE)
-        yield from ((start, SLICE_BYTES) for start in range(0, size, step))
-        return
-    data, spans = header
-    yield 0, data
-    for first, end in spans:
-        last = max(first, end - SLICE_BYTES)
-        for start in sorted({first, (first + last) // 2, last}):
-            yield data + start, min(SLICE_BYTES, end - start)
+        return [
+            (start, min(_CHUNK_BYTES, nbytes - start)) for start in range(0, nbytes, _CHUNK_BYTES)
+        ]
+    last = max(0, nbytes - SLICE_BYTES)
+    starts = sorted({0, last // 2, last}) if nbytes else []
+    return [(start, min(SLICE_BYTES, nbytes - start)) for start in starts]
 
 
-def _safetensors_header(file: Any, size: int) -> tuple[int, list[tuple[int, int]]] | None:
-    """Where the data of a safetensors file begins, and each tensor's first and last byte in it."""
+def _digest_of_pieces(file: Any, nbytes: int, pieces: Iterable[tuple[int, int]]) -> str:
+    digest = hashlib.sha256(nbytes.to_bytes(8, "little"))
+    for start, length in pieces:
+        file.seek(start)
+        digest.update(file.read(length))
+    return digest.hexdigest()[:DIGEST_CHARS]
+
+
+def _safetensors_spans(file: Any, size: int) -> dict[str, tuple[int, int]] | None:
+    """Name → first byte of each tensor of a safetensors file and the one after its last."""
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= min(size, _MAX_HEADER_BYTES):
         return None
     try:
         table = json.loads(file.read(length))
-        spans = [
-            tuple(entry["data_offsets"]) for name, entry in table.items() if name != "__metadata__"
-        ]
+        offsets = {
+            name: tuple(entry["data_offsets"])
+            for name, entry in table.items()
+            if name != "__metadata__"
+        }
+        data = 8 + length
+        return {
+            name: (data + int(first), data + int(end)) for name, (first, end) in offsets.items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-    return 8 + length, sorted((int(first), int(end)) for first, end in spans)

@@ -1,6 +1,7 @@
 """The half of the adapter in vLLM's scheduler process."""
 
 import logging
+import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.integrations.vllm.views import BlocksView, RequestView
+from kvferry.integrations.vllm.weights import EngineWeights
 from kvferry.topology import EngineGeometry
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,10 @@ class SchedulerHalf:
         """Whether blocks that a load fills in part can be kept from vLLM's prefix cache."""
         self._refused: dict[str, KVFerryError] = {}
         self._refused_now: list[str] = []
+        self._loaded: dict[str, Any] = {}
+        """Request id → the request, for those that were given blocks to load into."""
+        self._overtaken: set[str] = set()
+        """Requests that were loading when the weights changed."""
         self._stats: LoadStats | None = None
         hashed = compat.hashes_inputs(vllm_config)
         if not hashed:
@@ -57,12 +63,15 @@ class SchedulerHalf:
                 "neither the prefix cache nor the cache of the multimodal processor is on, so vLLM "
                 "does not hash images and the like; the KV of requests with them is not loaded"
             )
-        self._content = ContentKeys(self._extra.weights_check, inputs_are_hashed=hashed)
+        check = self._extra.weights_check
+        self._content = ContentKeys(check, inputs_are_hashed=hashed)
+        self._weights = EngineWeights(vllm_config, check, self._revoke_leases)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """See vLLM; it comes before :meth:`open`."""
         self._kv_cache_manager = kv_cache_manager
         self._leaves_out = compat.may_leave_blocks_out(kv_cache_manager)
+        compat.before_each_step(kv_cache_manager, self._look_at_weights)
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; from now on other engines may connect.
@@ -86,12 +95,15 @@ class SchedulerHalf:
                     "same model"
                 )
         self._groups = first.groups
+        weights = self._weights.open()
+        if self._extra.weights_check != "config":
+            self._content.weights = weights
         context = ConnectorContext(
             config=self._config,
             extra=self._extra,
             incarnation=first.incarnation,
             groups=tuple(group.geometry for group in first.groups),
-            model=fingerprint(self._vllm_config, first.groups, self._extra.weights_check),
+            model=fingerprint(self._vllm_config, first.groups, weights),
             num_blocks=first.num_blocks * min(group.split for group in first.groups),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
@@ -112,6 +124,42 @@ class SchedulerHalf:
         assert self._pull is not None  # vLLM hands over the ranks' reports before any request
         return self._pull
 
+    # ---- weights that change ------------------------------------------------------------------
+
+    def _look_at_weights(self) -> None:
+        """After a call that may have changed the weights: lets go of what was computed before."""
+        if not self._weights.in_question or self._pull is None:
+            return
+        before, after = self._content.weights, self._weights.look()
+        if after is None or after == before:
+            return
+        if self._kv_cache_manager is None:
+            outdated, after = set(), f"{after} or older ones {secrets.token_hex(8)}"
+            told = "as its prefix cache is out of kvferry's reach, nothing is lent or loaded now"
+        else:
+            outdated = compat.forget_prefixes(self._kv_cache_manager)
+            told = f"the prefix cache is empty; KV of {len(outdated)} requests is not lent"
+        logger.warning(
+            "the weights have changed in memory, from %s to %s: leases are revoked and loads fail; "
+            "%s",
+            before,
+            after,
+            told,
+        )
+        self._content.weights = after
+        self.pull.set_weights(after, outdated)
+        if self._kv_cache_manager is None:
+            return
+        for request_id, request in self._loaded.items():
+            if self.pull.is_loading(request_id):
+                self._overtaken.add(request_id)
+            else:
+                compat.begin_anew(self._kv_cache_manager, request)
+
+    def _revoke_leases(self) -> None:
+        if self._pull is not None:
+            self._pull.revoke_leases()
+
     # ---- requests -----------------------------------------------------------------------------
 
     def on_new_request(self, request: Any) -> None:
@@ -124,6 +172,7 @@ class SchedulerHalf:
         if request.abort_immediately:
             self.pull.on_rejected_request(self._view(request))
             return
+        self._look_at_weights()
         params = request.kv_transfer_params or {}
         is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
         if self._has_windows and is_lent:
@@ -178,6 +227,8 @@ class SchedulerHalf:
             BlocksView(blocks, self._groups),
             0 if refused is not None else num_external_tokens,
         )
+        if num_external_tokens and refused is None:
+            self._loaded[request.request_id] = request
         if self._leaves_out and num_external_tokens and refused is None:
             self._leave_blocks_out(view)
 
@@ -200,7 +251,10 @@ class SchedulerHalf:
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See :meth:`PullScheduler.request_finished`."""
+        self._look_at_weights()
         self._refused.pop(request.request_id, None)
+        self._loaded.pop(request.request_id, None)
+        self._overtaken.discard(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
         return self.pull.request_finished(self._view(request), tables)
 
@@ -229,6 +283,11 @@ class SchedulerHalf:
                 transfer_progress=report.progress if isinstance(report, StepReport) else {},
             )
         )
+        overtaken = self._overtaken & finished
+        self._overtaken -= overtaken
+        for request_id in overtaken - set(output.failed_recving or ()):
+            # Its ranks were ready before they were told to give the load up.
+            compat.begin_anew(self._kv_cache_manager, self._loaded[request_id])
 
     def take_stats(self) -> LoadStats | None:
         """What was refused since the last call."""
@@ -241,6 +300,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         """Ends threads and sockets. Idempotent."""
+        self._weights.close()
         if self._pull is not None:
             self._pull.close()
 

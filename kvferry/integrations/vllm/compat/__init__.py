@@ -12,7 +12,8 @@ module       how that release differs from the next newer one
 ===========  ===========================================================================
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,6 +66,9 @@ PLAIN_QUANT_MODES = (KVQuantMode.NONE, KVQuantMode.FP8_PER_TENSOR)
 """Caches whose cells are elements of one dtype and nothing else."""
 
 _FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+_ALL_BLOCKS = 1 << 40
+"""More blocks than any request has."""
 
 
 # ---- ranks -------------------------------------------------------------------------------------
@@ -226,6 +230,47 @@ def leave_blocks_out(kv_cache_manager: Any, table: int, request_id: str, num_tok
     counted[request_id] = max(counted.get(request_id, 0), -(-num_tokens // manager.block_size))
 
 
+def before_each_step(kv_cache_manager: Any, look: Callable[[], None]) -> None:
+    """Has ``look`` called when a step begins to be scheduled, before any prefix is looked up."""
+    begin = kv_cache_manager.new_step_starts
+
+    def new_step_starts() -> None:
+        look()
+        begin()
+
+    kv_cache_manager.new_step_starts = new_step_starts
+
+
+def begin_anew(kv_cache_manager: Any, request: Any) -> bool:
+    """Has a request computed from its first token, if it waits with blocks that were loaded.
+
+    Whoever calls it knows that nothing is written to them any more. Returns whether that is so:
+    one that has gone on is left alone.
+    """
+    if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return False
+    kv_cache_manager.free(request)
+    request.num_computed_tokens = 0
+    return True
+
+
+def forget_prefixes(kv_cache_manager: Any) -> set[str]:
+    """Empties the prefix cache, also of blocks in use; returns the requests that have blocks.
+
+    What these compute from now on does not become a prefix hit either: it goes on from KV that
+    they have.
+    """
+    pool = kv_cache_manager.block_pool
+    kv_cache_manager.evict_blocks(set(range(len(pool.blocks))))
+    found: set[str] = set()
+    for manager in kv_cache_manager.coordinator.single_type_managers:
+        for request_id, blocks in manager.req_to_blocks.items():
+            if blocks:
+                found.add(request_id)
+                manager.num_cached_block[request_id] = _ALL_BLOCKS
+    return found
+
+
 # ---- CPU ---------------------------------------------------------------------------------------
 
 
@@ -274,6 +319,93 @@ def write_cpu_block(
         kv_cache_dtype=cache_dtype_name,
     )
     return block.flatten()
+
+
+# ---- weights -----------------------------------------------------------------------------------
+
+
+def watch_calls(vllm_config: Any, called: Callable[[Any, object], None]) -> None:
+    """Has ``called`` told of every call of an engine's scheduler process to its workers.
+
+    All go through ``collective_rpc`` of the executor, an object that connectors are not given: so
+    the method of its class is replaced, once per process. ``called`` gets the executor and what is
+    called, a method's name or a function, before it is called; it may run on any thread.
+    """
+    from vllm.v1.executor.abstract import Executor
+
+    kind: Any = Executor.get_class(vllm_config)
+    parallel = vllm_config.parallel_config  # the executor's own, also where others were copied
+    _watchers[id(parallel)] = parallel, called
+    if kind in _watched:
+        return
+    _watched.add(kind)
+    original = kind.collective_rpc
+
+    @functools.wraps(original)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = _watchers.get(id(self.parallel_config))
+        if watcher is not None:
+            watcher[1](self, method)
+        return original(self, method, *args, **kwargs)
+
+    kind.collective_rpc = collective_rpc
+
+
+def unwatch_calls(vllm_config: Any) -> None:
+    """The opposite of :func:`watch_calls`. Idempotent."""
+    _watchers.pop(id(vllm_config.parallel_config), None)
+
+
+_watchers: dict[int, tuple[Any, Callable[[Any, object], None]]] = {}
+"""Id of a parallel config → the config, which keeps its id, and who is told."""
+_watched: set[type] = set()
+"""Classes of executors."""
+
+LETS_MEMORY_GO = frozenset({"sleep", "discard"})
+"""Methods of a worker after which KV cache and weights may be nowhere."""
+
+KEEPS_WEIGHTS = frozenset(
+    {
+        *("add_lora", "check_health", "compile_or_warm_up_model", "compute_weight_checksums"),
+        *("determine_available_memory", "execute_dummy_batch", "execute_model"),
+        *("get_encoder_timing_stats", "get_kv_cache_spec", "get_kv_connector_handshake_metadata"),
+        *("get_model_inspection", "get_supported_kv_cache_layouts", "get_supported_tasks"),
+        *("initialize_from_config", "list_loras", "pin_lora", "profile", "remove_lora"),
+        *("reset_encoder_cache", "reset_mm_cache", "sample_tokens", "save_sharded_state"),
+        *("set_kv_cache_layout", "shutdown", "shutdown_weight_transfer_engine"),
+        *("supports_draft_weight_updates", "synchronize_device", "take_draft_token_ids"),
+        "update_max_model_len",
+    }
+)
+"""Methods of a worker that leave the weights alone. Of any other, and of a function, who knows."""
+
+
+def weights_sleep(executor: Any) -> bool:
+    """Whether the memory of an engine's weights is let go at present."""
+    return "weights" in executor.sleeping_tags
+
+
+def models_of(worker: Any) -> dict[str, torch.nn.Module]:
+    """Prefix for names → the models of a worker: the one that it serves, and a draft's."""
+    models = {"": worker.get_model()}
+    # Runners of another kind than the usual one may not know of drafts.
+    find = getattr(worker.model_runner, "get_draft_model", None)
+    draft = None if find is None else find()
+    if isinstance(draft, torch.nn.Module):
+        models["draft."] = draft
+    return models
+
+
+def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
+    """Name of a parameter that vLLM has emptied → the operation that holds what was in it.
+
+    On CPUs linear layers have their weights in memory of their kernels.
+    """
+    return {
+        f"{name}.weight": module.cpu_linear
+        for name, module in model.named_modules()
+        if hasattr(module, "cpu_linear") and not module.weight.numel()
+    }
 
 
 # ---- model -------------------------------------------------------------------------------------

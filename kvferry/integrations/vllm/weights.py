@@ -1,0 +1,264 @@
+"""The weights that an engine computes with, after they changed in its memory too.
+
+P and D hold the same weights differently: sharded, fused, laid out for a kernel, quantised, or
+hidden in a kernel's own memory. So what is compared between them is what they were given, by the
+names of the checkpoint: of each tensor of the files at the start, and from then on of each tensor
+that went through the model's ``load_weights``, a digest of some slices, which no sharding changes.
+What changed in memory without that is seen there, by slices of every live parameter, and then the
+digest is of this rank's memory, which is equal only on engines of one shape.
+
+vLLM changes weights by remote calls only, all of which go through the executor in the scheduler's
+process; so after any call that may have changed them the ranks are asked, before anything more is
+scheduled, taken or lent. A change while the engine sleeps is found when it is awake.
+"""
+
+import functools
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.config import WeightsCheck
+from kvferry.integrations.vllm.fingerprint import DIGEST_CHARS, digest_of, named_weights, slices
+
+logger = logging.getLogger(__name__)
+
+_AT_START = "at start"
+_IN_BETWEEN = "in between"
+"""In place of the digest of a parameter that an update has begun to replace."""
+_WATCH = "_kvferry_watch"
+"""Attribute of a worker."""
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    """What one rank says of its weights."""
+
+    beneath: str
+    """What is in memory where nothing of ``given`` is: ``at start``, a digest of the memory, or
+    empty where all of it was given."""
+    given: Mapping[str, str]
+    """Name in the checkpoint → digest of the tensor that was last loaded under it."""
+    memory: str
+    """Digest of the live parameters."""
+
+
+class _RankWatch:
+    """Keeps what one rank was given, and what it has seen in its memory."""
+
+    def __init__(
+        self, models: Mapping[str, torch.nn.Module], full: bool, *, is_first: bool
+    ) -> None:
+        """Args:
+        models: prefix of its names → a model of the rank: the draft's have one.
+        full: read every byte, not slices.
+        is_first: it holds what was loaded when the engine started.
+        """
+        self.models = models
+        self._full = full
+        self._given: dict[str, str] = {}
+        self._loaded: set[str] = set()
+        """Modules that were loaded since all of the memory was last unknown."""
+        self._news: set[str] = set()
+        """Modules that were loaded since the last look."""
+        self._hidden: dict[str, tuple[object, str]] = {}
+        for prefix, model in models.items():
+            load_weights: Any = model.load_weights
+            model.load_weights = self._watched(prefix, load_weights)  # type: ignore[assignment]
+        self._live = self._read()
+        self._beneath = _AT_START if is_first else digest_of(self._live)
+
+    def look(self) -> RankWeights:
+        """What this rank computes with now."""
+        live = self._read()
+        if any(digest == _IN_BETWEEN for digest in live.values()):
+            return RankWeights(f"in the middle of an update {secrets.token_hex(8)}", {}, "")
+        changed = {name for name, digest in live.items() if self._live.get(name) != digest}
+        changed |= self._live.keys() - live.keys()
+        modules = {_module(name) for name in live}
+        if {_module(name) for name in changed} - self._news:
+            self._beneath, self._given, self._loaded = digest_of(live), {}, set()
+        elif modules <= self._loaded:
+            self._beneath = ""
+        self._live, self._news = live, set()
+        return RankWeights(self._beneath, dict(self._given), digest_of(live))
+
+    def _watched(self, prefix: str, load_weights: Callable[..., Any]) -> Callable[..., Any]:
+        """``load_weights`` of a model, whose tensors are noted as they go by."""
+
+        @functools.wraps(load_weights)
+        def load(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            given: dict[str, str] = {}
+            loaded = load_weights(self._noted(weights, prefix, given), *args, **kwargs)
+            if "" not in given.values():
+                self._given |= given
+                modules = {_module(prefix + name) for name in loaded or ()}
+                self._loaded |= modules
+                self._news |= modules
+            return loaded
+
+        return load
+
+    def _noted(
+        self, weights: Iterable[tuple[str, torch.Tensor]], prefix: str, given: dict[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            # A tensor of another kind stands for one that comes later, past this method.
+            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+            given[prefix + name] = tensor_digest(tensor, self._full) if plain else ""
+            yield name, tensor
+
+    def _read(self) -> dict[str, str]:
+        """Parameter → digest of what is in memory."""
+        live = {}
+        for prefix, model in self.models.items():
+            for name, parameter in model.named_parameters():
+                meta = parameter.is_meta
+                live[prefix + name] = _IN_BETWEEN if meta else tensor_digest(parameter, self._full)
+            for name, hidden in compat.hidden_weights(model).items():
+                # Such weights are never written to: they change by being made anew.
+                known, digest = self._hidden.get(prefix + name, (hidden, _AT_START))
+                digest = digest if known is hidden else secrets.token_hex(8)
+                self._hidden[prefix + name] = hidden, digest
+                live[prefix + name] = digest
+        return live
+
+
+def look_at_rank(worker: Any, full: bool) -> RankWeights:
+    """What a rank computes with; from the first call on its loading is watched. Runs on the rank.
+
+    Args:
+        worker: vLLM's.
+        full: read every byte, not slices.
+    """
+    models = compat.models_of(worker)
+    watch = getattr(worker, _WATCH, None)
+    if watch is None or watch.models != models:
+        watch = _RankWatch(models, full, is_first=watch is None)
+        setattr(worker, _WATCH, watch)
+    found: RankWeights = watch.look()
+    return found
+
+
+def tensor_digest(tensor: torch.Tensor, full: bool) -> str:
+    """Digest of a tensor's size and of slices of its bytes, as of those of a checkpoint's file."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    pieces = [flat[start : start + length] for start, length in slices(flat.numel(), full)]
+    digest = hashlib.sha256(flat.numel().to_bytes(8, "little"))
+    if pieces:
+        digest.update(torch.cat(pieces).cpu().numpy().data)
+    return digest.hexdigest()[:DIGEST_CHARS]
+
+
+class EngineWeights:
+    """The weights of an engine, as its scheduler's process knows them."""
+
+    def __init__(self, vllm_config: Any, check: WeightsCheck, changing: Callable[[], None]) -> None:
+        """Watches the engine's remote calls; :meth:`open` looks at the weights.
+
+        Args:
+            vllm_config: the engine's.
+            check: how much is read; with ``config`` nothing, and changes go unnoticed.
+            changing: called before the memory of weights and KV cache is let go.
+        """
+        self._config = vllm_config
+        self._check: WeightsCheck = check
+        self._question = functools.partial(look_at_rank, full=check == "full")
+        self._changing = changing
+        self._executor: Any = None
+        self._base: Mapping[str, str] = {}
+        self.in_question = False
+        """Whether there was a call since the last look that may have changed them."""
+        if check != "config":
+            compat.watch_calls(vllm_config, self._called)
+
+    def _called(self, executor: Any, method: object) -> None:
+        self._executor = executor
+        if method in compat.LETS_MEMORY_GO:
+            self._changing()
+        harmless = method is self._question or method in compat.KEEPS_WEIGHTS
+        self.in_question = self.in_question or not harmless
+
+    def open(self) -> str:
+        """Digest of the weights that were loaded at the start.
+
+        Raises:
+            ConfigError: the model's files cannot be read.
+        """
+        load_format = self._config.load_config.load_format
+        named = named_weights(self._config.model_config, load_format, self._check)
+        if self._executor is None:
+            return _digest(named)
+        try:
+            ranks = self._ask()
+        except Exception:
+            logger.exception(
+                "the weights cannot be read in memory; changes of them will go unnoticed, and KV "
+                "of older weights will not be told from newer: reset prefix caches and drain "
+                "leases yourself"
+            )
+            compat.unwatch_calls(self._config)
+            return _digest(named)
+        is_dummy = str(getattr(load_format, "value", load_format)) == "dummy"
+        memory = _by_rank(rank.memory for rank in ranks) if is_dummy else {}
+        self._base = {**named, **memory}
+        self.in_question = False
+        return weights_digest(self._base, ranks)
+
+    def look(self) -> str | None:
+        """Digest of what the engine computes with now; ``None`` while that lies asleep.
+
+        Where a rank does not answer it is one that no other engine has.
+        """
+        if compat.weights_sleep(self._executor):
+            return None
+        self.in_question = False
+        try:
+            return weights_digest(self._base, self._ask())
+        except Exception:
+            logger.exception("the weights in memory could not be read; nothing pairs with them")
+            return f"unknown {secrets.token_hex(8)}"
+
+    def _ask(self) -> list[RankWeights]:
+        found: list[RankWeights] = self._executor.collective_rpc(self._question)
+        return found
+
+    def close(self) -> None:
+        """Watches no more. Idempotent."""
+        compat.unwatch_calls(self._config)
+
+
+def weights_digest(base: Mapping[str, str], ranks: list[RankWeights]) -> str:
+    """Digest of an engine's weights.
+
+    Args:
+        base: name → digest of the tensors that were loaded at the start.
+        ranks: what each rank says.
+    """
+    names = dict(base) if any(rank.beneath == _AT_START for rank in ranks) else {}
+    given: dict[str, set[str]] = {}
+    for rank in ranks:
+        for name, digest in rank.given.items():
+            given.setdefault(name, set()).add(digest)
+    # A trainer may give each rank its own part of a tensor.
+    names |= {name: "+".join(sorted(digests)) for name, digests in given.items()}
+    beneath = (rank.beneath if rank.beneath != _AT_START else "" for rank in ranks)
+    return _digest(names | {name: each for name, each in _by_rank(beneath).items() if each})
+
+
+def _digest(names: Mapping[str, str]) -> str:
+    return digest_of(names)[:DIGEST_CHARS]
+
+
+def _by_rank(digests: Iterable[str]) -> dict[str, str]:
+    return {f"memory of rank {rank}": digest for rank, digest in enumerate(digests)}
+
+
+def _module(name: str) -> str:
+    """The module of a parameter, under its name without adapters around it."""
+    return name.replace(".base_layer", "").rpartition(".")[0]
