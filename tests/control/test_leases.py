@@ -328,6 +328,15 @@ def test_the_source_may_revoke_and_then_nothing_is_confirmed(table):
     assert outcomes(table) == [LeaseOutcome.REVOKED]
 
 
+def test_the_source_may_revoke_all(table):
+    taken, untaken = grant(table), grant(table)
+    renew(table, D1, taken)
+    table.revoke_all()
+    assert finish(table, D1, taken) == FinishAnswer.REVOKED
+    assert renew(table, D1, untaken) == LeaseAnswer.REVOKED
+    assert outcomes(table) == [LeaseOutcome.REVOKED] * 2
+
+
 def test_unknown_leases_are_revoked(table):
     assert table.renew("d", "i", ["nope"]) == {"nope": LeaseAnswer.REVOKED}
     assert finish(table, D1, "nope") == FinishAnswer.REVOKED

@@ -109,8 +109,13 @@ class _RankWatch:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             # A tensor of another kind stands for one that comes later, past this method.
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
-            given[prefix + name] = tensor_digest(tensor, self._full) if plain else ""
+            is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+            try:
+                given[prefix + name] = tensor_digest(tensor, self._full) if is_plain else ""
+            except Exception:
+                # The loading is vLLM's: it goes on, as one of which nothing is known.
+                logger.exception("a digest of %s could not be taken", name)
+                given[prefix + name] = ""
             yield name, tensor
 
     def _read(self) -> dict[str, str]:
@@ -179,9 +184,10 @@ class EngineWeights:
 
     def _called(self, executor: Any, method: object) -> None:
         self._executor = executor
-        if method in compat.LETS_MEMORY_GO:
+        name = method if isinstance(method, str) else ""
+        if name in compat.LETS_MEMORY_GO:
             self._changing()
-        harmless = method is self._question or method in compat.KEEPS_WEIGHTS
+        harmless = method is self._question or name in compat.KEEPS_WEIGHTS
         self.in_question = self.in_question or not harmless
 
     def open(self) -> str:

@@ -212,30 +212,46 @@ def test_config_looks_at_no_memory(start_pair, other_model):
     assert weights_of(prefill) == ""
 
 
-def check_rounds(pair, models, prompts, answers_of, rounds):
-    """Requests in all stages while weights change on one side, the other, or both."""
-    prefill, decode = pair
-    now = {"prefill": models[0], "decode": models[0]}
+CHANGING = (("prefill",), ("prefill",), ("decode",), ("prefill", "decode"))
+"""Whose weights change in the middle of a round, while half of its requests load."""
+FOLLOWING = (None, None, "decode", "prefill")
+"""Who has taken the other's weights over before."""
+
+
+def check_rounds(engines, models, prompts, answers_of, rounds):
+    """Every round sends all prompts to engines whose weights change, on one side or on both."""
+    prefill, decode = engines.values()
+    now = dict.fromkeys(engines, models[0])
     newer = itertools.cycle(models[1:] + models[:1])
+    half = len(prompts) // 2
     for index in range(rounds):
+        if follower := FOLLOWING[index % 4]:
+            [other] = engines.keys() - {follower}
+            reload(engines[follower], now[other])
+            now[follower] = now[other]
         params = prefill.prefill(prompts)
-        if index % 4 == 3:  # prefill follows, so that they pair again
-            now["prefill"] = now["decode"]
-            reload(prefill, now["prefill"])
-            params = prefill.prefill(prompts)
-        half = len(prompts) // 2
-        ids = [decode.add(*each) for each in zip(prompts[:half], params[:half], strict=True)]
+        ids = [decode.add(*each) for each in zip(prompts[:half], params, strict=False)]
         decode.step()
-        sides = (("prefill",), ("decode",), ("prefill", "decode"), ())[index % 4]
         model = next(newer)
-        for name in sides:
-            reload({"prefill": prefill, "decode": decode}[name], model)
-            now[name] = model
+        for side in CHANGING[index % 4]:
+            # What is being decoded would go on with the KV that it has.
+            assert side == "prefill" or not decode.scheduler.running
+            reload(engines[side], model)
+            now[side] = model
         ids += [decode.add(*each) for each in zip(prompts[half:], params[half:], strict=True)]
         ended = decode.finish(*ids, timeout_s=300)
         found = tokens([ended[request_id] for request_id in ids])
-        assert found == answers_of(now["decode"], prompts), f"round {index}"
-    assert decode.prompt_tokens_from(EXTERNAL) > 0
+        right = answers_of(now["decode"], prompts)
+        stale = [number for number in range(len(prompts)) if found[number] != right[number]]
+        assert not stale, f"round {index}"
+    # Where the weights of both are equal all is loaded as ever.
+    reload(prefill, now["decode"])
+    before = decode.prompt_tokens_from(EXTERNAL)
+    fresh = [[*prompt[1:], prompt[0]] for prompt in prompts[:8]]
+    found = tokens(decode.generate(fresh, prefill.prefill(fresh)))
+    assert found == answers_of(now["decode"], fresh)
+    loaded = decode.prompt_tokens_from(EXTERNAL) - before
+    assert loaded == sum(len(prompt) - 1 for prompt in fresh)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +263,8 @@ def test_no_answer_comes_from_older_weights(
     """20 requests in each round, and every round changes weights while half of them load."""
     models = [tiny_llama, make_model(seed=99), make_model(seed=100)]
     prompts = [random_prompt(40 + 37 * index) for index in range(20)]
-    check_rounds(pair, models, prompts, answers_of, rounds)
+    engines = dict(zip(("prefill", "decode"), pair, strict=True))
+    check_rounds(engines, models, prompts, answers_of, rounds)
 
 
 # ---- digests, without engines ------------------------------------------------------------------

@@ -404,7 +404,7 @@ def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
     return {
         f"{name}.weight": module.cpu_linear
         for name, module in model.named_modules()
-        if hasattr(module, "cpu_linear") and not module.weight.numel()
+        if hasattr(module, "cpu_linear") and hasattr(module, "weight") and not len(module.weight)
     }
 
 
