@@ -354,6 +354,7 @@ class PullScheduler(SchedulerConnector):
         self._records.loaded(load.record, None if ok else load.rank_error or "no rank told why")
         if load.cancelled:
             self._records.end(load.record, "aborted")
+            self._outdated.discard(load.request_id)
         self._tickets.retire(load.ticket)
         self._sources.drop(load)
         if load.cancelled or not ok:
@@ -495,6 +496,7 @@ class PullScheduler(SchedulerConnector):
         self._records.look()
         for lease in self._leases.sweep():
             self._mirroring.pop(lease.lease_id, None)
+            self._outdated.discard(lease.request_id)
             self._step.released.append(lease.request_id)
             self._records.freed(lease)
 
