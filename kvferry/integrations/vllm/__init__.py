@@ -16,7 +16,7 @@ try:
     import vllm as _vllm
 except ModuleNotFoundError as error:
     raise ImportError(
-        "kvferry.integrations.vllm: vLLM is not installed here; install vLLM 0.31 or 0.32 in the "
+        "kvferry.integrations.vllm: vLLM is not installed here; install vLLM 0.30 to 0.32 in the "
         "environment that serves, and kvferry into the same one"
     ) from error
 

@@ -139,7 +139,7 @@ def _layer_cache(
         block_size=block_size,
         layout=packing.layout,
         packing=packing.name,
-        dcp_sharded=spec.dcp_sharded,
+        dcp_sharded=compat.release.is_dcp_sharded(spec),
         use_mla=use_mla,
         sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
         attention_chunk_size=getattr(spec, "attention_chunk_size", None) if windowed else None,

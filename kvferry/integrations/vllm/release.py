@@ -7,7 +7,7 @@ from kvferry.integrations.vllm import contract
 
 logger = logging.getLogger(__name__)
 
-KNOWN = ((0, 31), (0, 32))
+KNOWN = ((0, 30), (0, 31), (0, 32))
 """Major and minor numbers of the releases that it was tested with; each has a module in
 ``compat/``."""
 
@@ -49,8 +49,8 @@ def check_release(version: str) -> None:
 def module_of(version: str) -> str:
     """The module of ``compat/`` for a release that passed :func:`check_release`.
 
-    >>> module_of("0.31.1+cpu"), module_of("0.40.0")
-    ('v0_31', 'v0_32')
+    >>> module_of("0.30.1+cpu"), module_of("0.40.0")
+    ('v0_30', 'v0_32')
     """
     found = _numbers(version)
     assert found is not None  # it was checked

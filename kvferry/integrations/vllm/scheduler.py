@@ -189,6 +189,10 @@ class SchedulerHalf:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See :meth:`PullScheduler.get_num_new_matched_tokens`."""
+        if request.get_skip_reading_prefix_cache():
+            # The prompt's log-probabilities are wanted, which come with computing it; before 0.31
+            # vLLM would load it all the same.
+            return 0, False
         if request.request_id not in self._refused:
             try:
                 return self.pull.get_num_new_matched_tokens(

@@ -247,7 +247,7 @@ class Engine:
         """Aborts requests."""
         self.llm.llm_engine.abort_request(list(request_ids))
 
-    def finish(self, *request_ids: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    def finish(self, *request_ids: str, timeout_s: float = 600.0) -> dict[str, Any]:
         """Steps until these requests have ended; request id → output."""
         ended: dict[str, Any] = {}
         deadline = time.monotonic() + timeout_s
@@ -333,7 +333,10 @@ def _first_engine(tiny_llama: Path) -> Engine:
     # over llvmlite, which our first pair has loaded. They are replaced already.
     patch = pytest.MonkeyPatch()
     patch.setattr(
-        type(current_platform), "register_triton_kernel_overrides", classmethod(lambda cls: None)
+        type(current_platform),
+        "register_triton_kernel_overrides",
+        classmethod(lambda cls: None),
+        raising=False,  # vLLM before 0.31 does not look
     )
     return engine
 

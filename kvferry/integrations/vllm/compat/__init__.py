@@ -9,6 +9,7 @@ module       how that release differs from the next newer one
 ===========  ===========================================================================
 ``v0_32``    the newest: what ``release`` answers; newer releases are tried with it
 ``v0_31``    does not ask where loaded tokens come from
+``v0_30``    KV cache specs do not say whether DCP shares the tokens: it always does
 ===========  ===========================================================================
 """
 

@@ -22,3 +22,7 @@ class Release:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.P2P
+
+    def is_dcp_sharded(self, spec: Any) -> bool:
+        """Whether DCP ranks share the tokens of a layer's cache; otherwise each holds all."""
+        return bool(spec.dcp_sharded)

@@ -1,0 +1,15 @@
+"""vLLM 0.30: DCP spreads the tokens of every cache, or vLLM refuses to start."""
+
+from typing import Any
+
+from kvferry.integrations.vllm.compat import v0_31
+
+
+class Release(v0_31.Release):
+    """See the class that it inherits from."""
+
+    lacks = v0_31.Release.lacks | {"AttentionSpec.dcp_sharded"}
+
+    def is_dcp_sharded(self, spec: Any) -> bool:
+        """Always."""
+        return True
