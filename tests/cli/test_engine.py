@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import httpx
@@ -15,6 +14,7 @@ import pytest
 
 from kvferry.cli import engine as command
 from kvferry.cli.console import make_console
+from tests.load import until
 
 COMMAND = [sys.executable, "-m", "kvferry.cli"]
 PROMPT = list(range(1, 40))
@@ -68,14 +68,6 @@ def start(tmp_path):
             return process, log
 
         yield begin
-
-
-def until(condition):
-    deadline = time.monotonic() + 120
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def states(url):

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import threading
-import time
 from pathlib import Path
 
 import httpx
@@ -23,6 +22,7 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
+from tests.load import Load, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -217,14 +217,6 @@ class Killable:
             assert self.samples(one.name, "kvferry_engine_kv_blocks")["used"] == 0
 
 
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
-
-
 @pytest.fixture(scope="module")
 def killable(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kills")
@@ -275,47 +267,10 @@ def test_a_stream_waits_when_the_prefill_engine_dies_from_which_it_is_read(serve
     assert list(tokens) == served.expected(number)
 
 
-class Load:
-    """Clients that ask until they are stopped; every answer is kept."""
-
-    def __init__(self, killable):
-        self.answers = []
-        self.errors = []
-        self._killable = killable
-        self._number = itertools.count()
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
-        self._under_way = set()
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self):
-        while not self._stop.is_set():
-            number = next(self._number)
-            self._under_way.add(number)
-            try:
-                self.answers.append((number, list(self._killable.stream(number))))
-            except (AssertionError, httpx.HTTPError) as error:
-                self.errors.append(f"request {number}: {error}")
-            self._under_way.discard(number)
-
-    def until_all_are_new(self):
-        """Waits for the requests that are under way: the second death under one is its end."""
-        now = set(self._under_way)
-        until(lambda: self.errors or not now & self._under_way)
-
-
 def test_engines_are_killed_in_a_row_under_load(served):
     moments = itertools.cycle([("decode", "loading"), ("decode", "running"), ("prefill", "lent")])
-    with Load(served) as load:
+    numbers = itertools.count()
+    with Load(lambda n: list(served.stream(n)), numbers, clients=CLIENTS) as load:
         for _ in range(KILLS):
             wanted = next(moments)
             (dead,) = until(lambda: served.having(wanted))  # noqa: B023
@@ -324,6 +279,6 @@ def test_engines_are_killed_in_a_row_under_load(served):
             served.until_ready()
             if load.errors:
                 break
-    wrong = [number for number, tokens in load.answers if tokens != served.expected(number)]
+    wrong = load.wrong(served.expected)
     print(f"{KILLS} kills, {len(load.answers)} answers, {load.errors=}, {wrong=}")
     assert (load.errors, wrong) == ([], [])

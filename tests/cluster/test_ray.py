@@ -2,13 +2,13 @@
 
 import http.client
 import importlib.util
+import itertools
 import os
 import queue
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvferry.engine.weights_folder import TINY_MODELS
 from kvferry.errors import ConfigError, HostError
 from kvferry.testing.ray_hosts import start_ray
 from tests.cluster.test_starved import REQUESTS, prompt, undivided
+from tests.load import Load
 
 A, B, C = (Node(name, f"10.0.0.{n}", name, 4) for n, name in enumerate("abc", start=1))
 
@@ -407,42 +408,6 @@ def test_an_engine_of_which_a_rank_on_another_node_dies_is_started_again(
     served.stop()
 
 
-class Load:
-    """Clients that ask the same prompts again and again; every answer is kept."""
-
-    def __init__(self, served):
-        self.answers = []
-        self.errors = []
-        self._served = served
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self, number):
-        while not self._stop.is_set():
-            try:
-                self.answers.append((number, self._served.complete(number)))
-            except (AssertionError, OSError, http.client.HTTPException) as error:
-                self.errors.append(repr(error))
-            number = (number + 1) % REQUESTS
-
-    def goes_on(self):
-        """Waits for answers to requests that have not begun yet, or an error."""
-        enough, deadline = len(self.answers) + 3 * CLIENTS, time.monotonic() + WAIT_S
-        while len(self.answers) < enough and not self.errors:
-            assert time.monotonic() < deadline, "no answers come any more"
-            time.sleep(0.1)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
 @needs_ray
@@ -460,13 +425,14 @@ def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsew
     served = Served(head, address, config, tmp_path)
     served.says("OpenAI API at")
     assert f"http://{lost.ipv4}:" in served.urls(4)["d0"]
-    with Load(served) as load:
+    numbers = itertools.cycle(range(REQUESTS))
+    with Load(served.complete, numbers, clients=CLIENTS) as load:
         load.goes_on()
         lost.kill()
         served.says("serves again: d0")
         served.says("serves again: p0")
         load.goes_on()
-    wrong = [number for number, tokens in load.answers if tokens != expected[number]]
+    wrong = load.wrong(expected.__getitem__)
     assert (load.errors, wrong) == ([], [])
     served.says("engine 'd0': its node node1 is gone")
     assert all(f"http://{other.ipv4}:" in url for url in served.urls(4).values())

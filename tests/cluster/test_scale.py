@@ -1,8 +1,8 @@
 """A cluster that grows and shrinks under load: nobody notices."""
 
+import itertools
 import os
-import threading
-import time
+from functools import partial
 
 import httpx
 import pytest
@@ -14,6 +14,7 @@ from kvferry.cluster.router import Router
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
 from tests.cluster.test_starved import REQUESTS, ask, undivided
+from tests.load import Load, until
 
 ROUNDS = int(os.environ.get("SCALE_ROUNDS", "3"))
 CLIENTS = 4
@@ -48,37 +49,6 @@ CONFIG = ClusterConfig.from_mapping(
 )
 
 
-class Load:
-    """Clients that ask the same prompts again and again; every answer is kept."""
-
-    def __init__(self, url):
-        self.answers = []
-        self.errors = []
-        self._client = httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False)
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
-
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        self._client.close()
-
-    def _ask(self, first):
-        number = first
-        while not self._stop.is_set():
-            try:
-                self.answers.append((number, ask(self._client, number)))
-            except (AssertionError, httpx.HTTPError) as error:
-                self.errors.append(str(error))
-            number = (number + 1) % REQUESTS
-
-
 @pytest.fixture
 def start(tmp_path, monkeypatch):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
@@ -91,13 +61,6 @@ def start(tmp_path, monkeypatch):
     yield begin, running
     for cluster in running.values():
         cluster.close()
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def live_requests(engine):
@@ -127,7 +90,11 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
         return found.get((role, name))
 
     until(lambda: all(one["state"] == "ready" for one in router.engines()))
-    with Load(url) as load:
+    numbers = itertools.cycle(range(REQUESTS))
+    with (
+        httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False) as client,
+        Load(partial(ask, client), numbers, clients=CLIENTS) as load,
+    ):
         for number in range(ROUNDS):
             for role in ("prefill", "decode"):
                 come = begin(f"{role}-{number + 2}")
@@ -138,10 +105,8 @@ def test_engines_come_and_go_under_load_and_every_answer_is_right(start, servers
                 until(lambda role=role, go=go: state(role, go) == "drained")
                 router.delete(role, go)
                 running.pop(go).close()
-            before = len(load.answers)
-            until(lambda before=before: load.errors or len(load.answers) > before + 2 * CLIENTS)
-    expected = undivided(folder)
-    wrong = [number for number, tokens in load.answers if tokens != expected[number]]
+            load.goes_on()
+    wrong = load.wrong(undivided(folder).__getitem__)
     print(f"{ROUNDS} rounds of two changes, {len(load.answers)} answers, {load.errors=}, {wrong=}")
     assert (load.errors, wrong) == ([], [])
     for cluster in running.values():  # nothing is stranded

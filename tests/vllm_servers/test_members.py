@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +23,7 @@ from benchmarks.vllm_servers.pair import CACHE_USED, EXTERNAL_TOKENS
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.cluster.router_client import RouterClient
 from kvferry.control.client import fetch_status
+from tests.load import Load, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -50,14 +50,6 @@ DRAWN = "vllm:generation_tokens_total"
 
 def role_of(name):
     return "prefill" if name.startswith("p") else "decode"
-
-
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 def prompt(number):
@@ -93,7 +85,7 @@ class Members:
         self.servers |= dict(zip(new, started, strict=True))
         for name in new:
             self._router.put(role_of(name), name, self.servers[name].url)
-        until(lambda: all(self._states()[name] == "ready" for name in names))
+        until(lambda: all(self._states()[name] == "ready" for name in names), WAIT_S)
 
     def _options(self, name):
         if name in self._known:
@@ -122,7 +114,7 @@ class Members:
     def remove(self, name):
         """Has it drain, then ends it."""
         self._router.drain(role_of(name), name)
-        until(lambda: self._states()[name] == "drained")
+        until(lambda: self._states()[name] == "drained", WAIT_S)
         self._router.delete(role_of(name), name)
         self.servers.pop(name).close()
 
@@ -166,7 +158,7 @@ class Members:
                             return name, lease.target
             return None
 
-        return until(find)
+        return until(find, WAIT_S)
 
     def drawing(self):
         """A decode server that has a request, once there is one."""
@@ -176,7 +168,7 @@ class Members:
             busy = [one["name"] for one in engines if one["outstanding"]]
             return next((name for name in busy if role_of(name) == "decode"), None)
 
-        return until(find)
+        return until(find, WAIT_S)
 
     def count(self, role, metric):
         """Over the servers of a role that run."""
@@ -185,61 +177,34 @@ class Members:
 
     def check_nothing_is_stranded(self):
         for server in self.servers.values():
-            until(lambda server=server: not server.metrics()[CACHE_USED])
+            until(lambda server=server: not server.metrics()[CACHE_USED], WAIT_S)
 
 
-class Load:
-    """Clients that ask until they are stopped; every answer is kept."""
+def asking(members):
+    """Clients that never ask the same twice."""
 
-    def __init__(self, members):
-        self.answers = {}
-        self.errors = []
-        self._members = members
-        self._number = itertools.count(100)
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(CLIENTS)]
-        self._under_way = set()
+    def ask(number):
+        return list(members.stream(number, SHORT))
 
-    def __enter__(self):
-        for thread in self._threads:
-            thread.start()
-        return self
+    return Load(ask, itertools.count(100), clients=CLIENTS, wait_s=WAIT_S)
 
-    def __exit__(self, *_):
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
 
-    def _ask(self):
-        while not self._stop.is_set():
-            number = next(self._number)
-            self._under_way.add(number)
-            try:
-                self.answers[number] = list(self._members.stream(number, SHORT))
-            except (AssertionError, httpx.HTTPError) as error:
-                self.errors.append(f"request {number}: {error}")
-            self._under_way.discard(number)
+def check(load, reference, what):
+    """Every answer is that of a single server, which runs only now."""
+    right = {}
 
-    def until_all_are_new(self):
-        """Waits for the requests that are under way: the second death under one is its end."""
-        now = set(self._under_way)
-        until(lambda: self.errors or not now & self._under_way)
+    def compute(number):
+        right[number] = reference.tokens(tiny_model(), prompt(number), SHORT)
 
-    def check(self, reference, what):
-        """Every answer is that of a single server, which runs only now."""
-
-        def is_wrong(number):
-            right = reference.tokens(tiny_model(), prompt(number), SHORT)
-            return self.answers[number] != right
-
-        wrong = [number for number in itertools.islice(self.answers, 1) if is_wrong(number)]
-        with ThreadPoolExecutor(4) as threads:  # it is up now
-            others = list(self.answers)[1:]
-            wrong += itertools.compress(others, threads.map(is_wrong, others))
-        reference.close()
-        print(f"{what}, {len(self.answers)} answers, {self.errors=}, {wrong=}", flush=True)
-        assert self.answers
-        assert (self.errors, wrong) == ([], [])
+    assert load.answers
+    numbers = [number for number, _ in load.answers]
+    compute(numbers[0])
+    with ThreadPoolExecutor(4) as threads:  # it is up now
+        list(threads.map(compute, numbers[1:]))
+    reference.close()
+    wrong = load.wrong(right.__getitem__)
+    print(f"{what}, {len(load.answers)} answers, {load.errors=}, {wrong=}", flush=True)
+    assert (load.errors, wrong) == ([], [])
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +274,7 @@ def test_a_stream_goes_on_when_its_decode_server_dies(killable, expected):
 def test_decode_servers_are_killed_in_a_row_under_load(killable, reference):
     """At any moment of the requests that are under way."""
     killable.have("p0", "d0", "d1")
-    with Load(killable) as load:
+    with asking(killable) as load:
         for _ in range(KILLS):
             killable.have("p0", "d0", "d1")
             load.until_all_are_new()
@@ -320,7 +285,7 @@ def test_decode_servers_are_killed_in_a_row_under_load(killable, reference):
                 break
     killable.check_nothing_is_stranded()
     killable.have("p0")  # the single server has room
-    load.check(reference, f"{KILLS} kills")
+    check(load, reference, f"{KILLS} kills")
 
 
 def test_a_stream_waits_when_the_prefill_server_dies_from_which_it_is_read(killable, expected):
@@ -345,7 +310,7 @@ def test_servers_come_and_go_under_load_and_every_answer_is_right(behind, refere
     with behind("tcp") as members:
         members.have(*present)
         ends = time.monotonic() + SCALE_S
-        with Load(members) as load:
+        with asking(members) as load:
             rounds = 0
             while not load.errors and time.monotonic() < ends:
                 begun = time.monotonic()
@@ -360,4 +325,4 @@ def test_servers_come_and_go_under_load_and_every_answer_is_right(behind, refere
                 time.sleep(max(0.0, CHANGE_S - (time.monotonic() - begun)))
         assert members.count("decode", EXTERNAL_TOKENS)
         members.check_nothing_is_stranded()
-    load.check(reference, f"{rounds} rounds of two changes")
+    check(load, reference, f"{rounds} rounds of two changes")

@@ -1,0 +1,96 @@
+"""Clients that keep asking while something happens to a cluster, and waiting for what must come."""
+
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Self, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+
+WAIT_S = 250.0
+"""Seconds to wait for what is bound to come; far more than it takes, less than a test may."""
+
+
+def until(condition: Callable[[], T], wait_s: float = WAIT_S) -> T:
+    """Waits for what is bound to come, and returns it.
+
+    Raises:
+        AssertionError: it has not come within ``wait_s``.
+    """
+    deadline = time.monotonic() + wait_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"it has not come within {wait_s:g} s"
+        time.sleep(0.05)
+    return found
+
+
+class Load:
+    """Clients that ask until the block ends; every answer is kept, and every error."""
+
+    def __init__(
+        self,
+        ask: Callable[[int], list[int]],
+        numbers: Iterator[int],
+        *,
+        clients: int,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """Args:
+        ask: the tokens of the answer to the prompt of a number; may be called by any thread.
+        numbers: of the prompts; an iterator of ``itertools``, which any thread may ask.
+        clients: how many ask at a time.
+        wait_s: how long the load waits for what is bound to come.
+        """
+        self.answers: list[tuple[int, list[int]]] = []
+        """Number and tokens, in the order of their ends."""
+        self.errors: list[str] = []
+        self._ask = ask
+        self._numbers = numbers
+        self._wait_s = wait_s
+        self._stop = threading.Event()
+        self._under_way: dict[threading.Thread, object] = {}
+        """Client → what stands for its request."""
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            number = next(self._numbers)
+            self._under_way[threading.current_thread()] = object()
+            try:
+                self.answers.append((number, self._ask(number)))
+            except (AssertionError, OSError, httpx.HTTPError, http.client.HTTPException) as error:
+                self.errors.append(f"request {number}: {error!r}")
+
+    def until_all_are_new(self) -> None:
+        """Waits until every client asks something that it did not ask before, or for an error."""
+        until(lambda: self.errors or len(self._under_way) == len(self._threads), self._wait_s)
+        before = dict(self._under_way)
+
+        def are_new() -> bool:
+            return all(self._under_way[client] is not asked for client, asked in before.items())
+
+        until(lambda: self.errors or are_new(), self._wait_s)
+
+    def goes_on(self) -> None:
+        """Waits until every client has the answer to something that it asks only now, or for an
+        error.
+        """
+        self.until_all_are_new()
+        self.until_all_are_new()
+
+    def wrong(self, expected: Callable[[int], list[int]]) -> list[int]:
+        """Numbers of the prompts with another answer than the expected one."""
+        return [number for number, tokens in self.answers if tokens != expected(number)]
