@@ -2,15 +2,6 @@
 
 Nothing here is particular to the reference engine: the fields on the wire are those of vLLM's
 ``/v1/completions`` (``return_token_ids``, ``kv_transfer_params``), plus ``seed_offset``.
-
-Connections are kept for later requests. A server may close a connection that was idle for too long
-at the very moment at which a request is on its way. It has not seen the request and is well; from
-here it looks like a server that died. So
-
-- a connection is kept for less time than servers keep it,
-- a request that fails on a kept connection before its answer began is sent once more, over a new
-  connection to the same server, and only if that fails too the server is to blame,
-- a request that must not come twice never goes over a kept connection.
 """
 
 import asyncio
@@ -23,113 +14,14 @@ from typing import Any
 import httpx
 import msgspec
 
-from kvferry.cluster import web
+from kvferry.cluster import engine_client, web
+from kvferry.cluster.engine_client import UNSENT, EngineClient
 from kvferry.cluster.messages import Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.config import printable
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
 from kvferry.errors import DrainingError, TransferError
-from kvferry.zeromq import KEEPALIVE
-
-CONNECT_TIMEOUT_S = 5.0
-"""Seconds for an engine to accept a connection, and to answer a health check."""
-KEPT_S = 2.0
-"""Seconds for which an idle connection is kept; uvicorn's servers, vLLM's too, close it after 5."""
-KEPT_CONNECTIONS = 64
-
-
-UNSENT = (httpx.ConnectError, httpx.ConnectTimeout)
-"""Errors that prove that a request was never sent."""
-
-
-class EngineClient:
-    """The router's client of all engines. Errors are httpx's."""
-
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        """Connects with the first request; ``headers`` go with every one."""
-        self._kept = _client(headers, KEPT_CONNECTIONS)
-        self._new = _client(headers, 0)
-
-    async def ask(self, method: str, url: str) -> httpx.Response:
-        """The whole answer; it must come within :data:`CONNECT_TIMEOUT_S`."""
-        request = self._kept.build_request(method, url, timeout=CONNECT_TIMEOUT_S)
-        response = await self._send(request)
-        try:
-            await response.aread()
-        finally:
-            await response.aclose()
-        return response
-
-    async def post(
-        self,
-        url: str,
-        body: Mapping[str, Any],
-        request_id: str,
-        *,
-        once: bool,
-        traceparent: str = "",
-    ) -> httpx.Response:
-        """An answer of which nothing but the head was read; the caller closes it.
-
-        Args:
-            url: where to.
-            body: sent as JSON.
-            request_id: in the header ``x-request-id``; a second try has one of its own.
-            once: whether the server must not see the request twice.
-            traceparent: in the header of that name, if there is one.
-        """
-        headers = {"content-type": "application/json", "x-request-id": request_id}
-        if traceparent:
-            headers["traceparent"] = traceparent
-        content = msgspec.json.encode(body)
-        request = self._kept.build_request("POST", url, content=content, headers=headers)
-        if once:
-            return await self._new.send(request, stream=True)
-        return await self._send(request)
-
-    async def aclose(self) -> None:
-        """Closes all connections."""
-        await self._kept.aclose()
-        await self._new.aclose()
-
-    async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Sends a request that may come twice."""
-        connected = False
-
-        async def trace(event: str, _: Mapping[str, Any]) -> None:
-            nonlocal connected
-            connected = connected or event.startswith("connection.connect")
-
-        request.extensions["trace"] = trace
-        try:
-            return await self._kept.send(request, stream=True)
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            if connected:
-                raise
-            first = error
-        # The id is another one: should the first have arrived, it may still be known by it.
-        if "x-request-id" in request.headers:
-            request.headers["x-request-id"] += "-again"
-        try:
-            return await self._new.send(request, stream=True)
-        except UNSENT:
-            raise first from None  # this one was not sent, but the server may have died of that one
-
-
-def _client(headers: Mapping[str, str], kept: int) -> httpx.AsyncClient:
-    limits = httpx.Limits(
-        max_connections=None, max_keepalive_connections=kept, keepalive_expiry=KEPT_S
-    )
-    return httpx.AsyncClient(
-        headers=headers,
-        timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
-        # A host that has died says nothing: without the kernel's own questions an answer that had
-        # begun would be waited for until the request's time is up.
-        transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEPALIVE),
-        trust_env=False,  # a proxy of the environment must not get between us and the engines
-    )
-
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
@@ -365,7 +257,7 @@ class Engine:
         body = {"kv_transfer_params": kv_transfer_params}
         # An engine that is gone has no leases left; another kind of server lets them expire.
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
                 url = f"{self.url}/kvferry/take_back"
                 response = await self.client.post(url, body, request_id, once=False)
                 await response.aclose()
@@ -389,7 +281,9 @@ class Engine:
                 self.model = printable(str(model["id"])[:_NAME_LENGTH])
                 self.max_model_len = max_model_len
         except httpx.ReadTimeout:
-            self.down(f"it has not answered for {CONNECT_TIMEOUT_S:g} s", reached=False)
+            self.down(
+                f"it has not answered for {engine_client.CONNECT_TIMEOUT_S:g} s", reached=False
+            )
             self.is_slow = True
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             self.down(_reason(error), reached=False)

@@ -30,7 +30,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import engines, web
-from kvferry.cluster.engines import Engine, EngineClient
+from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.engines import Engine
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
 from kvferry.cluster.openai import ApiError, parse_body

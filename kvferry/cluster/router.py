@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
-from kvferry.cluster.engines import EngineClient
+from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
 from kvferry.cluster.messages import RouterSettings

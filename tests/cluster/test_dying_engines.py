@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvferry.cluster import engines
+from kvferry.cluster import engine_client, engines
 from kvferry.cluster.messages import RouterSettings
 from tests.cluster.conftest import WAIT_S, until
 
@@ -102,7 +102,7 @@ def state(setup, name):
 
 def test_what_waits_for_a_slow_engine_stays_there(make_setup, monkeypatch):
     """Its connections live, and a minute without CPU explains what we see."""
-    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", 1.0)
     setup = make_setup(decode=2)
     assert RouterSettings(engines=()).outstanding_timeout_s > 60
     slow, other = setup.decode
@@ -127,7 +127,7 @@ def test_what_waits_for_a_slow_engine_stays_there(make_setup, monkeypatch):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_where_every_engine_is_slow_they_serve(make_setup, monkeypatch, role):
-    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.1)
     setup = make_setup(decode_only="never")
     (engine,) = getattr(setup, role)
     engine.is_slow = True
@@ -137,7 +137,7 @@ def test_where_every_engine_is_slow_they_serve(make_setup, monkeypatch, role):
 
 
 def test_an_engine_that_is_slow_for_too_long_counts_as_hung(make_setup, monkeypatch):
-    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.1)
     setup = make_setup(outstanding_timeout_s=0.5)
     setup.decode[0].is_slow = True
     until(lambda: state(setup, "d0") == "slow")

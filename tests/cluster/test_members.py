@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvferry.cluster import engines, members
-from kvferry.cluster.engines import Engine, EngineClient
+from kvferry.cluster import engine_client, engines, members
+from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.engines import Engine
 from kvferry.cluster.lists import engines_behind, engines_in
 from kvferry.cluster.members import Members
 from kvferry.cluster.messages import EngineAddress, RouterSettings
@@ -191,7 +192,7 @@ def test_an_engine_of_ours_has_not_drained_before_it_has_heard_of_it(setup, monk
     (engine,) = setup.decode
     engine.tells = {"drain": None}
     until_probed(engine)  # the router has seen that it is one of ours
-    monkeypatch.setattr(engines, "CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(engine_client, "CONNECT_TIMEOUT_S", 0.2)
     engine.is_slow = True
 
     drained = setup.client.post("/kvferry/engines/decode/d0/drain").json()
