@@ -12,6 +12,7 @@ import pytest
 from kvferry.cluster.engines import EngineDownError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
+from kvferry.control.tracing import RequestSpan
 from tests.cluster.conftest import WAIT_S
 
 ANSWER = {"choices": [{"text": "yes"}]}
@@ -188,8 +189,9 @@ def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
 
     async def talk(router: Router, _: Ask) -> None:
         monkeypatch.setattr(router._client._new, "send", refuse)  # its port is closed by now
+        span = RequestSpan(None, "request", "")
         with pytest.raises(EngineDownError) as raised:
-            await router.members.prefill.engines[0].complete({"prompt": [1]}, "r")
+            await router.members.prefill.engines[0].complete({"prompt": [1]}, "r", span)
         assert raised.value.reached
 
     run(talk, prefill, decode)
