@@ -201,16 +201,18 @@ def say_altered(run: Run, address: str, payload: bytes) -> None:
         item, what = message.items[0], dice.choice(("rank", "rank", "ok", "nonce", "id"))
         false = {"rank": item.rank + 1, "ok": not item.ok, "nonce": b"altered"}
         change = {what: false[what]} if what in false else {"lease_id": dice.choice(others)}
-        items = (msgspec.structs.replace(item, **change),)
-        altered = msgspec.structs.replace(message, items=items)
+        false_item = msgspec.structs.replace(item, **change)
+        if false_item == item:
+            return
+        altered = msgspec.structs.replace(message, items=(false_item,))
     elif isinstance(message, Renew):
         engine, start = run.choose(TARGETS).target
         altered = msgspec.structs.replace(message, engine_id=engine, incarnation=start)
+        if altered == message:
+            return
     else:
         return
     said, what = messages.encode(altered), f"a stranger alters {type(message).__name__}"
-    if altered == message:
-        return
     run.cluster.oracle.forged.add(said)
     for source in run.engines.values():
         if source.shape.address == address:
