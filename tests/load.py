@@ -4,9 +4,11 @@ import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import httpx
+
+from benchmarks.faults.load import Clients
 
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def until(condition: Callable[[], T], wait_s: float = WAIT_S) -> T:
     return found
 
 
-class Load:
+class Load(Clients):
     """Clients that ask until the block ends; every answer is kept, and every error."""
 
     def __init__(
@@ -50,29 +52,18 @@ class Load:
         self._ask = ask
         self._numbers = numbers
         self._wait_s = wait_s
-        self._stop = threading.Event()
         self._under_way: dict[threading.Thread, object] = {}
         """Client → what stands for its request."""
-        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        super().__init__(clients)
 
-    def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            number = next(self._numbers)
-            self._under_way[threading.current_thread()] = object()
-            try:
-                self.answers.append((number, self._ask(number)))
-            except (AssertionError, OSError, httpx.HTTPError, http.client.HTTPException) as error:
-                self.errors.append(f"request {number}: {error!r}")
+    def turn(self) -> None:
+        """See :meth:`Clients.turn`."""
+        number = next(self._numbers)
+        self._under_way[threading.current_thread()] = object()
+        try:
+            self.answers.append((number, self._ask(number)))
+        except (AssertionError, OSError, httpx.HTTPError, http.client.HTTPException) as error:
+            self.errors.append(f"request {number}: {error!r}")
 
     def until_all_are_new(self) -> None:
         """Waits until every client asks something that it did not ask before, or for an error."""

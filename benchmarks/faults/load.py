@@ -5,6 +5,7 @@ import itertools
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -182,18 +183,13 @@ def ask(endpoint: Endpoint, prompts: Prompts, index: int, **fields: Any) -> Answ
     return answer.end(last)
 
 
-class Load:
-    """Clients that ask one prompt after the other until this is closed. A context manager."""
+class Clients(ABC):
+    """Threads that call :meth:`turn` again and again until this is closed. A context manager."""
 
-    def __init__(self, endpoint: Endpoint, prompts: Prompts, clients: int, first: int = 0) -> None:
-        """Begins with the prompt ``first``, so that cells do not find each other's in caches."""
-        self.answers: list[Answer] = []
-        """Those that have ended."""
-        self._endpoint = endpoint
-        self._prompts = prompts
-        self._next = itertools.count(first)
+    def __init__(self, number: int) -> None:
+        """They start with the block."""
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(clients)]
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(number)]
 
     def __enter__(self) -> Self:
         for thread in self._threads:
@@ -207,12 +203,33 @@ class Load:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            index = next(self._next) % len(self._prompts.prompts)
-            answer = ask(self._endpoint, self._prompts, index)
-            self.answers.append(answer)
-            if answer.error:
-                # Nobody asks a cluster that refuses everything a thousand times a second.
-                self._stop.wait(0.2)
+            self.turn()
+
+    @abstractmethod
+    def turn(self) -> None:
+        """Asks once."""
+
+
+class Load(Clients):
+    """Clients that ask one prompt after the other until this is closed."""
+
+    def __init__(self, endpoint: Endpoint, prompts: Prompts, clients: int, first: int = 0) -> None:
+        """Begins with the prompt ``first``, so that cells do not find each other's in caches."""
+        self.answers: list[Answer] = []
+        """Those that have ended."""
+        self._endpoint = endpoint
+        self._prompts = prompts
+        self._next = itertools.count(first)
+        super().__init__(clients)
+
+    def turn(self) -> None:
+        """See :meth:`Clients.turn`."""
+        index = next(self._next) % len(self._prompts.prompts)
+        answer = ask(self._endpoint, self._prompts, index)
+        self.answers.append(answer)
+        if answer.error:
+            # Nobody asks a cluster that refuses everything a thousand times a second.
+            self._stop.wait(0.2)
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
