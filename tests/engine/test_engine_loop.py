@@ -240,23 +240,16 @@ def frozen(simulated, monkeypatch):
     thaw.set()
 
 
-def until(condition):
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_the_age_of_the_step_under_way_is_told_and_its_end(loop, frozen):
     assert loop.step_state() == StepState(None)
     listener = submit(loop, "a", [1, 2])
-    until(lambda: (loop.step_state().age_s or 0) > 0.05)
+    eventually(lambda: (loop.step_state().age_s or 0) > 0.05)
     younger, older = loop.step_state(), loop.step_state()
     assert younger.age_s < older.age_s
     assert older.waiting_for == (0,)
     frozen.set()
     listener.wait()
-    until(lambda: loop.step_state() == StepState(None))
+    eventually(lambda: loop.step_state() == StepState(None))
 
 
 def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monkeypatch, caplog):
@@ -264,11 +257,11 @@ def test_a_stuck_step_is_one_warning_that_names_the_rank(simulated, frozen, monk
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
-        until(lambda: (loop.step_state().age_s or 0) > 0.4)
+        eventually(lambda: (loop.step_state().age_s or 0) > 0.4)
         assert loop.step_state().is_stuck
         frozen.set()
         listener.wait()
-        until(lambda: not loop.step_state().is_stuck)
+        eventually(lambda: not loop.step_state().is_stuck)
     warnings = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert len(warnings) == 1
     assert re.search(r"the step has run for \d+ s and waits for rank 0", warnings[0])
@@ -278,7 +271,7 @@ def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, froze
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listeners = [submit(loop, "in the step", [1, 2])]
-        until(lambda: loop.step_state().age_s)
+        eventually(lambda: loop.step_state().age_s)
         listeners.append(submit(loop, "before it", [1, 2]))
         monkeypatch.setattr(loops, "STUCK_STEP_S", 0.1)
         for listener in listeners:
@@ -292,7 +285,7 @@ def test_requests_that_wait_for_a_stuck_step_are_told_who_hangs(simulated, froze
             submit(loop, "new", [1, 2])
         monkeypatch.setattr(loops, "STUCK_STEP_S", 600)
         frozen.set()
-        until(lambda: not loop.step_state().age_s)
+        eventually(lambda: not loop.step_state().age_s)
         assert submit(loop, "in the step", [1, 2]).wait().finish_reason == "length"
         assert [listener.calls for listener in listeners] == [1, 1]
         stats = loop.call(lambda engine: engine.stats()).result(WAIT_S).scheduler
@@ -304,7 +297,7 @@ def test_a_process_that_did_not_run_gives_nothing_up(simulated, frozen, monkeypa
     monkeypatch.setattr(loops, "_CHECK_INTERVAL_S", 0.02)
     with EngineLoop.open(simulated[0]) as loop:
         listener = submit(loop, "a", [1, 2])
-        until(lambda: loop.step_state().age_s)
+        eventually(lambda: loop.step_state().age_s)
         loop._step_started -= 200
         assert loop.step_state().is_stuck
         time.sleep(0.3)
