@@ -93,13 +93,18 @@ def digest_of(values: object) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def are_dummy(load_format: object) -> bool:
+    """Whether vLLM draws weights instead of loading them."""
+    return str(getattr(load_format, "value", load_format)) == "dummy"
+
+
 def named_weights(model_config: Any, load_format: object, check: WeightsCheck) -> dict[str, str]:
     """Name in the checkpoint → digest of each tensor, or of what stands for them.
 
     Raises:
         ConfigError: a file cannot be read.
     """
-    if str(getattr(load_format, "value", load_format)) == "dummy":
+    if are_dummy(load_format):
         return {"dummy weights of seed": str(model_config.seed)}
     folder = None if check == "config" else compat.weights_folder(model_config)
     if folder is None:

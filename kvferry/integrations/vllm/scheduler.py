@@ -233,8 +233,8 @@ class SchedulerHalf:
         )
         if num_external_tokens and refused is None:
             self._loaded[request.request_id] = request
-        if self._leaves_out and num_external_tokens and refused is None:
-            self._leave_blocks_out(view)
+            if self._leaves_out:
+                self._leave_blocks_out(view)
 
     def _leave_blocks_out(self, request: RequestView) -> None:
         """Keeps what a load does not fill from vLLM's prefix cache.

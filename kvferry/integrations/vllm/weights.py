@@ -24,7 +24,13 @@ import torch
 
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.config import WeightsCheck
-from kvferry.integrations.vllm.fingerprint import DIGEST_CHARS, digest_of, named_weights, slices
+from kvferry.integrations.vllm.fingerprint import (
+    DIGEST_CHARS,
+    are_dummy,
+    digest_of,
+    named_weights,
+    slices,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -210,8 +216,7 @@ class EngineWeights:
             )
             compat.unwatch_calls(self._config)
             return _digest(named)
-        is_dummy = str(getattr(load_format, "value", load_format)) == "dummy"
-        memory = _by_rank(rank.memory for rank in ranks) if is_dummy else {}
+        memory = _by_rank(rank.memory for rank in ranks) if are_dummy(load_format) else {}
         self._base = {**named, **memory}
         self.in_question = False
         return weights_digest(self._base, ranks)

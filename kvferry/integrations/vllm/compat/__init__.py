@@ -242,17 +242,15 @@ def before_each_step(kv_cache_manager: Any, look: Callable[[], None]) -> None:
     kv_cache_manager.new_step_starts = new_step_starts
 
 
-def begin_anew(kv_cache_manager: Any, request: Any) -> bool:
+def begin_anew(kv_cache_manager: Any, request: Any) -> None:
     """Has a request computed from its first token, if it waits with blocks that were loaded.
 
-    Whoever calls it knows that nothing is written to them any more. Returns whether that is so:
-    one that has gone on is left alone.
+    Whoever calls it knows that nothing is written to them any more. One that has gone on is left
+    alone.
     """
-    if request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
-        return False
-    kv_cache_manager.free(request)
-    request.num_computed_tokens = 0
-    return True
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
 
 
 def forget_prefixes(kv_cache_manager: Any) -> set[str]:
