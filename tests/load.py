@@ -3,10 +3,11 @@
 import http.client
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import httpx
+import msgspec
 
 from benchmarks.faults.load import Clients
 
@@ -27,6 +28,20 @@ def until(condition: Callable[[], T], wait_s: float = WAIT_S) -> T:
         assert time.monotonic() < deadline, f"it has not come within {wait_s:g} s"
         time.sleep(0.05)
     return found
+
+
+def tokens_in(lines: Iterable[str]) -> Iterator[int]:
+    """The tokens of a streamed answer, from its lines as they come.
+
+    Raises:
+        AssertionError: the client is told of an error.
+    """
+    for line in lines:
+        data = line.removeprefix("data: ")
+        if data not in ("", "[DONE]"):
+            assert '"error"' not in data, data
+            for choice in msgspec.json.decode(data)["choices"]:
+                yield from choice.get("token_ids") or []
 
 
 class Load(Clients):

@@ -13,7 +13,6 @@ import threading
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 import torch
 
@@ -22,7 +21,7 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
-from tests.load import Load, until
+from tests.load import Load, tokens_in, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -197,13 +196,7 @@ class Killable:
         }
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = msgspec.json.decode(line[6:])
-                assert "error" not in event, event
-                for choice in event["choices"]:
-                    yield from choice.get("token_ids") or []
+            yield from tokens_in(response.iter_lines())
 
     def expected(self, number):
         """The tokens of one engine that lends nothing and loads nothing."""

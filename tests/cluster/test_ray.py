@@ -25,7 +25,7 @@ from kvferry.engine.weights_folder import TINY_MODELS
 from kvferry.errors import ConfigError, HostError
 from kvferry.testing.ray_hosts import start_ray
 from tests.cluster.test_starved import REQUESTS, prompt, undivided
-from tests.load import Load
+from tests.load import Load, tokens_in
 
 A, B, C = (Node(name, f"10.0.0.{n}", name, 4) for n, name in enumerate("abc", start=1))
 
@@ -308,14 +308,7 @@ class Served:
         stream = self.ask(
             "POST", "/v1/completions", body | {"stream": True, "return_token_ids": True}
         )
-        tokens = []
-        for line in stream.decode().splitlines():
-            if line.startswith("data: {"):
-                chunk = msgspec.json.decode(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                for choice in chunk["choices"]:
-                    tokens += choice["token_ids"]
-        return tokens
+        return list(tokens_in(stream.decode().splitlines()))
 
     def urls(self, number):
         """Waits until so many engines are ready for the router; returns name → URL of each."""

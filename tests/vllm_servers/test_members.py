@@ -13,17 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 
-from benchmarks.vllm_servers.client import Completion
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import CACHE_USED, EXTERNAL_TOKENS
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.cluster.router_client import RouterClient
 from kvferry.control.client import fetch_status
-from tests.load import Load, until
+from tests.load import Load, tokens_in, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -138,13 +136,7 @@ class Members:
         }
         with self._client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data in ("", "[DONE]"):
-                    continue
-                assert '"error"' not in data, data
-                for choice in msgspec.json.decode(data, type=Completion).choices:
-                    yield from choice.token_ids
+            yield from tokens_in(response.iter_lines())
 
     def reading(self):
         """(lender, reader) of a lease that a server has taken, once there is one."""
