@@ -2,10 +2,11 @@
 #
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared
 #   make demo-ray    the same over two Ray nodes, on hosts that are made of network namespaces
-#   make test        the tests, in JOBS=2 processes; SLOW=1 for the slow ones too, ARGS="..." is
+#   make test        the tests, in JOBS=3 processes; SLOW=1 for the slow ones too, ARGS="..." is
 #                    handed to pytest
 #                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
-#                    and in .venv NIXL and ucxx, for the transports that use them, and Ray)
+#                    and in .venv NIXL and ucxx, for the transports that use them, and Ray; where
+#                    this is root on Debian, it installs chromium, for the router's page)
 #                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
 #                    thousand lives of the control protocol
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone,
@@ -44,12 +45,13 @@ VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
 
 # Test files share processes, because fixtures with processes of their own belong to a file. They
 # run in their order: sorted by their number of tests, the longest would come last and run alone.
-JOBS ?= 2
+# Three keep two cores busy: many tests wait for leases to end and for processes to start.
+JOBS ?= 3
 
 MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
-.PHONY: demo demo-ray test test-vllm lint typecheck bench check
+.PHONY: browser demo demo-ray test test-vllm lint typecheck bench check
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
@@ -57,7 +59,7 @@ demo: $(INSTALLED)
 demo-ray: $(RAY_INSTALLED)
 	$(BIN)/python examples/ray/two_nodes.py $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED))
+test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
@@ -104,6 +106,13 @@ $(RAY_INSTALLED): $(INSTALLED)
 $(BENCH_INSTALLED): $(WIRES_INSTALLED)
 	$(PIP) -e '.[bench]'
 	@rm -f $(VENV)/.bench-installed-* && touch $@
+
+# Without it the test that needs it is skipped.
+browser:
+	@command -v chromedriver >/dev/null || [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || \
+	    { apt-get update -qq && \
+	      apt-get install -yqq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	    echo "chromium could not be installed: the router's page is not tested in a browser"
 
 # What pip may resolve freely comes last and meets pins of everything that vLLM shares with it. All
 # releases are tested with the same requirements; only vLLM itself differs.

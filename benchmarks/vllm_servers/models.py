@@ -1,11 +1,16 @@
 """Small models in the form that vLLM reads; kvferry's converted folders have it."""
 
+import atexit
 import dataclasses
 import functools
+import shutil
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from benchmarks.vllm_servers.recurrent import VOCABULARY, write_falcon_h1, write_qwen3_next
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 
@@ -79,6 +84,37 @@ def latent_model() -> Model:
         ),
         prefix_hits=False,
     )
+
+
+@functools.cache
+def delta_net_model() -> Model:
+    """A random Qwen3-Next: gated delta nets in three of four layers.
+
+    Its tokens may differ where requests are batched otherwise, as those of any model in bfloat16.
+    """
+    return _recurrent_model("gdn", write_qwen3_next, ("--dtype", "bfloat16"))
+
+
+@functools.cache
+def mamba2_model() -> Model:
+    """A random Falcon-H1: Mamba2 and attention in every layer.
+
+    With a prefix cache vLLM 0.32 asks for states in the midst of a prompt, which its Mamba2 of
+    CPUs does not give: the engine ends.
+    """
+    return _recurrent_model("mamba2", write_falcon_h1, ("--no-enable-prefix-caching",))
+
+
+def _recurrent_model(name: str, write: Callable[[Path], Path], arguments: tuple[str, ...]) -> Model:
+    """A model in a folder that lives as long as this process, with the tokenizer of the tiny one.
+
+    vLLM gives such a model blocks of so many tokens that a page of attention has room for a state.
+    """
+    folder = write(Path(tempfile.mkdtemp(prefix=f"{name}-")) / name)
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    for file in tiny_model().folder.glob("tokenizer*.json"):
+        shutil.copy(file, folder)
+    return Model(name, folder, VOCABULARY, arguments)
 
 
 @functools.cache

@@ -194,6 +194,16 @@ def router(
             "looked up again and again.",
         ),
     ] = False,
+    control: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The control channel (kv_port) of each server, those of --prefill first, then "
+            "those of --decode, in their order: for people who look at the cluster.",
+            show_default=False,
+        ),
+    ] = None,
+    keys: Keys = None,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
@@ -227,6 +237,7 @@ def router(
         return
     from kvferry.cli.router import router as command
 
+    servers = (prefill or [], decode or [], control or [])
     options = {
         "api_key": api_key,
         "operator_key": operator_key,
@@ -234,7 +245,7 @@ def router(
         "outstanding_timeout_s": outstanding_timeout,
         "decode_only": decode_only.value,
     }
-    command(prefill or [], decode or [], engines, all_addresses, tokenizer, (host, port), options)
+    command(servers, engines, all_addresses, tokenizer, keys, (host, port), options)
 
 
 @routers.command("list")
@@ -254,13 +265,22 @@ def add(
     name: Annotated[
         str, typer.Option(help="How people know it.", show_default="the URL's host:port")
     ] = "",
+    control: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Its control channel (kv_port), for people who look at the cluster; an engine of "
+            "kvferry tells it itself.",
+            show_default=False,
+        ),
+    ] = "",
     router: RouterUrl = ROUTER_URL,
     operator_key: OperatorKey = None,
 ) -> None:
     """Enter an engine, or take one back that drains here."""
     from kvferry.cli.members import add as command
 
-    command(role.value, url, name, router, operator_key)
+    command(role.value, url, name, control, router, operator_key)
 
 
 @routers.command()
@@ -288,6 +308,21 @@ def drain(
     from kvferry.cli.members import drain as command
 
     command(role.value, name, router, operator_key, timeout)
+
+
+@app.command()
+def top(
+    router: Annotated[
+        str, typer.Argument(metavar="ROUTER", envvar="KVFERRY_ROUTER", help="The router's URL.")
+    ] = ROUTER_URL,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, for scripts.")] = False,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Likewise, as JSON.")] = False,
+) -> None:
+    """Show engines, pairs, leases, loads and failures of a router's cluster, until Ctrl-C."""
+    from kvferry.cli.top import top as command
+
+    command(router, api_key, once, as_json)
 
 
 @app.command()

@@ -42,14 +42,16 @@ def _silence(engine: dict[str, Any]) -> str:
     return f"no answer from {', '.join(peers)}" if peers else ""
 
 
-def add(role: str, url: str, name: str, router: str, operator_key: str | None) -> None:
+def add(
+    role: str, url: str, name: str, control: str, router: str, operator_key: str | None
+) -> None:
     """Enters an engine."""
     try:
-        name = EngineAddress.of("decode", url, name).name
+        name = EngineAddress.of("decode", url, name, control).name
     except ValueError as error:
         raise KVFerryError(str(error)) from error
     client = RouterClient(router, operator_key)
-    if client.put(role, name, url)["state"] in ("draining", "drained"):
+    if client.put(role, name, url, control)["state"] in ("draining", "drained"):
         client.resume(role, name)
     make_console().print(f"{role} engine {escape(name)} is entered")
 

@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from kvferry.cli.console import make_console
+from kvferry.cli.status import load_keys
 from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.lists import engines_behind, engines_in
 from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, without_credentials
@@ -23,31 +24,36 @@ from kvferry.zeromq import join_address
 
 
 def router(
-    prefill: Sequence[str],
-    decode: Sequence[str],
+    servers: tuple[Sequence[str], Sequence[str], Sequence[str]],
     file: Path | None,
     all_addresses: bool,
     tokenizer: Path | None,
+    keys: Path | None,
     address: tuple[str, int],
     options: dict[str, Any],
 ) -> None:
     """Serves until Ctrl-C or SIGTERM; ``options`` are fields of ``RouterSettings``.
 
     Args:
-        prefill: URLs of servers.
-        decode: URLs of servers.
+        servers: URLs of prefill servers, those of decode servers, and the control channels of
+            both, if any.
         file: lists more of them; other ones from time to time.
         all_addresses: whether the names in the URLs stand for all their addresses.
         tokenizer: the model's folder, if answers are to begin with the prefill server's token.
+        keys: file of the CURVE keys of the control channels.
         address: host and port to listen on.
         options: more fields of the settings.
 
     Raises:
-        KVFerryError: the file or the tokenizer cannot be used, or the port is taken.
-        typer.BadParameter: a URL is none.
+        KVFerryError: a file or the tokenizer cannot be used, or the port is taken.
+        typer.BadParameter: a URL is none, or the control channels are not those of the servers.
     """
-    named = [_address("prefill", url) for url in prefill]
-    named += [_address("decode", url) for url in decode]
+    named = _named(*servers)
+    if all_addresses and servers[2]:
+        raise typer.BadParameter(
+            "a name stands for several servers: list them in a file, each with its control",
+            param_hint="--control",
+        )
     lists = [] if file is None else [engines_in(file)]
     for look in lists:
         asyncio.run(look())  # a mistake is told now, and not in a log
@@ -60,6 +66,7 @@ def router(
         foreign=True,
         host=host,
         port=port,
+        curve=load_keys(keys),
         **options,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
@@ -83,6 +90,7 @@ def router(
         console.print(f"first token: from {first}", style="dim")
         port = listener.getsockname()[1]
         console.print(f"OpenAI API at [bold]http://{host}:{port}/v1[/] (Ctrl-C stops it)")
+        console.print(f"the cluster at http://{host}:{port}/kvferry", style="dim")
 
         async def run() -> None:
             stop = asyncio.Event()
@@ -92,8 +100,30 @@ def router(
         asyncio.run(run())
 
 
-def _address(role: Role, url: str) -> EngineAddress:
+def _named(
+    prefill: Sequence[str], decode: Sequence[str], controls: Sequence[str]
+) -> list[EngineAddress]:
+    """The servers of the command line.
+
+    Raises:
+        typer.BadParameter: a URL is none, or the control channels are not those of the servers.
+    """
+    roles: list[tuple[Role, str]] = [("prefill", url) for url in prefill]
+    roles += [("decode", url) for url in decode]
+    if controls and len(controls) != len(roles):
+        raise typer.BadParameter(
+            f"{len(controls)} control channels for {len(roles)} servers: give one for each, those "
+            "of --prefill first",
+            param_hint="--control",
+        )
+    return [
+        _address(role, url, control)
+        for (role, url), control in zip(roles, controls or [""] * len(roles), strict=True)
+    ]
+
+
+def _address(role: Role, url: str, control: str) -> EngineAddress:
     try:
-        return EngineAddress.of(role, url)
+        return EngineAddress.of(role, url, control=control)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=f"--{role}") from error

@@ -45,6 +45,7 @@ def serve(
     with cluster:
         show(cluster, console)
         console.print(f"OpenAI API at [bold]{cluster.url}/v1[/] (Ctrl-C stops it)")
+        console.print(f"the cluster at {cluster.url}/kvferry", style="dim")
         try:
             healthy = _watch(cluster, console)
         except KeyboardInterrupt:

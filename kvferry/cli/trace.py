@@ -1,15 +1,8 @@
-"""``kvferry trace``: one request's life over several engines, as a table and as a picture.
+"""``kvferry trace``: one request's life over several engines, as a table and as a picture."""
 
-Clocks of two hosts differ. Each engine gives moments of its own wall clock, and what that clock
-says now. From this the command takes by how much it differs from this machine's; it can be wrong by
-half the time that the answer took. A difference within that is taken for none.
-"""
-
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -22,7 +15,8 @@ from kvferry.config import printable
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
 from kvferry.control.options import ControlOptions
-from kvferry.errors import ConfigError, KVFerryError, PeerLostError
+from kvferry.control.timeline import EngineAnswer, Row, gather, rows_of
+from kvferry.errors import ConfigError
 from kvferry.explain.sentences import bytes_text
 from kvferry.zeromq import tcp_address
 
@@ -30,31 +24,6 @@ BAR_CHARS = 64
 """Characters of the picture's time axis."""
 NOT_DRAWN = "answer"
 """The part that comes last and may take as long as it likes; it would leave no room for others."""
-
-
-class EngineAnswer(msgspec.Struct, kw_only=True):
-    """What one engine said."""
-
-    address: str
-    engine_id: str = ""
-    error: str = ""
-    """Why it said nothing of use; empty if it did."""
-    clock_ahead_s: float = 0.0
-    """How much its wall clock is ahead of this machine's; 0 if that is within the next field."""
-    clock_unsure_s: float = 0.0
-    """By how much that may be wrong."""
-    remembered: int = 0
-    """Requests that it can tell of."""
-    requests: list[RequestTrace] = msgspec.field(default_factory=list)
-    """The request, or several of one id; times are of the engine's own clock."""
-
-
-class Row(msgspec.Struct, frozen=True):
-    """One part of a request's life, on this machine's clock."""
-
-    engine: str
-    started: float
-    part: TracePart
 
 
 def trace(
@@ -78,76 +47,6 @@ def trace(
         show(request_id, answers, make_console())
     if not any(answer.requests for answer in answers):
         raise typer.Exit(1)
-
-
-# ---- asking -------------------------------------------------------------------------------------
-
-
-def gather(client: ControlClient, addresses: Sequence[str], request_id: str) -> list[EngineAnswer]:
-    """What engines know of a request, and of those whose KV it loaded."""
-    answers = [EngineAnswer(address=address) for address in addresses]
-    # All at once: those that do not answer are waited for together. And the connections are made.
-    futures = [client.trace(address, request_id) for address in addresses]
-    for answer, future in zip(answers, futures, strict=True):
-        error = future.exception()
-        if isinstance(error, KVFerryError):
-            answer.error = _OLDER if _is_older(client, answer, error) else str(error)
-        elif error is not None:
-            raise error
-    heard = [answer for answer in answers if not answer.error]
-    for answer in heard:
-        _ask(client, answer, request_id)
-    lenders = {
-        request.peer_request_id
-        for answer in heard
-        for request in answer.requests
-        if 0 < len(request.peer_request_id) <= MAX_ID_CHARS
-    }
-    for lender in sorted(lenders - {request_id}):
-        for answer in heard:
-            _ask(client, answer, lender)
-    return answers
-
-
-_OLDER = "it runs an older kvferry, which does not know this question"
-
-
-def _is_older(client: ControlClient, answer: EngineAnswer, error: KVFerryError) -> bool:
-    """Whether an engine that did not answer this question answers another one."""
-    if not isinstance(error, PeerLostError) or "no answer within" not in str(error):
-        return False
-    return client.status(answer.address).exception() is None
-
-
-def _ask(client: ControlClient, answer: EngineAnswer, request_id: str) -> None:
-    """Adds what an engine knows of a request to its answer, and compares the clocks."""
-    wall, began = time.time(), time.monotonic()
-    try:
-        reply = client.trace(answer.address, request_id).result()
-    except KVFerryError as error:
-        answer.error = str(error)
-        return
-    unsure = (time.monotonic() - began) / 2
-    ahead = reply.now - (wall + unsure)
-    answer.engine_id, answer.remembered = reply.engine_id, reply.remembered
-    answer.clock_ahead_s = ahead if abs(ahead) > unsure else 0.0
-    answer.clock_unsure_s = unsure
-    known = {request.request_id for request in answer.requests}
-    answer.requests += [one for one in reply.requests if one.request_id not in known]
-
-
-# ---- showing ------------------------------------------------------------------------------------
-
-
-def rows_of(answers: Iterable[EngineAnswer]) -> list[Row]:
-    """All parts of all requests, in the order in which they began."""
-    rows = [
-        Row(answer.engine_id, part.started - answer.clock_ahead_s, part)
-        for answer in answers
-        for request in answer.requests
-        for part in request.parts
-    ]
-    return sorted(rows, key=lambda row: row.started)
 
 
 def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> None:

@@ -10,6 +10,7 @@ here it looks like a server that died. So
 - a request that must not come twice never goes over a kept connection.
 """
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,6 +46,27 @@ class EngineClient:
         finally:
             await response.aclose()
         return response
+
+    async def fetch(self, url: str, *, most_bytes: int, timeout_s: float) -> bytes:
+        """The body of a whole answer with status 200.
+
+        Raises:
+            ValueError: it has another status, or more bytes.
+            TimeoutError: it is not here in time.
+        """
+        async with asyncio.timeout(timeout_s):
+            response = await self._send(self._kept.build_request("GET", url))
+            try:
+                if response.status_code != 200:
+                    raise ValueError(f"it answers {response.status_code}")
+                body = bytearray()
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    if len(body) > most_bytes:
+                        raise ValueError(f"its answer has more than {most_bytes} bytes")
+                return bytes(body)
+            finally:
+                await response.aclose()
 
     async def post(
         self,

@@ -184,11 +184,14 @@ class EngineServer:
         model_name: str,
         max_model_len: int,
         api_key: str | None = None,
+        control: str | None = None,
     ) -> None:
+        """``control`` is ``host:port`` of the connector's control channel, if it has one."""
         self._engine = engine
         self._name = name
         self._kv_role = kv_role
         self._api_key = api_key
+        self._control = control
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._bodies = web.BodyReader()
@@ -371,6 +374,7 @@ class EngineServer:
             "step_age_s": round(step.age_s or 0.0, 3),
             "waiting_for_ranks": step.waiting_for,
             "kv_role": self._kv_role,
+            "control": self._control,
             "drain": self._engine.drain_state,
             "silent_peers": self._engine.silent_peers,
         }
@@ -519,6 +523,7 @@ async def _run(
             name=settings.engine.name,
             kv_role=settings.engine.transfer_config().kv_role,
             api_key=settings.api_key,
+            control=control,
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

@@ -22,6 +22,7 @@ from kvferry.config import printable
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
 from kvferry.errors import DrainingError, TransferError
+from kvferry.zeromq import split_address
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
@@ -61,6 +62,7 @@ class _Health(msgspec.Struct):
 
     drain: DrainState | msgspec.UnsetType | None = msgspec.UNSET
     kv_role: str | None = None
+    control: str | None = None
     silent_peers: tuple[str, ...] = ()
 
 
@@ -151,6 +153,8 @@ class Engine:
     url: str
     role: Role
     client: EngineClient
+    control: str = ""
+    """``host:port`` of its control channel, where it is known; see :mod:`kvferry.cluster.watch`."""
     outstanding: int = 0
     """Requests that it works on for this router."""
     healthy: bool = False
@@ -299,6 +303,8 @@ class Engine:
         if self.drain is not None and drain is None:
             self.is_leaving = False  # it was started again, or somebody wants it back
         self.drain = drain
+        if health.control and _is_place(health.control):
+            self.control = health.control
         self.silent_peers = tuple(
             printable(peer[:_NAME_LENGTH]) for peer in health.silent_peers[:_PEERS]
         )
@@ -492,6 +498,14 @@ def _health_in(content: bytes) -> _Health:
         return msgspec.json.decode(content, type=_Health)
     except msgspec.DecodeError:
         return _Health()
+
+
+def _is_place(address: str) -> bool:
+    """Whether this is ``host:port``."""
+    with contextlib.suppress(ValueError):
+        split_address(address[:_NAME_LENGTH])
+        return len(address) <= _NAME_LENGTH and address.isprintable()
+    return False
 
 
 def _code(error: _Error) -> str | None:

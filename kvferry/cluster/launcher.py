@@ -24,7 +24,12 @@ from kvferry.cluster.messages import (
     Role,
     RouterSettings,
 )
-from kvferry.cluster.preflight import check_cluster, check_shapes, with_cluster_key
+from kvferry.cluster.preflight import (
+    check_cluster,
+    check_shapes,
+    control_keys,
+    with_cluster_key,
+)
 from kvferry.cluster.process import TERM_GRACE_S, Child, ChildProcess, News
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
@@ -318,6 +323,7 @@ class Cluster(Closing):
             model_name=self.config.model.source,
             api_key=self.api_key,
             operator_key=self._operator_key,
+            curve=control_keys(self.config),
         )
         for engine in self.engines:
             engine.known_url = engine.url

@@ -23,6 +23,8 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     url: str
     name: str = ""
+    control: str = ""
+    """``host:port`` of its control channel."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +37,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def engines_in(path: Path) -> EngineList:
     """The engines of a TOML file of ``[[prefill]]`` and ``[[decode]]`` tables.
 
-    Each table has a ``url``, and a ``name`` unless the URL's ``host:port`` will do.
+    Each table has a ``url``, a ``name`` unless the URL's ``host:port`` will do, and for people who
+    look at the cluster the ``control`` channel of a foreign engine.
     """
 
     async def look() -> list[EngineAddress]:
@@ -43,8 +46,8 @@ def engines_in(path: Path) -> EngineList:
             tables = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
             of = EngineAddress.of
             return [
-                *(of("prefill", entry.url, entry.name) for entry in tables.prefill),
-                *(of("decode", entry.url, entry.name) for entry in tables.decode),
+                *(of("prefill", one.url, one.name, one.control) for one in tables.prefill),
+                *(of("decode", one.url, one.name, one.control) for one in tables.decode),
             ]
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error

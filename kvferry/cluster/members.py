@@ -4,7 +4,8 @@ Three doors lead in, all to :meth:`Members.add`: the addresses that the router i
 HTTP API below, and lists that are looked at again and again (:mod:`kvferry.cluster.lists`)::
 
     GET    /kvferry/engines                    all of them, each with its state
-    PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}
+    PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}, and where
+                                               people ask it, {"control": "host:port"}
     POST   /kvferry/engines/ROLE/NAME/drain    gives it nothing new; see the state
     DELETE /kvferry/engines/ROLE/NAME/drain    gives it requests again
     DELETE /kvferry/engines/ROLE/NAME          forgets it; what it works on goes on
@@ -125,6 +126,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The body that enters an engine."""
 
     url: str
+    control: str = ""
 
 
 class Members:
@@ -171,6 +173,7 @@ class Members:
         known = self.find(address.role, address.name)
         if known is not None and known.url == address.url:
             known.is_leaving = known.is_leaving and known.tells_of_draining
+            known.control = address.control or known.control
             return known
         if known is None and sum(1 for _ in self) >= MOST_ENGINES:
             raise ApiError(
@@ -178,7 +181,9 @@ class Members:
             )
         if known is not None:
             self.remove(known)
-        engine = Engine(address.name, address.url, address.role, self._client)
+        engine = Engine(
+            address.name, address.url, address.role, self._client, control=address.control
+        )
         self._pool(engine.role).engines.append(engine)
         if self._is_watching:
             self._start(self._check(engine))
@@ -319,7 +324,7 @@ class Members:
         role, name = _role(request), request.path_params["name"]
         place = parse_body(_Place, await web.BodyReader(_PLACE_BYTES).json(request))
         try:
-            address = EngineAddress.of(role, place.url, name)
+            address = EngineAddress.of(role, place.url, name, place.control)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return told(self.add(address))

@@ -6,7 +6,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.config import EngineConfig, RouterConfig, shown
+from kvferry.control.options import CurveKeys
 from kvferry.engine.messages import RanksElsewhere
+from kvferry.zeromq import split_address, tcp_address
 
 Role = Literal["prefill", "decode"]
 
@@ -57,13 +59,17 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     url: str
     """``http://host:port``, without a path."""
+    control: str = ""
+    """``host:port`` of its control channel, for people who look at the cluster; an engine of ours
+    tells it itself."""
 
     @classmethod
-    def of(cls, role: Role, url: str, name: str = "") -> "EngineAddress":
+    def of(cls, role: Role, url: str, name: str = "", control: str = "") -> "EngineAddress":
         """An address as people write it; the name is the URL's ``host:port`` unless given.
 
         Raises:
-            ValueError: the URL is none of a server, or the name cannot be shown.
+            ValueError: the URL is none of a server, the name cannot be shown, or the control
+                channel has no ``host:port``.
         """
         parts = urlsplit(url)
         is_plain = url.isprintable() and not (parts.query or parts.fragment)
@@ -79,7 +85,10 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
                 f"name: {shown(name)} is not printable text of 1 to {MOST_NAME_CHARACTERS} "
                 "characters"
             )
-        return cls(name=name, role=role, url=url.rstrip("/").removesuffix("/v1"))
+        if control:
+            control = tcp_address(*split_address(control)).removeprefix("tcp://")
+        url = url.rstrip("/").removesuffix("/v1")
+        return cls(name=name, role=role, url=url, control=control)
 
 
 class RouterSettings(RouterConfig, frozen=True, kw_only=True):
@@ -98,6 +107,9 @@ class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     operator_key: str | None = None
     """Bearer token of who may change the engines; without one nobody can."""
     port: int = 0
+    curve: CurveKeys | None = None
+    """Keys of the engines' control channels, where they have some: for people who look at the
+    cluster."""
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -18,7 +18,6 @@ first one included, and its answer is relayed byte for byte::
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -337,14 +336,14 @@ class PassThrough:
     ) -> Response:
         """The response for a client; an engine that goes away before its first byte is replaced.
 
-        ``span`` ends with the answer.
+        ``span`` has the request's id, and ends with the answer.
 
         Raises:
             ApiError: no engine is left, or time is up.
             ClientGoneError: the client went before the first byte.
         """
         asked = _BodyRequest(
-            request_id=f"kvferry-{uuid.uuid4().hex}",
+            request_id=span.request_id,
             path=path,
             died=set(),
             body={name: value for name, value in body.items() if name != "kv_transfer_params"},

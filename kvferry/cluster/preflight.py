@@ -1,5 +1,6 @@
 """What can be known to be wrong with a cluster before any engine starts."""
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -9,6 +10,7 @@ import msgspec
 from kvferry.cluster.process import listen
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, parse_struct
 from kvferry.connectors.registry import load_connector
+from kvferry.control.options import CurveKeys
 from kvferry.engine.builder import engine_cache
 from kvferry.engine.model_config import DecoderConfig, parse_config
 from kvferry.engine.weights import load_model_config, prepare_model
@@ -191,6 +193,15 @@ def check_cluster_keys(cluster: ClusterConfig, extras: Mapping[str, msgspec.Stru
                 "engine the same cluster_key or cluster_key_file in kv_connector_extra_config, or "
                 "none of them, and one is made for this start"
             )
+
+
+def control_keys(cluster: ClusterConfig) -> CurveKeys | None:
+    """The keys of the engines' control channels, if they have some that can be read here."""
+    for extra in check_plugins(cluster).values():
+        with contextlib.suppress(ConfigError):  # the files may lie on the engines' hosts alone
+            if isinstance(extra, _HoldsKeys) and isinstance(keys := extra.curve(), CurveKeys):
+                return keys
+    return None
 
 
 def _key(name: str, extra: _HoldsKeys) -> bytes | None:

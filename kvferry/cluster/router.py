@@ -31,6 +31,7 @@ from kvferry.cluster.messages import RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
+from kvferry.cluster.watch import ClusterWatch
 from kvferry.control.tracing import RequestSpan, Spans, checked_traceparent
 from kvferry.engine.messages import SamplingParams
 
@@ -64,6 +65,7 @@ class Router:
             members.prefill, members.decode, settings.request_timeout_s
         )
         self._metrics = RouterMetrics(members)
+        self._watch = ClusterWatch(members, self._client, settings.curve)
 
     def app(self) -> Starlette:
         """The ASGI application; watches the engines' health while it runs."""
@@ -74,6 +76,7 @@ class Router:
             Route("/health", self._health),
             Route("/metrics", self._render_metrics),
             *self.members.routes(self._authorize_reader, self._authorize_operator),
+            *self._watch.routes(self._authorize_reader),
         ]
         return Starlette(
             routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
@@ -83,6 +86,7 @@ class Router:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         async with self.members.watching():
             yield
+            await self._watch.aclose()
         await self._client.aclose()
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
@@ -109,7 +113,7 @@ class Router:
             return await self._serve(request, parse(body), self._codec)
         generation = _taken_apart(body, parse) if self._codec is not None else None
         if generation is None or self._codec is None:
-            span = self._span(request)
+            span = self._span(request, f"kvferry-{uuid.uuid4().hex}")
             return await self._pass_through.answer(request, request.url.path, body, span)
         return await self._serve(request, generation, self._codec)
 
@@ -122,9 +126,9 @@ class Router:
         prompts = await self._encode(generation, codec)
         generation = self._fit(generation, prompts)
         prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
-        span = self._span(request)
+        span = self._span(request, f"{prefix}-{uuid.uuid4().hex}")
         answer = Answer(
-            f"{prefix}-{uuid.uuid4().hex}",
+            span.request_id,
             prompts,
             generation,
             engines=self._prefill_decode,
@@ -171,10 +175,12 @@ class Router:
                 yield web.sse_event(shape.usage_chunk(answer.usage()))
             yield web.SSE_DONE
 
-    def _span(self, request: Request) -> RequestSpan:
+    def _span(self, request: Request, request_id: str) -> RequestSpan:
         """What is told of a client's request: a part of the client's trace, if it has one."""
         parent = checked_traceparent(request.headers.get("traceparent"))
-        return RequestSpan(self._spans, request.url.path, parent)
+        span = RequestSpan(self._spans, request.url.path, parent, request_id=request_id)
+        self._watch.requests.append(span)
+        return span
 
     async def _measured(
         self, answer: Answer, span: RequestSpan

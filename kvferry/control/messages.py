@@ -198,6 +198,10 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since its last message."""
     ranks: int
     last_error: str = ""
+    loaded_bytes: int = 0
+    """KV bytes that ranks of this engine have loaded from it."""
+    transport: str = ""
+    """What moved the last of them; empty if none were."""
 
 
 class LeaseStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,10 @@ class Peer:
     is_trusted: bool = False
     """Whether it has shown a ticket of ours, or we asked it for KV: who has done neither makes
     room first."""
+    loaded_bytes: int = 0
+    """KV bytes that our ranks have loaded from it."""
+    transport: str = ""
+    """What moved the last of them."""
 
 
 class PeerTable:
@@ -127,6 +131,15 @@ class PeerTable:
             peer = self._peers.get((engine_id, incarnation))
             return b"" if peer is None else peer.connection
 
+    def loaded(self, engine_id: str, nbytes: int, transport: str) -> None:
+        """Counts what one of our ranks has loaded from an engine, for its newest start."""
+        with self._lock:
+            for peer in reversed(self._peers.values()):
+                if peer.engine_id == engine_id:
+                    peer.loaded_bytes += nbytes
+                    peer.transport = transport
+                    return
+
     def forget(self, engine_id: str) -> None:
         """Drops all starts of an engine; unknown ids are ignored."""
         with self._lock:
@@ -147,6 +160,8 @@ class PeerTable:
                     last_seen_s=now - peer.last_seen,
                     ranks=peer.world_size,
                     last_error=peer.last_error or _twin(peer, newest[peer.engine_id]),
+                    loaded_bytes=peer.loaded_bytes,
+                    transport=peer.transport,
                 )
                 for peer in self._peers.values()
             )

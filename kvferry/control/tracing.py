@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -165,7 +166,9 @@ class Spans(Closing):
 
 
 class RequestSpan:
-    """A span of a request at the router, or what stands for one where none are made."""
+    """A span of a request at the router, or what stands for one where none are made: the router's
+    page tells of requests too.
+    """
 
     def __init__(self, spans: Spans | None, name: str, parent: str, **attributes: str) -> None:
         """Begins it.
@@ -174,8 +177,18 @@ class RequestSpan:
             spans: who makes it, if spans are made.
             name: what it is.
             parent: the ``traceparent`` that it is below; empty to begin a trace.
-            attributes: what else to say of it.
+            attributes: what else to say of it; ``request_id`` is what engines know a request by.
         """
+        self.name = name
+        self.request_id = attributes.get("request_id", "")
+        self.started = time.time()
+        """Unix seconds."""
+        self.engines: list[str] = []
+        """Which engines were asked, in their order."""
+        self.error = ""
+        """Why it failed; empty if it did not."""
+        self._began = time.monotonic()
+        self._ended: float | None = None
         self._spans = spans
         self._span: OtelSpan | None = None
         self.traceparent = parent or new_traceparent()
@@ -185,9 +198,20 @@ class RequestSpan:
             of = self._span.get_span_context()
             self.traceparent = f"00-{of.trace_id:032x}-{of.span_id:016x}-{of.trace_flags:02x}"
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it goes on."""
+        return self._ended is None
+
+    @property
+    def seconds(self) -> float:
+        """From its beginning to its end, or to now."""
+        return (time.monotonic() if self._ended is None else self._ended) - self._began
+
     @contextmanager
     def part(self, name: str, engine: str) -> Iterator[str]:
         """What an engine does of it, until the block ends; gives the ``traceparent`` for it."""
+        self.engines.append(engine)
         part = RequestSpan(self._spans, name, self.traceparent, engine=engine)
         error = ""
         try:
@@ -202,6 +226,8 @@ class RequestSpan:
 
     def end(self, error: str = "") -> None:
         """Ends it; ``error`` says why it failed. Idempotent."""
+        if self._ended is None:
+            self._ended, self.error = time.monotonic(), error
         span, self._span = self._span, None
         if span is not None:
             _end(span, error, None)

@@ -84,12 +84,15 @@ class Executor(Closing):
 
             group = LocalGroup(spec.parallel, spec.step_timeout_s)
             self._ranks = [RankThread(spec, number, group) for number in numbers]
+        else:
+            # All of them before the first is told to start: it would wait for one that cannot be
+            # reached.
+            for number in numbers:
+                self._ranks.append(_open_rank(spec, number, elsewhere))
         level = logging.getLogger("kvferry").getEffectiveLevel()
         host = "" if elsewhere is None else elsewhere.host
-        for number in numbers:
-            if not in_process:
-                self._ranks.append(_open_rank(spec, number, elsewhere))
-            self._ranks[number].send(
+        for rank, number in zip(self._ranks, numbers, strict=True):
+            rank.send(
                 Start(spec=spec, rank=number, init_method=init_method, log_level=level, host=host)
             )
         answers = self._collect(numbers, spec.start_timeout_s)

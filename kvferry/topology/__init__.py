@@ -34,7 +34,12 @@ from kvferry.topology.sharding import (
     ranges_text,
     split_of_group,
 )
-from kvferry.topology.states import StateGeometry, mamba2_states, state_part
+from kvferry.topology.states import (
+    StateGeometry,
+    gated_delta_net_states,
+    mamba2_states,
+    state_part,
+)
 from kvferry.topology.tensors import Part
 
 __all__ = [
@@ -51,6 +56,7 @@ __all__ = [
     "TransferPlan",
     "check_block_ids",
     "default_split",
+    "gated_delta_net_states",
     "group_mismatches",
     "locate_memory",
     "mamba2_states",

@@ -146,6 +146,48 @@ def mamba2_states(
     )
 
 
+def gated_delta_net_states(
+    *,
+    num_heads: int,
+    head_size: int,
+    key_head_size: int,
+    key_size: int,
+    conv_kernel: int,
+    dtype: Any,
+    delta_dtype: Any = None,
+    order: str = "vk",
+) -> tuple[StatePart, ...]:
+    """The two states of a gated delta net: its convolution's last inputs, and its matrices.
+
+    Shapes as in vLLM 0.32 (``MambaStateShapeCalculator.gated_delta_net_state_shape``): the
+    convolution runs over queries, keys and values; each head of the values keeps a matrix.
+
+    >>> [part.num_channels for part in gated_delta_net_states(num_heads=4, head_size=128,
+    ...                     key_head_size=128, key_size=256, conv_kernel=4, dtype="bfloat16")]
+    [1024, 4]
+
+    Args:
+        num_heads: heads of the values.
+        head_size: elements of a value per head.
+        key_head_size: elements of a query or key per head.
+        key_size: channels of all queries, and as many of all keys.
+        conv_kernel: inputs that one output of the convolution depends on.
+        dtype: of the convolution's state.
+        delta_dtype: of the matrices, if it differs.
+        order: of a matrix's dims, values' and keys'; kernels differ. It is in the state's name, so
+            that engines of different orders do not pair.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    conv = {"q": (key_size, 1), "k": (key_size, 1), "v": (num_heads, head_size)}
+    delta = {"heads": (num_heads, 1)}
+    return (
+        state_part("conv", dtype, conv, conv_kernel - 1),
+        state_part(f"delta_{order}", delta_dtype or dtype, delta, head_size * key_head_size),
+    )
+
+
 def _check_states(states: tuple[StatePart, ...]) -> None:
     """Checks the states of a layer.
 

@@ -83,6 +83,7 @@ def ask(url):
     return answer["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(file, start):
     router, log = start("router", "--port", "0")
     url = until(lambda: re.search(r"http://127\.0\.0\.1:\d+(?=/v1 )", log.read_text()))[0]

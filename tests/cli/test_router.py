@@ -46,6 +46,9 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
     [
         (["--prefill", "localhost:8100", "--decode", "http://b"], "is no URL of a server"),
         (["--engines", "missing.toml"], "missing.toml: cannot be read"),
+        (["--prefill", "http://a", "--control", "a:1", "--control", "b:1"], "2 control channels"),
+        (["--prefill", "http://a", "--control", "14579"], "'14579' is not host:port"),
+        (["--all-addresses", "--prefill", "http://a", "--control", "a:1"], "several servers"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

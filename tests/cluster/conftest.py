@@ -100,6 +100,10 @@ class FakeEngine:
     """Whether it takes connections and answers nothing but completions."""
     probes: Counter[Any] = field(default_factory=Counter)
     """Health checks by the connection that they came on."""
+    metrics: str = ""
+    """What its ``/metrics`` says."""
+    hangs_at_metrics: bool = False
+    metrics_asked: int = 0
     url: str = ""
 
     def app(self) -> Starlette:
@@ -108,6 +112,7 @@ class FakeEngine:
                 Route("/v1/completions", self._complete, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
+                Route("/metrics", self._tell_metrics),
                 Route("/kvferry/take_back", self._take_back, methods=["POST"]),
                 Route("/kvferry/drain", self._drain, methods=["POST", "DELETE"]),
             ]
@@ -131,6 +136,12 @@ class FakeEngine:
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": "fake", "max_model_len": self.max_model_len}]})
+
+    async def _tell_metrics(self, request: Request) -> Response:
+        self.metrics_asked += 1
+        while self.hangs_at_metrics and not await request.is_disconnected():
+            await asyncio.sleep(0.01)
+        return Response(self.metrics, media_type="text/plain; version=0.0.4")
 
     async def _health(self, request: Request) -> Response:
         await self._until_quick()

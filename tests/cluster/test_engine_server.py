@@ -173,6 +173,7 @@ def test_the_model_and_its_longest_sequence_are_named(served):
         "step_age_s": 0.0,
         "waiting_for_ranks": [],
         "kv_role": "kv_both",
+        "control": None,
         "drain": None,
         "silent_peers": [],
     }

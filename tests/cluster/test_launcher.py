@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvferry.cluster.launcher import Cluster, RunningEngine
+from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
 from tests.cluster.conftest import WAIT_S
@@ -219,6 +220,28 @@ def test_seeded_sampling_does_not_depend_on_the_division(client):
     assert first["choices"][0]["text"] != ""
 
 
+def test_a_snapshot_of_the_cluster_tells_of_its_pair_and_a_timeline_of_both_engines(
+    cluster, client
+):
+    body = {"prompt": "Look at the cluster", "max_tokens": 5}
+    request_id = client.post("/v1/completions", json=body).headers["x-request-id"]
+
+    stream = RouterClient(cluster.url, None).watch()
+    snapshot = next(one for one in stream if one.pairs and not any(e.untold for e in one.engines))
+    stream.close()
+    found = client.get(f"/kvferry/requests/{request_id}").json()
+
+    assert [one.name for one in snapshot.engines] == [engine.name for engine in cluster.engines]
+    assert all(one.blocks and one.running is not None for one in snapshot.engines)
+    (pair,) = snapshot.pairs
+    assert pair.loaded_bytes > 0
+    assert pair.transport
+    assert request_id in [one.request_id for one in snapshot.requests]
+    parts = {(row["engine"], row["part"]["name"]) for row in found["rows"]}
+    prefill, decode = (one.engine_id for one in snapshot.engines)
+    assert {(prefill, "prefill"), (prefill, "held"), (decode, "read")} <= parts
+
+
 def test_metrics_of_an_engine_tell_of_loads(cluster, client):
     client.post("/v1/completions", json={"prompt": "A new prompt", "max_tokens": 3})
     url = next(engine.url for engine in cluster.engines if engine.role == "decode")
@@ -229,6 +252,7 @@ def test_metrics_of_an_engine_tell_of_loads(cluster, client):
     assert 'kvferry_engine_prompt_tokens_total{source="peer"}' in metrics
 
 
+@pytest.mark.slow
 def test_an_engine_whose_rank_dies_is_reported_and_comes_back_and_the_end_is_clean(cache, tmp_path):
     cluster = Cluster.open(cluster_config(prefill={"tp": 1}), logs=tmp_path, timeout_s=OPEN_S)
     try:

@@ -519,7 +519,9 @@ def test_a_file_of_engines_is_followed_and_its_mistakes_change_nothing(follow, t
         "[[",
         '[[decoder]]\nurl=""',
     ):
-        file.write_text(mistake)
+        # At once: looks come so quickly here that two might find it empty while it is written.
+        (tmp_path / "anew").write_text(mistake)
+        (tmp_path / "anew").replace(file)
         until(lambda: "the last one stands" in caplog.text)
         assert str(file) in caplog.text
         caplog.clear()

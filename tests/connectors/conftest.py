@@ -89,7 +89,7 @@ def pull_configs() -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
 
     def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
         # The suites wait for the end of leases that nobody took: not for long.
-        keys = {"lease_duration_s": 1.0} | extra
+        keys = {"lease_duration_s": 0.5} | extra
         return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
 
     return make

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull.groups import SourceGroups
 from kvferry.connectors.records import digest_mismatch
+from kvferry.control.tickets import Ticket
 from kvferry.errors import IncompatibleError, TicketError
 from kvferry.testing.connector_conformance import (
     REMOTE_DECODE,
@@ -22,6 +24,7 @@ from kvferry.topology import (
     ParallelShape,
     StateGeometry,
     mamba2_states,
+    pair_groups,
     split_of_group,
 )
 
@@ -208,3 +211,17 @@ def test_a_prompt_whose_states_have_moved_on_is_not_lent(
         request = FakeRequest("r", prompt(9, "r"), dict(REMOTE_DECODE))
         request.num_computed_tokens, request.finish_reason = 10, "length"
         assert pair.producer.scheduler.request_finished(request, ([1, 2, 3], [4])) == (False, None)
+
+
+def test_a_state_fills_its_block_also_where_the_source_keeps_states_of_smaller_blocks() -> None:
+    source, target = recurrent("BHD", 4), recurrent("BHD", 8)
+    groups = SourceGroups("p", (source,), (target,), pair_groups([source], [target]))
+    # The source let go of its state after the tokens 24 to 27, when it had computed on.
+    ticket = Ticket(
+        lease_id="l", engine_id="p", incarnation="i", secret=b"", host="h", port=1,
+        request_id="r", num_tokens=31, block_ids=((0, 0, 0, 0, 0, 0, 0, 5),), prompt_digest="",
+        lease_duration_s=30.0, tp=1, pp=1,
+    )  # fmt: skip
+    groups.check_kept(ticket, 0, 31)
+    groups.check_filled(ticket, 0, 31)
+    assert groups.filled(groups.starts(ticket, 0, 31), 0, 31).starts == (24,)

@@ -114,3 +114,14 @@ def test_a_forgotten_peer_must_shake_hands_again(peers, describe):
     assert peers.snapshot() == ()
     with pytest.raises(HandshakeNeededError):
         peers.current("d", "one")
+
+
+def test_what_was_loaded_is_counted_for_the_newest_start_of_an_engine(peers, describe):
+    for start in ("p1", "p2"):
+        peers.admit(describe("p", start))
+    peers.loaded("p", 5, "tcp")
+    peers.loaded("p", 7, "shm")
+    peers.loaded("stranger", 9, "tcp")
+
+    shown = [(one.incarnation, one.loaded_bytes, one.transport) for one in peers.snapshot()]
+    assert shown == [("p1", 0, ""), ("p2", 12, "shm")]

@@ -146,6 +146,7 @@ def test_a_rank_that_hangs_is_killed(tiny_folder, worker_spec, recording_connect
         assert wait_until_gone(pids_of(executor))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
     tiny_folder, worker_spec, recording_connector, monkeypatch
 ):

@@ -30,21 +30,16 @@ class TestBroken(MultiHostConnectorConformance):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("connector", "test", "assertion"),
     [
         ("SwapsTwoBlocks", "prefix", ">*[[]answer.token_ids for answer in answers[]] == expected"),
-        pytest.param(
-            "SwapsTwoBlocks",
-            "lent",
-            "E*AssertionError: lease * arrived wrong*",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("SwapsTwoBlocks", "lent", "E*AssertionError: lease * arrived wrong*"),
+        (
             "ForgetsToConfirm",
             "undivided",
             "E*AssertionError: KV blocks that never came back: {'prefill': *",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["swaps-tokens", "swaps-digests", "forgets"],

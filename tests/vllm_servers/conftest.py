@@ -14,6 +14,8 @@ from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port
 from benchmarks.vllm_servers.server import PYTHON, ServerOptions
 
+collect_ignore = ["plugin"]
+"""What servers import, vLLM among it, is no test."""
 PROXY = PYTHON.parents[1] / "examples" / "toy_proxy_server.py"
 _RUNNING = []
 """Servers whose logs are shown beside a failure."""

@@ -123,6 +123,9 @@ class SourceGroups:
             return needed  # no block is ever a hit for it, or none moves at all
         source_size = self.geometries[pair.source_group].virtual_block_size
         target_size = self.targets[pair.target_group].virtual_block_size
+        if self.targets[pair.target_group].is_recurrent:
+            # A state fills its block: whatever block of the source it lies in, there is no more.
+            return max(first_token, needed // target_size * target_size)
         wanted = max(first_token, _first_there(ticket, pair), needed // target_size * target_size)
         table = ticket.block_ids[pair.source_group]
         for block in reversed(range(wanted // source_size, needed // source_size)):

@@ -506,6 +506,8 @@ class PullScheduler(SchedulerConnector):
             self._note_progress(output.transfer_progress)
         for record in output.transfer_records:
             self._records.add(record)
+            if record.ok and record.transport:
+                self._server.peers.loaded(record.peer, record.nbytes, record.transport)
             if record.lease_id in self._mirroring:
                 self._mirrored(record)
             if record.error:

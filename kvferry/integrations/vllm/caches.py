@@ -4,7 +4,8 @@ A worker sees its own stage's layers, so the stages tell each other of theirs; t
 builds the same geometries. A group of vLLM's has one block table; where its layers differ (head
 size, window), it becomes several groups of ours that share the table. Attention kernels may see a
 block of a table as several smaller ones; our groups are made of those, and :class:`CacheGroup`
-translates.
+translates. What is said here of layers is of those with attention; recurrent ones are described by
+``states.py``.
 """
 
 import dataclasses
@@ -18,7 +19,13 @@ import torch
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.packing import Packing, probe_packing
-from kvferry.topology import EngineGeometry, ParallelShape
+from kvferry.integrations.vllm.states import (
+    StateCache,
+    state_cache,
+    state_geometry,
+    state_tensors,
+)
+from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape, StateGeometry
 
 _SERVED = (
     "FullAttentionSpec",
@@ -61,7 +68,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Index of vLLM's KV cache group."""
     split: int
     """Our blocks per entry of vLLM's table."""
-    geometry: EngineGeometry
+    geometry: GroupGeometry
     """Which cells each rank holds."""
 
     def block_ids(self, tables: Sequence[Sequence[int]]) -> list[int]:
@@ -75,7 +82,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 def layer_caches(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
-) -> list[LayerCache]:
+) -> list[LayerCache | StateCache]:
     """The caches of this rank's layers, in the order of vLLM's groups.
 
     Args:
@@ -86,18 +93,21 @@ def layer_caches(
     Raises:
         ConfigError: a kind of cache that the adapter does not serve.
     """
-    if kv_cache_config.needs_kv_cache_zeroing:
+    if kv_cache_config.has_mixed_precision_kv_cache:
         raise ConfigError(
-            "KV cache: this model's caches hold states, or have several precisions, which vLLM "
-            "zeroes before use; this adapter serves caches of tokens in one precision"
+            "KV cache: this model's caches of tokens have several precisions; this adapter serves "
+            "those in one precision, and states of recurrent layers beside them"
         )
     packings: dict[tuple[Any, ...], Packing] = {}
-    found = []
+    found: list[LayerCache | StateCache] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not group.enable_kv_transfer:
             continue
         for name in group.layer_names:
             spec = compat.spec_of_layer(group, name)
+            if type(spec).__name__ == "MambaSpec":
+                found.append(state_cache(vllm_config, name, table, spec))
+                continue
             found.append(_layer_cache(vllm_config, name, table, spec, kv_caches[name], packings))
     if not found:
         raise ConfigError("KV cache: no layer of this model has a cache that can be transferred")
@@ -189,7 +199,7 @@ def _packing(
 
 
 def cache_groups(
-    stages: Sequence[Sequence[LayerCache]], vllm_config: Any
+    stages: Sequence[Sequence[LayerCache | StateCache]], vllm_config: Any
 ) -> tuple[CacheGroup, ...]:
     """Our groups, from the caches of all stages' layers; the same on every rank.
 
@@ -204,7 +214,8 @@ def cache_groups(
         interleave_size=parallel.cp_kv_cache_interleave_size,
     )
     order = compat.layer_order([layer.name for stage in stages for layer in stage])
-    groups: dict[LayerCache, list[list[str]]] = defaultdict(lambda: [[] for _ in stages])
+    groups: dict[LayerCache | StateCache, list[list[str]]]
+    groups = defaultdict(lambda: [[] for _ in stages])
     for stage, layers in enumerate(stages):
         for layer in layers:
             groups[msgspec.structs.replace(layer, name="")][stage].append(layer.name)
@@ -222,14 +233,17 @@ def _first(names: Sequence[Sequence[str]]) -> str:
 
 
 def _cache_group(
-    kind: LayerCache,
+    kind: LayerCache | StateCache,
     stages: Sequence[Sequence[str]],
     order: Mapping[str, int],
     shape: ParallelShape,
 ) -> CacheGroup:
-    if not kind.dcp_sharded:
-        shape = dataclasses.replace(shape, dcp=1, interleave_size=1)
+    whole = dataclasses.replace(shape, dcp=1, interleave_size=1)
     names = [name for stage in stages for name in sorted(stage, key=order.__getitem__)]
+    split, indices = [len(stage) for stage in stages], [order[name] for name in names]
+    if isinstance(kind, StateCache):
+        states = state_geometry(kind, tuple(names), whole, layer_split=split, layer_indices=indices)
+        return CacheGroup(table=kind.table, split=1, geometry=states)
     geometry = EngineGeometry(
         num_layers=len(names),
         num_kv_heads=kind.num_kv_heads,
@@ -239,15 +253,24 @@ def _cache_group(
         block_size=kind.block_size,
         layout=kind.layout,
         packing=kind.packing,
-        parallel=shape,
+        parallel=shape if kind.dcp_sharded else whole,
         use_mla=kind.use_mla,
-        layer_split=[len(stage) for stage in stages],
+        layer_split=split,
         layer_names=names,
-        layer_indices=[order[name] for name in names],
+        layer_indices=indices,
         sliding_window=kind.sliding_window,
         attention_chunk_size=kind.attention_chunk_size,
     )
     return CacheGroup(table=kind.table, split=kind.split, geometry=geometry)
+
+
+def num_blocks_of(groups: Sequence[CacheGroup], num_blocks: int) -> int:
+    """Blocks of ours that a pool of vLLM's has, in the words of the group with the fewest.
+
+    A recurrent layer's block is never split, and is one of few that a request has.
+    """
+    splits = [group.split for group in groups if not group.geometry.is_recurrent]
+    return num_blocks * min(splits, default=1)
 
 
 def tensors_of(
@@ -258,8 +281,11 @@ def tensors_of(
     Raises:
         ConfigError: a tensor whose tokens and elements cannot be seen as one dim.
     """
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for group in groups:
+        if isinstance(group.geometry, StateGeometry):
+            found |= state_tensors(group.geometry, kv_caches)
+            continue
         flat = bool(group.geometry.layout.inner_orders)
         for name in group.geometry.layer_names or ():
             if name in kv_caches:

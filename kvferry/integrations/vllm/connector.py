@@ -7,7 +7,7 @@ llvmlite's, so Numba must not be there yet.
 Methods of vLLM's API that are left to its base classes, and why:
 
 | `role` | the base class's own answers |
-| `supports_divergent_local_hybrid_hits` | only recurrent states have such hits |
+| `supports_divergent_local_hybrid_hits` | a prefix hit counts as far as all groups have it |
 | `requires_kv_delivery` | the base class answers by the role |
 | `bind_connector_metadata` | the base class's own does |
 | `clear_connector_metadata` | the base class's own does |
@@ -110,9 +110,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """A load fills every group that vLLM transfers."""
-        found: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
-        return found
+        """None that vLLM may leave as its blocks are.
+
+        vLLM asks this to spare itself the zeroing of blocks that a load overwrites. A load may
+        leave the end of the last block, in which a recurrent layer's state may have lain: bytes
+        that are no numbers to attention. vLLM zeroes before it lets a step's loads begin.
+        """
+        return ()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request's blocks are allocated: the load begins with this step."""

@@ -114,9 +114,8 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     # KV caches.
     "vllm.v1.kv_cache_interface:KVCacheConfig": (
         "kv_cache_groups",
-        "needs_kv_cache_zeroing",
+        "has_mixed_precision_kv_cache",
         "num_blocks",
-        "transfer_group_ids",
     ),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
         "enable_kv_transfer",
@@ -138,6 +137,15 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.kv_cache_interface:MLAAttentionSpec": (),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
+    "vllm.v1.kv_cache_interface:MambaSpec": (
+        "block_size",
+        "dtypes",
+        "mamba_type",
+        "num_speculative_blocks",
+        "shapes",
+    ),
+    "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first": (),
+    "vllm.model_executor.model_loader.utils:get_model_cls": (),
     "vllm.v1.kv_cache_interface:KVQuantMode": ("FP8_PER_TENSOR", "NONE"),
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
     "vllm.v1.attention.backend:AttentionBackend": ("get_name",),

@@ -8,7 +8,7 @@ run changes.
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import WeightsCheck
+from kvferry.topology import EngineGeometry
 from kvferry.topology.description import ModelFingerprint
 
 logger = logging.getLogger(__name__)
@@ -47,29 +48,31 @@ def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...], weights: str) 
     config = _canonical(model.hf_config.to_dict())
     text = _canonical(model.hf_text_config.to_dict())
     rope = {key: text[key] for key in _ROPE_KEYS if key in text}
-    first = groups[0].geometry
+    attention = [each.geometry for each in groups if isinstance(each.geometry, EngineGeometry)]
     return ModelFingerprint(
         name=str(model.model),
         architecture=", ".join(model.architectures),
         num_layers=int(model.get_total_num_hidden_layers()),
-        num_kv_heads=first.num_kv_heads,
-        head_size=first.head_size,
-        dtype=_dtypes(groups),
+        num_kv_heads=attention[0].num_kv_heads if attention else 0,
+        head_size=attention[0].head_size if attention else 0,
+        dtype=_dtypes(attention),
         rope=json.dumps(rope, sort_keys=True),
         config_digest=digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
         weights_digest=weights,
     )
 
 
-def _dtypes(groups: tuple[CacheGroup, ...]) -> str:
+def _dtypes(attention: Sequence[EngineGeometry]) -> str:
     """The dtype of the cells; fp8 by a name that nothing is converted from or to.
+
+    Of states the handshake compares the dtypes themselves, one by one.
 
     vLLM divides by a layer's scales, which may be the checkpoint's, before it rounds to fp8: a
     conversion of the dtype alone would change the values.
     """
-    found = dict.fromkeys(group.geometry.dtype for group in groups)
+    found = dict.fromkeys(geometry.dtype for geometry in attention)
     scaled = [dtype for dtype in found if dtype.startswith("float8")]
-    return f"{', '.join(scaled)} with scales of its own" if scaled else next(iter(found))
+    return f"{', '.join(scaled)} with scales of its own" if scaled else next(iter(found), "")
 
 
 def _engine_settings(vllm_config: Any) -> dict[str, Any]:

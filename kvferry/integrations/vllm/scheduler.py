@@ -10,7 +10,7 @@ from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.integrations.vllm import compat
-from kvferry.integrations.vllm.caches import CacheGroup
+from kvferry.integrations.vllm.caches import CacheGroup, num_blocks_of
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.fingerprint import fingerprint
@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, Step
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.integrations.vllm.views import BlocksView, RequestView
 from kvferry.integrations.vllm.weights import EngineWeights
-from kvferry.topology import EngineGeometry
+from kvferry.topology import GroupGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class SchedulerHalf:
             incarnation=first.incarnation,
             groups=tuple(group.geometry for group in first.groups),
             model=fingerprint(self._vllm_config, first.groups, weights),
-            num_blocks=first.num_blocks * min(group.split for group in first.groups),
+            num_blocks=num_blocks_of(first.groups, first.num_blocks),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
             asks_what_was_filled=(
@@ -176,9 +176,10 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
         if self._has_windows and is_lent:
-            # Decode computes the last token of the same prompt, and looks one token further back
-            # than vLLM keeps here once that token is computed. (Where the first token of the answer
-            # is kept, decode's prompt is longer by one.)
+            # Decode computes the last token of the same prompt: it looks one token further back
+            # than vLLM keeps of a window once that token is computed, and needs recurrent states
+            # from before it. (Where the first token of the answer is kept, decode's prompt is
+            # longer by one.)
             compat.drop_last_prompt_token(request)
         try:
             self.pull.on_new_request(self._view(request))
@@ -311,7 +312,7 @@ class SchedulerHalf:
 
 def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
     """Layer of the model → its window, for the groups that keep no more than that."""
-    geometries = [group.geometry for group in groups]
+    geometries = [group.geometry for group in groups if not group.geometry.is_recurrent]
     return {
         layer: geometry.sliding_window
         for geometry in geometries
@@ -320,6 +321,6 @@ def layer_windows(groups: Iterable[CacheGroup]) -> Mapping[int, int]:
     }
 
 
-def keeps_a_part(geometry: EngineGeometry) -> bool:
-    """Whether a group keeps less than all tokens."""
+def keeps_a_part(geometry: GroupGeometry) -> bool:
+    """Whether a group keeps less than all tokens: a window, a chunk, or one state."""
     return geometry.sliding_window is not None or geometry.attention_chunk_size is not None

@@ -10,7 +10,12 @@ import torch
 from kvferry.connectors.base import ConnectorContext, TransferRecord
 from kvferry.connectors.pull.worker import PullWorker
 from kvferry.integrations.vllm import compat
-from kvferry.integrations.vllm.caches import cache_groups, layer_caches, tensors_of
+from kvferry.integrations.vllm.caches import (
+    cache_groups,
+    layer_caches,
+    num_blocks_of,
+    tensors_of,
+)
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.scheduler import layer_windows
@@ -84,7 +89,7 @@ class WorkerHalf:
             incarnation=self._incarnation,
             groups=tuple(group.geometry for group in groups),
             model=_NO_MODEL,
-            num_blocks=num_blocks * min(group.split for group in groups),
+            num_blocks=num_blocks_of(groups, num_blocks),
             world_size=groups[0].geometry.world_size,
             layer_windows=layer_windows(groups),
         )

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 from kvferry.integrations.vllm.fingerprint import fingerprint
+from kvferry.topology import EngineGeometry, ParallelShape
 
 
 def engine(*dtypes):
@@ -21,8 +22,9 @@ def engine(*dtypes):
         quantization=None,
         seed=0,
     )
+    sizes = {"num_layers": 2, "num_kv_heads": 1, "head_size": 8, "block_size": 16, "layout": "NHD"}
     groups = tuple(
-        SimpleNamespace(geometry=SimpleNamespace(num_kv_heads=1, head_size=8, dtype=dtype))
+        SimpleNamespace(geometry=EngineGeometry(**sizes, dtype=dtype, parallel=ParallelShape()))
         for dtype in dtypes
     )
     settings = SimpleNamespace(

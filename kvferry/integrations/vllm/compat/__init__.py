@@ -8,11 +8,12 @@ answers, an object of the module for the installed one:
 module       how that release differs from the next newer one
 ===========  ===========================================================================
 ``v0_32``    the newest: what ``release`` answers; newer releases are tried with it
-``v0_31``    does not ask where loaded tokens come from
+``v0_31``    does not ask what a load fills, nor where loaded tokens come from
 ``v0_30``    KV cache specs do not say whether DCP shares the tokens: it always does
 ===========  ===========================================================================
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -199,6 +200,46 @@ def cache_dtype(vllm_config: Any, spec: Any) -> str:
     """The dtype of a cache's elements; vLLM keeps fp8 as ``uint8`` and names it in its config."""
     name = str(spec.dtype).removeprefix("torch.")
     return _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype, name) if name == "uint8" else name
+
+
+# ---- recurrent layers --------------------------------------------------------------------------
+
+
+def undivided_state_shapes(vllm_config: Any) -> list[tuple[int, ...]]:
+    """Shapes of the states of a recurrent layer as they would be with one TP rank.
+
+    One rank's own shapes do not say it all: a rank's one group of Mamba2 may be one of several, or
+    a replica of the only one.
+    """
+    from vllm.model_executor.model_loader.utils import get_model_cls
+
+    alone = copy.copy(vllm_config)
+    alone.parallel_config = copy.copy(vllm_config.parallel_config)
+    alone.parallel_config.tensor_parallel_size = 1
+    model: Any = get_model_cls(vllm_config.model_config)
+    return [tuple(shape) for shape in model.get_mamba_state_shape_from_config(alone)]
+
+
+def convolutions_have_channels_first() -> bool:
+    """Whether a convolution's state lies channel by channel, and not input by input."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    return bool(is_conv_state_dim_first())
+
+
+def kind_of_states(spec: Any) -> str:
+    """The kind of a recurrent layer as vLLM names it: ``MAMBA2``, ``GDN_ATTN``."""
+    return str(spec.mamba_type.name)
+
+
+def delta_order() -> str:
+    """How a gated delta net's kernel holds a head's matrix: by values (v), or by keys (k) first.
+
+    vLLM shapes it for its GPU kernels; those of CPUs see the same memory the other way round.
+    """
+    from vllm.platforms import current_platform
+
+    return "kv" if current_platform.is_cpu() else "vk"
 
 
 # ---- prefix cache ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""vLLM 0.31: it does not tell tokens from a peer from tokens of a store."""
+"""vLLM 0.31: it does not ask what a load fills, nor where loaded tokens come from."""
 
 from kvferry.integrations.vllm.compat import v0_32
 
@@ -12,3 +12,4 @@ class Release(v0_32.Release):
     }
 
     cache_hit_source = None
+    serves_states = False

@@ -16,6 +16,10 @@ class Release:
     """Names of :data:`kvferry.integrations.vllm.contract.NEEDED` that this release does not have
     and the adapter does without."""
 
+    serves_states: ClassVar[bool] = True
+    """Whether recurrent layers are served: the connector says which blocks a load leaves as they
+    are, and vLLM zeroes the others before attention sees what states left in them."""
+
     @cached_property
     def cache_hit_source(self) -> Any:
         """Where loaded tokens come from, for vLLM's figures: a peer."""

@@ -1,0 +1,195 @@
+"""Recurrent layers of vLLM's in our words: what state each keeps, and where it lies in its pages.
+
+vLLM hands over a recurrent layer's cache as pages of bytes, one per block and perhaps padded: the
+convolution's state, then the recurrent one. Which channels of them a rank holds follows from the
+shapes that vLLM gives for one rank::
+
+    Mamba2             conv | x: by heads | B: by groups | C: by groups |   ssm   | by heads |
+    gated delta net    conv | q | k | v: by heads |                         delta | by heads |
+
+Which block of a request's table has the state is the same in both of vLLM's cache modes: that of
+the last token computed. A block of the mode ``none`` is as long as the longest request; in the mode
+``align`` it is as long as a block of attention, and those before it are null blocks, or states that
+the prefix cache keeps.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from kvferry.errors import ConfigError
+from kvferry.integrations.vllm import compat
+from kvferry.layouts import Layout
+from kvferry.topology import (
+    ParallelShape,
+    StateGeometry,
+    gated_delta_net_states,
+    mamba2_states,
+)
+from kvferry.topology.states import StatePart
+
+_SERVED = ("MAMBA2", "GDN_ATTN")
+"""Kinds of recurrent layers whose channels are divided as is said above."""
+
+
+class StateCache(msgspec.Struct, frozen=True, kw_only=True):
+    """The cache of one recurrent layer, the same on every rank."""
+
+    name: str
+    table: int
+    """Index of vLLM's KV cache group, hence of the block table."""
+    states: tuple[StatePart, ...]
+    """In the order in which they lie in a page."""
+    block_size: int
+    """Tokens per block of the table; a block holds one state."""
+    layout: str
+
+
+def state_cache(vllm_config: Any, name: str, table: int, spec: Any) -> StateCache:
+    """The cache of a recurrent layer.
+
+    Args:
+        vllm_config: the engine's config.
+        name: of the layer.
+        table: index of its KV cache group.
+        spec: its ``MambaSpec``.
+
+    Raises:
+        ConfigError: a kind of layer, or a setting, that the adapter does not serve.
+    """
+    kind = compat.kind_of_states(spec)
+    if not compat.release.serves_states:
+        raise ConfigError(
+            f"KV cache of {name}: it holds states; before 0.32 vLLM does not zero the rest of the "
+            "blocks that a load fills in part, so take vLLM 0.32 or later"
+        )
+    if kind not in _SERVED or len(spec.shapes) != 2:
+        raise ConfigError(
+            f"KV cache of {name}: a recurrent layer of the kind {kind} with {len(spec.shapes)} "
+            f"states; this adapter serves {' and '.join(_SERVED)} with two, so leave use_replayssm "
+            "out"
+        )
+    if vllm_config.speculative_config is not None or spec.num_speculative_blocks:
+        raise ConfigError(
+            f"KV cache of {name}: it keeps states of drafts; this adapter moves the states of "
+            "recurrent layers without speculative decoding only"
+        )
+    undivided = compat.undivided_state_shapes(vllm_config)
+    states = _states(name, kind, spec.dtypes, undivided)
+    conv_order = "HD" if compat.convolutions_have_channels_first() else "DH"
+    found = StateCache(
+        name=name,
+        table=table,
+        states=states,
+        block_size=spec.block_size,
+        layout=f"B({states[0].name}={conv_order},{states[1].name}=HD)",
+    )
+    _check_shapes(found, spec.shapes, vllm_config.parallel_config.tensor_parallel_size)
+    return found
+
+
+def _states(
+    name: str, kind: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, ...]]
+) -> tuple[StatePart, ...]:
+    """The states of a layer, from the shapes that they have with one rank."""
+    conv_shape, (num_heads, head_size, last_size) = shapes
+    if compat.convolutions_have_channels_first():
+        num_channels, num_inputs = conv_shape
+    else:
+        num_inputs, num_channels = conv_shape
+    beside = num_channels - num_heads * head_size
+    both = 2 * last_size if kind == "MAMBA2" else 2
+    if beside <= 0 or beside % both:
+        raise ConfigError(
+            f"KV cache of {name}: a convolution of {num_channels} channels beside {num_heads} "
+            f"heads of {head_size}; this adapter expects those of {kind}"
+        )
+    if kind == "MAMBA2":
+        return mamba2_states(
+            num_heads=num_heads,
+            head_size=head_size,
+            state_size=last_size,
+            num_groups=beside // both,
+            conv_kernel=num_inputs + 1,
+            dtype=dtypes[0],
+            ssm_dtype=dtypes[1],
+        )
+    return gated_delta_net_states(
+        num_heads=num_heads,
+        head_size=head_size,
+        key_head_size=last_size,
+        key_size=beside // both,
+        conv_kernel=num_inputs + 1,
+        dtype=dtypes[0],
+        delta_dtype=dtypes[1],
+        order=compat.delta_order(),
+    )
+
+
+def _check_shapes(cache: StateCache, shapes: tuple[tuple[int, ...], ...], tp: int) -> None:
+    """Checks that a rank's states are as large as we say.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    geometry = state_geometry(cache, (cache.name,), ParallelShape(tp=tp))
+    for rank in range(tp):
+        for state, shape in zip(cache.states, shapes, strict=True):
+            ours = geometry.cache_shape(rank, 1, state.name)[1:]
+            theirs = (shape[0], math.prod(shape[1:]))
+            if ours != theirs:
+                raise ConfigError(
+                    f"KV cache of {cache.name}: the state {state.name} has the shape {theirs} on "
+                    f"each of {tp} ranks, where this adapter expects {ours}; take another "
+                    "tensor_parallel_size"
+                )
+
+
+def state_geometry(
+    cache: StateCache, names: tuple[str, ...], shape: ParallelShape, **layers: Any
+) -> StateGeometry:
+    """The group of the layers whose caches are as this one but for their names.
+
+    Args:
+        cache: of one of them.
+        names: of all of them.
+        shape: of the engine, without context ranks.
+        **layers: which layers they are: ``layer_split`` and ``layer_indices``.
+    """
+    return StateGeometry(
+        num_layers=len(names),
+        layer_names=names,
+        states=cache.states,
+        block_size=cache.block_size,
+        layout=Layout.parse(cache.layout),
+        parallel=shape,
+        **layers,
+    )
+
+
+def state_tensors(
+    geometry: StateGeometry, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The states of this rank's layers, as our layouts say, in vLLM's pages.
+
+    Args:
+        geometry: of the group.
+        kv_caches: layer name → its pages, int8[blocks, 1, 1, bytes]; a rank has its stage's only.
+    """
+    found = {}
+    for name in geometry.layer_names or ():
+        if name not in kv_caches:
+            continue
+        pages = kv_caches[name].squeeze(dim=(1, 2))
+        start = 0
+        for state in geometry.states:
+            # Every rank's shape is rank 0's: vLLM divides nothing unevenly.
+            shape = geometry.cache_shape(0, len(pages), state.name)
+            dtype: torch.dtype = getattr(torch, state.dtype)
+            stop = start + math.prod(shape[1:]) * dtype.itemsize
+            found[f"{name}.{state.name}"] = pages[:, start:stop].view(dtype).view(shape)
+            start = stop
+    return found

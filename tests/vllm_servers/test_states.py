@@ -1,0 +1,143 @@
+"""Pairs of real servers of models with recurrent layers, of equal and unequal shapes.
+
+Every rank writes down digests of what it lent or loaded: cell by cell, states and attention, both
+sides must have the same at any concurrency. Where one request runs at a time the tokens are a lone
+server's, as far as bfloat16 lets them: decode computes a prompt's last token by other kernels than
+a lone server, and TP adds in another order.
+"""
+
+import dataclasses
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.vllm_servers.connectors import KVFerry
+from benchmarks.vllm_servers.models import delta_net_model, mamba2_model
+from benchmarks.vllm_servers.pair import Pair, Shape, pair_options
+from kvferry.connectors.base import TransferRecord
+from kvferry.connectors.records import digest_mismatch
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # three servers start in the first test
+PLUGIN = Path(__file__).parent / "plugin"
+LENGTHS = (5, 100, 639, 641, 642, 1300)
+"""Tokens, with blocks of 640 or so."""
+NO_PREFIXES = ("--no-enable-prefix-caching",)
+"""vLLM's mode ``none`` for states; with prefix caching it is ``align``."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Side:
+    """How one of the two servers is started."""
+
+    tp: int = 1
+    conv: str = "SD"
+    """Layout of the convolutions' states."""
+    arguments: tuple[str, ...] = ()
+
+
+CASES = {
+    "equal": (Side(), Side()),
+    "tp 1 to 2": (Side(), Side(tp=2)),
+    "tp 2 to 1": (Side(tp=2), Side()),
+    "tp 2 to 2, conv DS to SD": (Side(tp=2, conv="DS"), Side(tp=2)),
+    "conv SD to DS, none to align": (Side(arguments=NO_PREFIXES), Side(conv="DS")),
+    "tp 1 to 2, align to none": (Side(), Side(tp=2, arguments=NO_PREFIXES)),
+}
+MODELS = {"gdn": delta_net_model, "mamba2": mamba2_model}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request):
+    return MODELS[request.param]()
+
+
+@pytest.fixture(scope="module", params=list(CASES))
+def sides(request):
+    return CASES[request.param]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A pair, and where its ranks write down what they move."""
+
+    pair: Pair
+    folder: Path
+
+    def records(self, direction):
+        """Lease → its records of one side."""
+        found = {}
+        for path in self.folder.iterdir():
+            for line in path.read_bytes().splitlines():
+                record = msgspec.json.decode(line, type=TransferRecord)
+                if record.direction == direction:
+                    found.setdefault(record.lease_id, []).append(record)
+        return found
+
+
+@pytest.fixture(scope="module")
+def recorded(sides, model, start, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("records")
+    connector = KVFerry(extra={"record_digests": True})
+    options = [
+        dataclasses.replace(
+            each,
+            tp=side.tp,
+            transfer={
+                **each.transfer,
+                "kv_connector": "RecordingConnector",
+                "kv_connector_module_path": "recording",
+            },
+            path=(PLUGIN,),
+            environment={
+                **each.environment,
+                "RECORDS": str(folder),
+                "VLLM_SSM_CONV_STATE_LAYOUT": side.conv,
+            },
+            arguments=side.arguments,
+        )
+        for each, side in zip(pair_options(model, Shape(), Shape(), connector), sides, strict=True)
+    ]
+    with start(options) as servers:
+        yield Recorded(Pair(*servers), folder)
+
+
+@pytest.fixture
+def prompt_of(model, request):
+    """``prompt_of(length)``: random tokens, other ones in every test."""
+    draw = random.Random(request.node.name)
+    return lambda length: [draw.randrange(8, model.vocab_size) for _ in range(length)]
+
+
+def assert_every_cell_arrived(recorded, leases):
+    """Of all requests so far."""
+    sent, received = recorded.records("send"), recorded.records("recv")
+    assert len(received) == leases
+    for lease, records in received.items():
+        assert all(record.ok for record in records)
+        assert digest_mismatch(sent[lease], records) is None
+
+
+def test_one_request_at_a_time_has_a_lone_servers_tokens(recorded, model, reference, prompt_of):
+    pair, before = recorded.pair, len(recorded.records("recv"))
+    equal = 0
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        external = pair.external_tokens()
+        equal += pair.ask(prompt).tokens == reference.tokens(model, prompt)
+        assert pair.external_tokens() - external == length - 1
+    assert_every_cell_arrived(recorded, before + len(LENGTHS))
+    assert equal >= (len(LENGTHS) // 2 if "bfloat16" in model.arguments else len(LENGTHS))
+    print(f"{equal} of {len(LENGTHS)} answers are a lone server's")
+    assert pair.idle()
+
+
+def test_every_cell_arrives_eight_requests_at_a_time(recorded, prompt_of):
+    pair, before = recorded.pair, len(recorded.records("recv"))
+    prompts = [prompt_of(random.Random(index).randrange(3, 1400)) for index in range(24)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(pair.ask, prompts))
+    assert_every_cell_arrived(recorded, before + len(prompts))
+    assert pair.idle()
