@@ -32,11 +32,12 @@ def load_until(pair: Pair, request: FakeRequest, stage: Stage) -> None:
     pair.run(lambda: request.stage is stage, f"{request.request_id!r} to be {stage}")
 
 
-def test_leases_of_the_source_end(pair: Pair) -> None:
+def test_leases_of_the_source_end(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     request = pair.decode(pair.prefill("r", 21))
     change(pair.producer, "new")
     pair.finish(request)
-    assert isinstance(request.error, LeaseRevokedError)
+    # A read that had begun fails in the engine, and its cause is logged.
+    assert LeaseRevokedError.__name__ in (caplog.text if request.failed else repr(request.error))
     pair.settle()
 
 

@@ -9,6 +9,7 @@ from kvferry.engine import executor as executors
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, EngineError, ModelError, WorkerDiedError
+from tests.load import until
 
 
 def request(tokens=3, sample=True):
@@ -120,7 +121,7 @@ def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch
     ) as executor:
 
         def hang(_step):
-            seen.append(executor.waiting_for())
+            seen.append(until(executor.waiting_for))
             silence.wait(60)
 
         monkeypatch.setattr(executor.ranks[1].worker, "execute", hang)
