@@ -107,6 +107,7 @@ def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(fi
     assert router.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_and_is_not_started_again_ends_with_1(file, start):
     file.write_text(FILE.replace('name = "d0"', 'name = "d0"\nrestart = "never"'))
     command, said = start("engine", str(file), "d0")

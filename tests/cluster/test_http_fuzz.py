@@ -392,7 +392,7 @@ class HostileBySocket(Hostile):
 @pytest.mark.parametrize(
     ("count", "seed"),
     [
-        pytest.param(500, 0, id="short"),
+        pytest.param(500, 0, id="long", marks=SLOW),
         *(pytest.param(5000, seed, id=f"soak-{seed}", marks=SOAK) for seed in range(1, 5)),
     ],
 )

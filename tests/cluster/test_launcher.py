@@ -411,6 +411,7 @@ def test_all_ports_in_use_are_one_error(no_start, taken_port):
             Cluster.open(config)
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_after_the_check_is_named_once(
     cache, tmp_path, taken_port, monkeypatch
 ):

@@ -299,6 +299,7 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
             assert connection.end() == []
 
 
+@pytest.mark.slow
 def test_a_call_without_an_answer_ends_in_time_though_others_are_answered(serve, describe):
     """The thread that sleeps until the first deadline is not told of every later one."""
     served = serve()

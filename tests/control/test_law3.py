@@ -460,6 +460,7 @@ class BelievesAnybody(ControlService):
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutation", "says"),
     [

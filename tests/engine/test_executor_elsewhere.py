@@ -72,6 +72,7 @@ def test_a_rank_elsewhere_that_dies_is_noticed_and_named(start_rank, tiny_folder
             executor.execute(step())
 
 
+@pytest.mark.slow
 def test_a_rank_elsewhere_that_cannot_start_says_why(
     start_rank, tiny_folder, worker_spec, tmp_path
 ):

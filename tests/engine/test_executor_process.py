@@ -158,6 +158,7 @@ def test_a_rank_that_hangs_is_blamed_and_not_the_neighbour_that_waits_for_it(
         assert "cannot add up" in str(executor.failures[1])
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     tiny_folder, worker_spec, monkeypatch
 ):
@@ -185,6 +186,7 @@ def test_a_stopped_rank_is_named_while_the_step_waits_and_blamed_at_its_end(
     assert not any(map(is_running, pids_of(executor)))
 
 
+@pytest.mark.slow
 def test_errors_of_the_start_keep_their_class_and_leave_no_process(
     tmp_path, tiny_folder, worker_spec, recording_connector
 ):
