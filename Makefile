@@ -5,8 +5,9 @@
 #   make test        the tests, in JOBS=3 processes; SLOW=1 for the slow ones too, ARGS="..." is
 #                    handed to pytest
 #                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
-#                    and in .venv NIXL and ucxx, for the transports that use them, and Ray; where
-#                    this is root on Debian, it installs chromium, for the router's page)
+#                    and in .venv NIXL and ucxx, for the transports that use them, Ray, and a
+#                    collector of spans; where this is root on Debian, it installs chromium, for
+#                    the router's page)
 #                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
 #                    thousand lives of the control protocol
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone,
@@ -51,7 +52,7 @@ JOBS ?= 3
 MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm)
 
 .DEFAULT_GOAL := check
-.PHONY: browser demo demo-ray test test-vllm lint typecheck bench check
+.PHONY: browser collector demo demo-ray test test-vllm lint typecheck bench check
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
@@ -59,7 +60,7 @@ demo: $(INSTALLED)
 demo-ray: $(RAY_INSTALLED)
 	$(BIN)/python examples/ray/two_nodes.py $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser)
+test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser collector)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
@@ -113,6 +114,12 @@ browser:
 	    { apt-get update -qq && \
 	      apt-get install -yqq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	    echo "chromium could not be installed: the router's page is not tested in a browser"
+
+# There are no packages of it for every system; without it the test that needs it is skipped.
+collector: $(INSTALLED)
+	@$(BIN)/python -c 'import rotel' 2>/dev/null || \
+	    $(PIP) -q --no-deps --only-binary :all: rotel || \
+	    echo "rotel could not be installed: spans are not tested with a collector of others"
 
 # What pip may resolve freely comes last and meets pins of everything that vLLM shares with it. All
 # releases are tested with the same requirements; only vLLM itself differs.

@@ -1,9 +1,13 @@
 """The router joins what engines do for one request; the whole cluster's spans reach a collector."""
 
+import contextlib
 import gzip
+import socket
+import subprocess
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import pytest
@@ -11,6 +15,7 @@ import pytest
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.control.tracing import checked_traceparent
+from tests.load import until
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 WAIT_S = 300.0
@@ -94,12 +99,38 @@ class Collector:
         self._server.server_close()
 
 
-@pytest.fixture
-def collector():
+@contextlib.contextmanager
+def rotel(url):
+    """A collector of others that hands spans on; yields its address."""
+    agent = Path(pytest.importorskip("rotel").__file__).with_name("rotel-agent")
+    anywhere = ("127.0.0.1", 0)
+    with socket.create_server(anywhere) as one, socket.create_server(anywhere) as other:
+        http, grpc = (f"127.0.0.1:{free.getsockname()[1]}" for free in (one, other))
+    command = [agent, "start", "--otlp-http-endpoint", http, "--otlp-grpc-endpoint", grpc]
+    onward = ["--exporter", "otlp", "--otlp-exporter-protocol", "http"]
+    with subprocess.Popen([*command, *onward, "--otlp-exporter-endpoint", url]) as process:
+        try:
+            until(lambda: process.poll() is not None or listens(http))
+            assert process.poll() is None
+            yield f"http://{http}"
+        finally:
+            process.terminate()
+
+
+def listens(address):
+    host, port = address.split(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+@pytest.fixture(params=["told by the engines", "told by rotel"])
+def collector(request):
     pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
     collector = Collector()
-    yield collector
-    collector.close()
+    with contextlib.closing(collector), contextlib.ExitStack() as stack:
+        if request.param == "told by rotel":
+            collector.url = stack.enter_context(rotel(collector.url))
+        yield collector
 
 
 def engine(role, **shape):
