@@ -97,8 +97,10 @@ class IncompatibleError(KVFerryError):
     def __init__(self, peer: str, mismatches: Sequence[str]) -> None:
         self.peer = peer
         self.mismatches = tuple(mismatches)
-        lines = "".join(f"\n  - {mismatch}" for mismatch in self.mismatches)
-        super().__init__(f"engine {peer!r} is incompatible with this one:{lines}")
+        told = "; ".join(self.mismatches)
+        if len(self.mismatches) > 1:  # still one line: it stands in logs
+            told = "; ".join(f"({n}) {each}" for n, each in enumerate(self.mismatches, 1))
+        super().__init__(f"engine {peer!r} is incompatible with this one: {told}")
 
 
 class NotReadyError(KVFerryError):

@@ -49,12 +49,14 @@ CONNECTION_LOST: dict[int, str] = {
     zmq.Event.DISCONNECTED: "the connection broke",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
         "the connection broke before it was set up: the other side was just ending, or the two "
-        "have different curve keys (give both the same ones, or neither)"
+        "have different curve_keys (give both the same file, or neither)"
     ),
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: (
-        "it does not speak our protocol; give both sides curve keys, or neither"
+        "it does not speak our protocol; give both sides the same curve_keys, or neither"
     ),
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "it does not admit our curve key; add it to its allowed_keys",
+    zmq.Event.HANDSHAKE_FAILED_AUTH: (
+        "it does not admit the key in our curve_keys; add it to its allowed_keys"
+    ),
 }
 """Events of a connection after which nothing comes back on it, and what they mean."""
 
@@ -175,8 +177,8 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
-                f"{key}: {host} port {port} is taken by another process; give this engine "
-                "another port, or 0 to take a free one"
+                f"{key}: {host} port {port} is taken by another process, such as another engine of "
+                f"this host; give this engine another {key}, or 0 to take a free one"
             ) from error
         if error.errno == errno.EACCES:
             raise HostError(
@@ -185,7 +187,7 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
             ) from error
         raise HostError(
             f"host: cannot listen on {host!r}, port {port}: {error}; name an address of this "
-            "machine, or * for all of them"
+            "machine"
         ) from error
     last = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(last, bytes)  # what this option is
@@ -206,6 +208,17 @@ def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
     return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def is_everywhere(host: str) -> bool:
+    """Whether a host stands for every address of this machine, so that nobody can be told it.
+
+    >>> [is_everywhere(host) for host in ("*", "0.0.0.0", "::", "10.0.0.1", "host.test")]
+    [True, True, True, False, False]
+    """
+    if host in ("", "*"):
+        return True
+    return is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
 
 
 def resolve(host: str) -> str:

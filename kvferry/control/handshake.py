@@ -321,6 +321,9 @@ def _compare_models(source: EngineDescription, target: EngineDescription) -> Ite
         if field == "dtype" and converts(*values):
             continue  # scales, which rule it out, are the groups' matter
         if values[0] != values[1]:
+            if field == "weights_digest":  # which tells nobody what checkpoint it is of
+                names = source.model.name, target.model.name
+                values = (f"{values[0]} ({names[0]})", f"{values[1]} ({names[1]})")
             yield _differs(f"model.{field}", source, target, values, remedy)
 
 

@@ -217,17 +217,27 @@ class LeaseTable:
         with self._lock:
             if self._pinned + num_blocks > self.max_blocks:
                 self._outcomes["refused"] += 1
-                return LeaseRefusal(
-                    f"max_leased_blocks: {self._pinned} of {self.max_blocks} blocks are leased and "
-                    f"request {request_id!r} needs {num_blocks} more; raise max_leased_blocks or "
-                    f"add decode capacity"
-                )
+                return LeaseRefusal(self._why_not(num_blocks))
             lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
             now = self._clock()
             deadline = now + min(SLOW * self.duration_s, self._max_age_s)
             self._open[lease.lease_id] = _Open(lease, now, deadline, ready)
             self._pinned += num_blocks
             return lease
+
+    def _why_not(self, num_blocks: int) -> str:
+        """Why so many more blocks cannot be leased out: for ever, or just now."""
+        if num_blocks > self.max_blocks:
+            return (
+                f"max_leased_blocks: the prompt has {num_blocks} blocks and all leases together "
+                f"may hold {self.max_blocks}, so it can never be lent; raise max_leased_blocks, or "
+                "give the KV cache more blocks"
+            )
+        return (
+            f"max_leased_blocks: the prompt has {num_blocks} blocks, and leases hold "
+            f"{self._pinned} of {self.max_blocks} just now; if that goes on, raise "
+            "max_leased_blocks or add decode capacity"
+        )
 
     def ready(self, lease_id: str) -> None:
         """The blocks of a lease can be read from now on, and its time begins; ended ones and

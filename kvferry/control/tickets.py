@@ -138,13 +138,13 @@ def verify(text: object, key: bytes | None) -> Ticket:
     if key is not None:
         if not dot:
             raise TicketForgedError(
-                "ticket: it is not signed and this engine has a ticket key; give all engines of "
-                "the cluster the same key"
+                "ticket: it is not signed, and this engine has a cluster key; give all engines of "
+                "the cluster the same cluster_key_file"
             )
         if not hmac.compare_digest(_mac(payload, key), _to_bytes(signature)):
             raise TicketForgedError(
-                "ticket: the signature does not match this engine's key; it was changed on its "
-                "way, or the engines have different keys"
+                "ticket: its signature does not match this engine's cluster key; give all engines "
+                "of the cluster the same cluster_key_file, or find who changed it on its way"
             )
     return _decode(payload)
 

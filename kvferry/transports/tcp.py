@@ -72,7 +72,7 @@ class TcpTransport(WireTransport):
         """
         extra = parse_struct(TcpExtraConfig, options.extra, "tcp")
         if not extra.advertise_host:
-            check_host("tcp", options.host, "advertise_host to the name or address")
+            check_host(options.host, ", or advertise_host of tcp where this engine lends nothing")
         warm()
         return cls(options, extra)
 

@@ -56,7 +56,7 @@ class UcxTransport(WireTransport):
             HostError: UCX finds nothing to listen on.
         """
         extra = parse_struct(UcxExtraConfig, options.extra, "ucx")
-        check_host("ucx", options.host, "host to the address")
+        check_host(options.host)
         warm()
         return cls(options, extra)
 

@@ -1,8 +1,6 @@
 """What the transports tcp and ucx share: served memory, who may read it, and why not."""
 
-import contextlib
 import hmac
-import ipaddress
 import logging
 import secrets
 import time
@@ -40,6 +38,7 @@ from kvferry.transports.wire_messages import (
     encode,
 )
 from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireReader
+from kvferry.zeromq import is_everywhere
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +65,20 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
 
 
-def check_host(transport: str, host: str, advice: str) -> None:
+def check_host(host: str, instead: str = "") -> None:
     """Checks that peers can be told the host that is listened on.
+
+    Args:
+        host: as configured.
+        instead: what else may be done, for the message.
 
     Raises:
         ConfigError: it stands for every address of this machine.
     """
-    everywhere = host in ("", "*")
-    with contextlib.suppress(ValueError):  # a name
-        everywhere = everywhere or ipaddress.ip_address(host).is_unspecified
-    if everywhere:
+    if is_everywhere(host):
         raise ConfigError(
-            f"{transport}: host {host} is everywhere, but peers cannot be told that; set "
-            f"{advice} under which they reach this machine"
+            f"host: {host} is every address of this machine, and other engines must be told one; "
+            f"set host to the address at which they reach this machine{instead}"
         )
 
 

@@ -56,10 +56,14 @@ def test_a_lease_beyond_the_cap_is_refused_with_both_numbers_and_the_key_to_chan
     grant(table, 60)
     refusal = table.grant("big", 41)
     assert isinstance(refusal, LeaseRefusal)
-    for word in ("max_leased_blocks", "60 of 100", "41", "'big'"):
+    for word in ("max_leased_blocks", "60 of 100 just now", "41"):
         assert word in refusal.reason
+    never = table.grant("bigger", 101)
+    assert isinstance(never, LeaseRefusal)
+    for word in ("max_leased_blocks", "has 101", "may hold 100", "never"):
+        assert word in never.reason
     assert isinstance(table.grant("fits", 40), Lease)
-    assert table.counters() == {"refused": 1}
+    assert table.counters() == {"refused": 2}
 
 
 def test_blocks_stay_pinned_until_the_lease_is_swept(table):

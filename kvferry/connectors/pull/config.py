@@ -134,7 +134,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 key = Path(self.cluster_key_file).read_bytes().strip()
             except OSError as error:
-                raise ConfigError(f"{field} cannot be read: {error.strerror}") from error
+                raise ConfigError(
+                    _unread("cluster_key_file", self.cluster_key_file, error)
+                ) from error
         else:
             return None
         if len(key) < MIN_KEY_BYTES:
@@ -155,9 +157,7 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         try:
             values = msgspec.json.decode(Path(self.curve_keys).read_bytes())
         except OSError as error:
-            raise ConfigError(
-                f"curve_keys: {self.curve_keys} cannot be read: {error.strerror}"
-            ) from error
+            raise ConfigError(_unread("curve_keys", self.curve_keys, error)) from error
         except msgspec.DecodeError as error:
             raise ConfigError(f"curve_keys: {self.curve_keys} is not JSON: {error}") from error
         return parse_struct(CurveKeys, values, f"curve_keys: {self.curve_keys}")
@@ -186,3 +186,10 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(options, **own)
         except ValueError as error:
             raise ConfigError(f"control_config: {error}") from error
+
+
+def _unread(key: str, file: str, error: OSError) -> str:
+    return (
+        f"{key}: {Path(file).absolute()} cannot be read: {error.strerror}; name the file that "
+        "`kvferry keys` made for the cluster"
+    )

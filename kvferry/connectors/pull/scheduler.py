@@ -38,7 +38,7 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
-from kvferry.zeromq import is_loopback, split_address
+from kvferry.zeromq import is_everywhere, is_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,8 @@ class PullScheduler(SchedulerConnector):
         self._records = RequestRecords(clock, spans)
         self._description: EngineDescription | None = None
         """Of this engine, once its ranks are known."""
+        self._told_of_plain = False
+        """Whether the log has a request that came past the prefill engines."""
         self._outdated: set[str] = set()
         """Requests with KV of weights that the engine no longer has."""
         self._step = PullMetadata()
@@ -99,7 +101,7 @@ class PullScheduler(SchedulerConnector):
         config = context.config
         peers = extra.peer_addresses()
         key = extra.key()
-        _check_reach(extra)
+        _check_reach(extra, is_producer=config.is_producer)
         if config.is_consumer and key is None and not peers:
             logger.warning(
                 "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
@@ -213,6 +215,7 @@ class PullScheduler(SchedulerConnector):
         params = request.kv_transfer_params or {}
         loads = bool(params.get("do_remote_prefill"))
         if not loads and not params.get("do_remote_decode"):
+            self._note_plain(request)
             return
         record = self._records.begin(request, loads=loads)
         if not loads:
@@ -225,6 +228,20 @@ class PullScheduler(SchedulerConnector):
             raise
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
         self._loads[request.request_id] = self._sources.add(record, ticket)
+
+    def _note_plain(self, request: RequestView) -> None:
+        """Says once that a request came past every prefill engine; nothing else would show it."""
+        role = self._context.config.kv_role
+        if role != "kv_consumer" or self._told_of_plain:
+            return
+        self._told_of_plain = True
+        logger.warning(
+            "request %s came without kv_transfer_params, and this engine (kv_role: %s) computes "
+            "its prompt; of further ones nothing is said. If a prefill engine has computed it, "
+            "have the proxy forward the kv_transfer_params of that one's answer unchanged",
+            request.request_id,
+            role,
+        )
 
     def _accepted(self, signed: object, request: RequestView) -> Ticket:
         """The ticket of a request that this engine may load for.
@@ -241,7 +258,6 @@ class PullScheduler(SchedulerConnector):
             return self._tickets.accept(signed, request)
         except TicketError as error:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
-            logger.warning("ticket refused: %s", text)
             self._server.note_error("ticket", text)
             raise
 
@@ -392,8 +408,14 @@ class PullScheduler(SchedulerConnector):
         if filled is not None and filled.partial:
             return False, None  # the next target could not know which blocks were never filled
         ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
-        if ends_here or not request.finished_cleanly or not self._context.config.is_producer:
+        if ends_here or not request.finished_cleanly:
             return False, None
+        if not self._context.config.is_producer:
+            return self._not_lent(
+                request,
+                f"kv_role: this engine is {self._context.config.kv_role} and was asked to lend "
+                "(do_remote_decode); send such requests to a kv_producer, or make this one kv_both",
+            )
         first_tokens = () if filled is None else filled.first_tokens
         return self._lend(request, block_ids, first_tokens)
 
@@ -417,8 +439,7 @@ class PullScheduler(SchedulerConnector):
         mirrored = self._mirrored_ranks
         lease = self._leases.grant(request.request_id, num_blocks, ready=not mirrored)
         if isinstance(lease, LeaseRefusal):
-            self._server.note_error("lease", lease.reason)
-            return False, None
+            return self._not_lent(request, lease.reason)
         if mirrored:
             self._mirroring[lease.lease_id] = set(mirrored)
         if mirrored or self._extra.record_digests:
@@ -450,6 +471,16 @@ class PullScheduler(SchedulerConnector):
                 content=dict(request.content_keys(num_tokens)),
             )
         )
+
+    def _not_lent(self, request: RequestView, reason: str) -> tuple[bool, None]:
+        """The decode engine will not know why it gets no ticket, so it is said here."""
+        self._server.note_error("lease", f"request {request.request_id}: {reason}")
+        logger.warning(
+            "request %s: its KV is not lent, and the decode engine has to compute it: %s",
+            request.request_id,
+            reason,
+        )
+        return False, None
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:
         """The fields that vLLM's proxies look at, and the ticket, which alone counts."""
@@ -591,13 +622,19 @@ class PullScheduler(SchedulerConnector):
             self._spans.close()
 
 
-def _check_reach(extra: PullConfig) -> None:
+def _check_reach(extra: PullConfig, *, is_producer: bool) -> None:
     """Checks who can reach this engine, and whether those that should can.
 
     Raises:
-        ConfigError: strangers can, and there is no key.
+        ConfigError: strangers can, and there is no key; or it lends, and its tickets would name
+            no address.
     """
     local = is_loopback(extra.host)
+    if is_producer and is_everywhere(extra.host):
+        raise ConfigError(
+            f"host: {extra.host} is every address of this machine, and other engines must be told "
+            "one; set host to the address at which they reach this machine"
+        )
     has_key = extra.cluster_key or extra.cluster_key_file or extra.curve_keys
     if not (local or has_key or extra.insecure):
         raise ConfigError(

@@ -37,6 +37,7 @@ from kvferry.errors import (
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
 from kvferry.topology.group import GroupGeometry
+from kvferry.zeromq import is_loopback, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -375,7 +376,9 @@ class Sources:
         """Remembers what went wrong with a source; tells of it once, not at every attempt."""
         if str(error) != str(source.error):
             text = f"{what} with {source.address}: {type(error).__name__}: {error}"
-            logger.warning("%s", text)
+            # Each load that fails for it has a line of its own, unlike a peer that none names yet.
+            told = logging.WARNING if source.configured else logging.INFO
+            logger.log(told, "%s", text)
             self._note_error(what, text)
         source.error = error
         source.failed_at = self._clock()
@@ -526,6 +529,13 @@ class Sources:
         return [load for load in waiting if load.source is source]
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
+        host, _ = split_address(load.source.address)
+        if isinstance(error, PeerEndedError) and is_loopback(host):
+            error = PeerEndedError(
+                f"{error}; engine {load.ticket.engine_id!r} has ended, or it runs on another "
+                f"machine and its host is {host}, which leads each machine to itself: set it to an "
+                "address that this machine reaches"
+            )
         self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
         load.record.fail(self._clock(), f"{type(error).__name__}: {error}")
         load.error = error

@@ -1,5 +1,7 @@
 """Which tickets are accepted: verified, fitting their request, used once."""
 
+from collections.abc import Sequence
+
 from kvferry.connectors.base import RequestView
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, verify
@@ -80,6 +82,15 @@ def _check_prompt(ticket: Ticket, request: RequestView) -> None:
         )
 
 
+def _remedy(differing: Sequence[str]) -> str:
+    if len(differing) == 1 and differing[0].startswith("weights:"):
+        return "serve the same model on both engines: `kvferry check` shows what each serves"
+    return (
+        "send both engines the same request, and serve the same weights, adapters and input "
+        "processing on both"
+    )
+
+
 def _check_content(ticket: Ticket, request: RequestView) -> None:
     """Refuses KV of equal tokens that another adapter, image or embedding went into.
 
@@ -96,6 +107,5 @@ def _check_content(ticket: Ticket, request: RequestView) -> None:
         raise TicketError(
             f"ticket: it is for request {ticket.request_id!r}, and the KV of request "
             f"{request.request_id!r} is another though its tokens are equal ("
-            f"{'; '.join(differing)}); send both engines the same request, and serve the same "
-            "weights, adapters and input processing on both"
+            f"{'; '.join(differing)}); {_remedy(differing)}"
         )

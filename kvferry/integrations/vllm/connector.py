@@ -43,6 +43,7 @@ from kvferry.integrations.vllm.compat import (
     SupportsHMA,
     release,
 )
+from kvferry.integrations.vllm.logs import one_line_at_start
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata
 from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
 
@@ -71,14 +72,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._is_worker = role == KVConnectorRole.WORKER
-        if not self._is_worker:
-            from kvferry.integrations.vllm import scheduler
+        self._engine_id = vllm_config.kv_transfer_config.engine_id
+        with one_line_at_start(self._engine_id):
+            if not self._is_worker:
+                from kvferry.integrations.vllm import scheduler
 
-            self._scheduler = scheduler.SchedulerHalf(vllm_config)
-        else:
-            from kvferry.integrations.vllm import worker
+                self._scheduler = scheduler.SchedulerHalf(vllm_config)
+            else:
+                from kvferry.integrations.vllm import worker
 
-            self._worker = worker.WorkerHalf(vllm_config, kv_cache_config)
+                self._worker = worker.WorkerHalf(vllm_config, kv_cache_config)
 
     # ---- scheduler ----------------------------------------------------------------------------
 
@@ -92,7 +95,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """
         handshakes = list(metadata.values())
         assert all(isinstance(handshake, RankHandshake) for handshake in handshakes)  # our own
-        self._scheduler.open(handshakes)
+        with one_line_at_start(self._engine_id):
+            self._scheduler.open(handshakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The scheduler's cache manager, which is told what no load has filled."""
@@ -154,7 +158,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         Raises:
             ConfigError, HostError: see :meth:`WorkerHalf.register_kv_caches`.
         """
-        self._worker.register_kv_caches(kv_caches)
+        with one_line_at_start(self._engine_id):
+            self._worker.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This rank's description, for the scheduler's process."""

@@ -1,6 +1,12 @@
 """kvferry's log inside vLLM's: the same handlers, format and level."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvferry.errors import KVFerryError
+
+logger = logging.getLogger(__name__)
 
 VLLM = logging.getLogger("vllm")
 """vLLM has set it up once ``vllm`` is imported."""
@@ -25,3 +31,13 @@ def log_with_vllm() -> None:
         return
     ours.setLevel(VLLM.getEffectiveLevel())
     ours.addHandler(VllmHandler())
+
+
+@contextmanager
+def one_line_at_start(engine_id: str) -> Iterator[None]:
+    """Says in one line why an engine does not start; vLLM shows that within tracebacks only."""
+    try:
+        yield
+    except KVFerryError as error:
+        logger.error("engine %s does not start: %s: %s", engine_id, type(error).__name__, error)
+        raise

@@ -174,6 +174,8 @@ class SchedulerHalf:
             return
         self._look_at_weights()
         params = request.kv_transfer_params or {}
+        if not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            self._news_for_stats().note_plain()
         is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
         if self._has_windows and is_lent:
             # Decode computes the last token of the same prompt: it looks one token further back
@@ -217,9 +219,12 @@ class SchedulerHalf:
             error,
         )
         self._refused[request.request_id] = error
+        self._news_for_stats().note_refusal(type(error).__name__)
+
+    def _news_for_stats(self) -> LoadStats:
         if self._stats is None:
             self._stats = LoadStats()
-        self._stats.note_refusal(type(error).__name__)
+        return self._stats
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See :meth:`PullScheduler.update_state_after_alloc`."""
@@ -295,7 +300,7 @@ class SchedulerHalf:
             compat.begin_anew(self._kv_cache_manager, self._loaded[request_id])
 
     def take_stats(self) -> LoadStats | None:
-        """What was refused since the last call."""
+        """What was refused, or came without parameters, since the last call."""
         stats, self._stats = self._stats, None
         return stats
 

@@ -37,6 +37,10 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
         "vllm:kvferry_refused_loads",
         "Requests whose load was refused before a block moved: ticket, handshake or lease.",
     ),
+    "plain": (
+        "vllm:kvferry_plain_requests",
+        "Requests without kv_transfer_params, whose KV is neither loaded nor lent.",
+    ),
 }
 
 
@@ -65,6 +69,10 @@ class LoadStats(KVConnectorStats):
         """A load was refused before it began."""
         self.data["refused"].append(reason)
 
+    def note_plain(self) -> None:
+        """A request came without parameters."""
+        self.data["plain"].append(1)
+
     def aggregate(self, other: KVConnectorStats) -> "LoadStats":
         """This and another's, in this."""
         for field, values in other.data.items():
@@ -77,6 +85,7 @@ class LoadStats(KVConnectorStats):
             "Num loads": len(self.data["seconds"]),
             "Num failed loads": len(self.data["failed"]),
             "Num refused loads": len(self.data["refused"]),
+            "Num plain requests": len(self.data["plain"]),
         }
         if not self.data["seconds"]:
             return counts

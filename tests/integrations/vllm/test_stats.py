@@ -14,7 +14,9 @@ from kvferry.connectors.base import TransferRecord
 from kvferry.integrations.vllm import KVFerryConnector
 from kvferry.integrations.vllm.stats import LoadMetrics, LoadStats
 
-NO_LOADS = {"Num loads": 0, "Num failed loads": 0, "Num refused loads": 0}
+NO_LOADS = dict.fromkeys(
+    ["Num loads", "Num failed loads", "Num refused loads", "Num plain requests"], 0
+)
 LABELS = {"model_name": "m", "engine": "0"}
 OTHER_ENGINE = {"model_name": "m", "engine": "1"}
 
@@ -102,6 +104,7 @@ def test_the_log_line_has_means_percentiles_and_throughput():
         "Num loads": 10,
         "Num failed loads": 0,
         "Num refused loads": 1,
+        "Num plain requests": 0,
         "Avg load time (ms)": pytest.approx(550),
         "P90 load time (ms)": pytest.approx(910),  # between the 9th and the 10th
         "Total MB": 55,
