@@ -26,6 +26,9 @@ from kvferry.integrations.vllm.release import check_release
 log_with_vllm()
 check_release(_vllm.__version__)
 
+from kvferry.integrations.vllm.compat import register_connector  # noqa: E402 (checked first)
 from kvferry.integrations.vllm.connector import KVFerryConnector  # noqa: E402 (checked first)
+
+register_connector("KVFerryConnector", __name__)
 
 __all__ = ["KVFerryConnector"]

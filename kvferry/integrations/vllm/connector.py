@@ -41,6 +41,7 @@ from kvferry.integrations.vllm.compat import (
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
+    connectors_beside,
     release,
 )
 from kvferry.integrations.vllm.logs import one_line_at_start
@@ -94,14 +95,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
             ConfigError, HostError: see :meth:`SchedulerHalf.open`.
         """
         handshakes = list(metadata.values())
-        assert all(isinstance(handshake, RankHandshake) for handshake in handshakes)  # our own
+        # Our own: nobody beside us has any, see Beside.
+        assert all(isinstance(handshake, RankHandshake) for handshake in handshakes)
         with one_line_at_start(self._engine_id):
             self._scheduler.open(handshakes)
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The scheduler's cache manager, which is told what no load has filled."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.bind_kv_cache_manager(kv_cache_manager, connectors_beside(self))
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its ticket is judged, and its lease asked for."""

@@ -33,6 +33,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "has_pending_push_work()",
         "on_new_request(request)",
         "register_kv_caches(kv_caches)",
+        "reset_cache()",
         "request_finished(request, block_ids)",
         "save_kv_layer(layer_name, kv_layer, attn_metadata, kwargs)",
         "set_xfer_handshake_metadata_pp_aware(metadata)",
@@ -64,6 +65,15 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "is_empty()",
         "reduce()",
         "reset()",
+    ),
+    # Connectors beside ours.
+    f"{_CONNECTOR}.multi_connector:MultiConnector": ("_connectors",),
+    f"{_CONNECTOR}.offloading.scheduler:OffloadingConnectorScheduler": (
+        "_current_batch_allocated_block_ids",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": (
+        "_registry",
+        "register_connector(name, module_path, class_name)",
     ),
     "vllm.v1.outputs:KVConnectorOutput": ("finished_recving", "kv_connector_worker_meta"),
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": ("P2P",),

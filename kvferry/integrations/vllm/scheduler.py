@@ -5,11 +5,14 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from kvferry.config import shown
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
 from kvferry.connectors.pull.scheduler import PullScheduler
 from kvferry.errors import ConfigError, KVFerryError
 from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.beside import Beside
 from kvferry.integrations.vllm.caches import CacheGroup, num_blocks_of
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
@@ -48,6 +51,7 @@ class SchedulerHalf:
         self._pull: PullScheduler | None = None
         self._has_windows = False
         self._kv_cache_manager: Any = None
+        self._beside = Beside()
         self._leaves_out = False
         """Whether blocks that a load fills in part can be kept from vLLM's prefix cache."""
         self._refused: dict[str, KVFerryError] = {}
@@ -67,11 +71,30 @@ class SchedulerHalf:
         self._content = ContentKeys(check, inputs_are_hashed=hashed)
         self._weights = EngineWeights(vllm_config, check, self._revoke_leases)
 
-    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """See vLLM; it comes before :meth:`open`."""
+    def bind_kv_cache_manager(
+        self, kv_cache_manager: Any, beside: tuple[list[Any], str] | None
+    ) -> None:
+        """See vLLM; it comes before :meth:`open`.
+
+        Args:
+            kv_cache_manager: the scheduler's.
+            beside: see :func:`~kvferry.integrations.vllm.compat.connectors_beside`.
+
+        Raises:
+            ConfigError: see :class:`~kvferry.integrations.vllm.beside.Beside`.
+        """
         self._kv_cache_manager = kv_cache_manager
-        self._leaves_out = compat.may_leave_blocks_out(kv_cache_manager)
-        compat.before_each_step(kv_cache_manager, self._look_at_weights)
+        if beside is not None:
+            others, policy = beside
+            self._beside = Beside(others)
+            self._config = replace(self._config, kv_load_failure_policy=policy)
+            self._recompute = policy == "recompute"
+        self._leaves_out = compat.may_leave_blocks_out(kv_cache_manager) and not self._beside
+        compat.before_each_step(kv_cache_manager, self._begin_step)
+
+    def _begin_step(self) -> None:
+        self._look_at_weights()
+        self._beside.look()
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; from now on other engines may connect.
@@ -108,7 +131,8 @@ class SchedulerHalf:
             world_size=world_size,
             layer_windows=layer_windows(first.groups),
             asks_what_was_filled=(
-                self._leaves_out or not self._vllm_config.cache_config.enable_prefix_caching
+                self._leaves_out
+                or not (self._beside or self._vllm_config.cache_config.enable_prefix_caching)
             ),
         )
         self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
@@ -148,6 +172,7 @@ class SchedulerHalf:
         )
         self._content.weights = after
         self.pull.set_weights(after, outdated)
+        self._beside.forget(outdated)
         if self._kv_cache_manager is None:
             return
         for request_id, request in self._loaded.items():
@@ -239,6 +264,7 @@ class SchedulerHalf:
         )
         if num_external_tokens and refused is None:
             self._loaded[request.request_id] = request
+            self._beside.will_write(ids for table in blocks.get_block_ids() for ids in table)
             if self._leaves_out:
                 self._leave_blocks_out(view)
 
@@ -265,6 +291,7 @@ class SchedulerHalf:
         self._refused.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
         self._overtaken.discard(request.request_id)
+        self._beside.request_finished(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
         return self.pull.request_finished(self._view(request), tables)
 

@@ -34,7 +34,7 @@ os.environ |= {
 if importlib.util.find_spec("vllm") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import kvferry.integrations.vllm  # noqa: F401 (vLLM's warnings are not ours)
+        import kvferry.integrations.vllm  # vLLM's warnings are not ours
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -142,16 +142,22 @@ class Engine:
         kv_transfer_state._KV_CONNECTOR_AGENT = None
         extra = settings.pop("extra", {})
         policy = settings.pop("policy", "fail")
+        before, after = settings.pop("before", ()), settings.pop("after", ())
         self.engine_id = f"{role}-{next(_numbers)}"
         transfer = {
             "kv_connector": "KVFerryConnector",
             "kv_connector_module_path": "kvferry.integrations.vllm",
             "kv_role": role,
             "kv_port": free_port(),
-            "engine_id": self.engine_id,
-            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": {"transport": "tcp", **extra},
         }
+        if before or after:
+            transfer = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [*before, transfer, *after]},
+            }
+        transfer |= {"engine_id": self.engine_id, "kv_load_failure_policy": policy}
         defaults = {
             "dtype": "float32",
             "block_size": 64,
@@ -178,13 +184,13 @@ class Engine:
 
     @property
     def connector(self) -> Any:
-        """The scheduler's connector."""
-        return self.scheduler.connector
+        """The scheduler's connector: ours, where there are several."""
+        return _ours(self.scheduler.connector)
 
     @property
     def worker(self) -> Any:
-        """The worker's connector."""
-        return self._agent
+        """The worker's connector, likewise."""
+        return _ours(self._agent)
 
     @property
     def used_blocks(self) -> int:
@@ -286,7 +292,12 @@ class Engine:
         """Ends the connector's threads."""
         if self._agent is not None:
             self._agent.shutdown()
-            self.connector.shutdown()
+            self.scheduler.connector.shutdown()
+
+
+def _ours(connector: Any) -> Any:
+    each = getattr(connector, "sub_connectors", [connector])
+    return next(one for one in each if isinstance(one, kvferry.integrations.vllm.KVFerryConnector))
 
 
 _numbers = itertools.count()

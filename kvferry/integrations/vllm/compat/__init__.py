@@ -15,7 +15,8 @@ module       how that release differs from the next newer one
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -309,6 +310,58 @@ def forget_prefixes(kv_cache_manager: Any) -> set[str]:
                 found.add(request_id)
                 manager.num_cached_block[request_id] = _ALL_BLOCKS
     return found
+
+
+# ---- connectors beside ours --------------------------------------------------------------------
+
+
+def register_connector(name: str, module: str) -> None:
+    """Has vLLM know a connector by its name alone.
+
+    By that, MultiConnector looks for the class that reads a connector's figures, also of a
+    connector that was loaded from outside.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name not in KVConnectorFactory._registry:  # noqa: SLF001 (there is no other way to ask)
+        KVConnectorFactory.register_connector(name, module, name)
+
+
+def connectors_beside(connector: Any) -> tuple[list[Any], str] | None:
+    """The other connectors of the MultiConnector that calls one of its connectors right now, and
+    its policy for loads that fail; ``None`` where there is no MultiConnector.
+
+    It tells its connectors neither of itself nor of each other, so it is looked for among the
+    callers.
+    """
+    frame: Any = sys._getframe(1)  # noqa: SLF001 (its only name)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        connectors = getattr(caller, "_connectors", ())
+        if isinstance(connectors, list) and any(each is connector for each in connectors):
+            others = [each for each in connectors if each is not connector]
+            transfer = caller._vllm_config.kv_transfer_config  # noqa: SLF001 (its connectors' has no name)
+            return others, str(transfer.kv_load_failure_policy)
+        frame = frame.f_back
+    return None
+
+
+def has_handshake(connector: Any) -> bool:
+    """Whether a connector describes its ranks to other engines."""
+    own = type(connector).get_handshake_metadata
+    return own is not KVConnectorBase_V1.get_handshake_metadata
+
+
+def finish_copies_from(connector: Any, block_ids: Iterable[int]) -> None:
+    """Has vLLM's OffloadingConnector finish its copies from these blocks before the step runs.
+
+    It does so for blocks of requests that run in the step, and for those that it loads itself. It
+    does not know of blocks that another connector loads.
+    """
+    scheduler = getattr(connector, "connector_scheduler", None)
+    allocated = getattr(scheduler, "_current_batch_allocated_block_ids", None)
+    if allocated is not None:
+        allocated.update(block for block in block_ids if block)
 
 
 # ---- CPU ---------------------------------------------------------------------------------------
