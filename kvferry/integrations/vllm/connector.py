@@ -103,7 +103,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """The scheduler's cache manager, which is told what no load has filled."""
         super().bind_kv_cache_manager(kv_cache_manager)
-        self._scheduler.bind_kv_cache_manager(kv_cache_manager, connectors_beside(self))
+        with one_line_at_start(self._engine_id):
+            self._scheduler.bind_kv_cache_manager(kv_cache_manager, connectors_beside(self))
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its ticket is judged, and its lease asked for."""
