@@ -35,6 +35,14 @@ _SERVED = (
 )
 """Kinds of vLLM's KV cache specs that keep one cell per token, head and element."""
 
+_INDEXER_BLOCK = 128
+"""Elements of an indexer's key that share a scale, which is a float32 of :data:`_SCALE_BYTES`."""
+_SCALE_BYTES = 4
+_INDEXER_LAYOUT = "BH(k=ND,v=ND)"
+"""Of a block of an indexer: the values of all its tokens, called k, then their scales, called v."""
+_LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+"""Bytes of a latent that is packed with its scales into one row."""
+
 
 class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     """The cache of one layer, as its own rank sees it."""
@@ -51,7 +59,7 @@ class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     block_size: int
     """Tokens per block of the tensor."""
-    layout: str
+    layout: str = "BHNC"
     packing: str = ""
     """Of opaque blocks; see :class:`EngineGeometry`."""
     dcp_sharded: bool = True
@@ -93,16 +101,21 @@ def layer_caches(
     Raises:
         ConfigError: a kind of cache that the adapter does not serve.
     """
-    if kv_cache_config.has_mixed_precision_kv_cache:
+    if kv_cache_config.has_mixed_precision_kv_cache and not compat.release.serves_packed:
         raise ConfigError(
-            "KV cache: this model's caches of tokens have several precisions; this adapter serves "
-            "those in one precision, and states of recurrent layers beside them"
+            "KV cache: this model's caches of tokens have several precisions, which this adapter "
+            "serves with vLLM 0.32 or later"
         )
     packings: dict[tuple[Any, ...], Packing] = {}
     found: list[LayerCache | StateCache] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         if not group.enable_kv_transfer:
             continue
+        if getattr(group, "host_resident", False):  # vLLM before 0.32 has no such groups
+            raise ConfigError(
+                f"KV cache of {group.layer_names[0]}: its blocks are those of a pool in host "
+                "memory; this adapter moves blocks of the device's pool, so leave HiSparse out"
+            )
         for name in group.layer_names:
             spec = compat.spec_of_layer(group, name)
             if type(spec).__name__ == "MambaSpec":
@@ -123,36 +136,81 @@ def _layer_cache(
     packings: dict[tuple[Any, ...], Packing],
 ) -> LayerCache:
     kind = type(spec).__name__
-    if kind not in _SERVED or spec.tokens_per_state != 1 or spec.state_content_bytes is not None:
+    if kind not in _SERVED or spec.tokens_per_state != 1:
         raise ConfigError(
-            f"KV cache of {name}: {kind} with tokens_per_state={spec.tokens_per_state} and "
-            f"state_content_bytes={spec.state_content_bytes}; this adapter serves "
-            f"{', '.join(_SERVED)} with one plain state per token"
+            f"KV cache of {name}: {kind} with tokens_per_state={spec.tokens_per_state}; this "
+            f"adapter serves {', '.join(_SERVED)} with one state per token"
         )
-    if spec.kv_quant_mode not in compat.PLAIN_QUANT_MODES:
-        raise ConfigError(
-            f"KV cache of {name}: kv_cache_dtype {vllm_config.cache_config.cache_dtype} keeps "
-            "scales or packed values beside its elements; this adapter serves auto and fp8"
-        )
-    block_size = int(tensor.shape[2])
-    use_mla = kind == "MLAAttentionSpec"
-    packing = _packing(vllm_config, name, spec, block_size, packings)
+    block_size, is_latent = int(tensor.shape[2]), kind == "MLAAttentionSpec"
+    content = _packed_content(vllm_config, name, spec, tensor)
+    if content is None:
+        packing = _packing(vllm_config, name, spec, block_size, packings)
+        content = {
+            "use_mla": is_latent,
+            "head_size": spec.head_size,
+            "head_size_v": spec.head_size_v,
+            "dtype": compat.cache_dtype(vllm_config, spec),
+            "layout": packing.layout,
+            "packing": packing.name,
+        }
     windowed = kind in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec")
     return LayerCache(
         name=name,
         table=table,
         split=spec.block_size // block_size,
-        num_kv_heads=1 if use_mla else _num_kv_heads(vllm_config, name, spec.num_kv_heads),
-        head_size=spec.head_size,
-        head_size_v=spec.head_size_v,
-        dtype=compat.cache_dtype(vllm_config, spec),
+        num_kv_heads=1 if is_latent else _num_kv_heads(vllm_config, name, spec.num_kv_heads),
         block_size=block_size,
-        layout=packing.layout,
-        packing=packing.name,
         dcp_sharded=compat.release.is_dcp_sharded(spec),
-        use_mla=use_mla,
         sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
         attention_chunk_size=getattr(spec, "attention_chunk_size", None) if windowed else None,
+        **content,
+    )
+
+
+def _packed_content(
+    vllm_config: Any, name: str, spec: Any, tensor: torch.Tensor
+) -> dict[str, Any] | None:
+    """What the blocks of a cache hold that keeps scales beside its values; ``None`` of others.
+
+    A row of bytes, values and scales of one token and head, is no less a row for what its bytes
+    mean, so scales are elements of it. Of an indexer a block holds two tables of rows::
+
+        fp8_ds_mla              | latent | 4 scales | rotated key |       one row per token
+        int8_per_token_head     | k | scale | v | scale |                 one per token and head
+        indexer, a block        | values of its tokens | scales of its tokens |
+
+    Raises:
+        ConfigError: a way of packing that the adapter does not know.
+    """
+    mode, size = spec.kv_quant_mode, spec.state_content_bytes
+    is_bytes = mode.name == "NONE" and spec.dtype == torch.uint8  # neither a dtype nor one of fp8
+    if size is None and mode in compat.PLAIN_QUANT_MODES and not is_bytes:
+        return None
+    layer = compat.attention_layer(vllm_config, name)
+    backend = compat.backend_of(layer)
+    if compat.release.serves_packed:
+        is_indexer = backend == "DEEPSEEK_V32_INDEXER" and is_bytes and size is None
+        if is_indexer and not compat.shuffles_indexers():
+            scales, rest = divmod(spec.head_size, _INDEXER_BLOCK + _SCALE_BYTES)
+            if not rest:
+                return {
+                    "head_size": scales * _INDEXER_BLOCK,
+                    "head_size_v": scales * _SCALE_BYTES,
+                    "dtype": compat.fp8_dtype(),
+                    "layout": _INDEXER_LAYOUT,
+                }
+        if size is not None and size == _LATENT_BYTES.get(getattr(spec, "cache_dtype_str", "")):
+            dtype = compat.fp8_dtype()
+            return {"use_mla": True, "head_size": size, "head_size_v": 0, "dtype": dtype}
+        if size is not None and mode.is_per_token_head and backend == "TRITON_ATTN":
+            compat.make_scales(layer, tensor)
+            dtype = compat.cache_dtype(vllm_config, spec)
+            return {"head_size": size // 2, "head_size_v": size - size // 2, "dtype": dtype}
+    raise ConfigError(
+        f"KV cache of {name}: {backend} with kv_quant_mode={mode.name}, state_content_bytes={size} "
+        f"and head_size={spec.head_size} packs its values in a way that this adapter does not "
+        "know; it serves auto and fp8, and with vLLM 0.32 or later fp8_ds_mla, nvfp4_ds_mla, the "
+        "indexers of DeepSeek-V3.2 and TRITON_ATTN's scales per token and head"
     )
 
 

@@ -117,13 +117,16 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """None that vLLM may leave as its blocks are.
+        """The groups whose blocks vLLM may leave as they are.
 
         vLLM asks this to spare itself the zeroing of blocks that a load overwrites. A load may
-        leave the end of the last block, in which a recurrent layer's state may have lain: bytes
-        that are no numbers to attention. vLLM zeroes before it lets a step's loads begin.
+        leave the end of the last block. Where groups share memory, cells of another kind may have
+        lain there (a recurrent layer's state, another precision): bytes that are no numbers to
+        attention. vLLM zeroes before it lets a step's loads begin. A single group finds cells of
+        its own only.
         """
-        return ()
+        assert self._kv_cache_config is not None  # vLLM gives it to every connector
+        return (0,) if len(self._kv_cache_config.kv_cache_groups) == 1 else ()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request's blocks are allocated: the load begins with this step."""

@@ -144,7 +144,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "tokens_per_state",
     ),
     "vllm.v1.kv_cache_interface:FullAttentionSpec": (),
-    "vllm.v1.kv_cache_interface:MLAAttentionSpec": (),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": ("cache_dtype_str",),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": ("attention_chunk_size",),
     "vllm.v1.kv_cache_interface:MambaSpec": (
@@ -214,7 +214,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.worker.worker_base:WorkerBase": ("get_model()", "model_runner"),
     "vllm.distributed.parallel_state:get_pp_group": (),
     "vllm.distributed.parallel_state:get_tp_group": (),
-    "vllm.platforms:current_platform": ("is_cpu",),
+    "vllm.platforms:current_platform": ("fp8_dtype", "is_cpu", "is_rocm"),
     "vllm._custom_ops:cpu_attn_reshape_and_cache": (),
 }
 """Module and name → members; a method that we call, or that vLLM calls, with its parameters."""

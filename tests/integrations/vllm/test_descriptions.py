@@ -22,7 +22,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     MLAAttentionSpec,
-    SparseCacheRole,
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.worker.block_table import ComputeSlotMappingKernel
@@ -100,18 +99,6 @@ def test_a_kernel_may_see_a_block_as_several():
     (group,) = describe(engine(), {ATTENTION: latent(128)}, kernel_block=64)
     assert (group.split, group.geometry.block_size) == (2, 64)
     assert group.block_ids([[3, 0, 5]]) == [6, 7, 0, 0, 10, 11]
-
-
-def test_latents_that_are_packed_with_their_scales_are_refused():
-    with pytest.raises(ConfigError, match="state_content_bytes=656"):
-        describe(engine(), {ATTENTION: latent(dtype=torch.uint8, state_content_bytes=656)})
-
-
-def test_an_indexers_cache_beside_them_is_refused():
-    # Of a block it keeps all values, then all scales: rows of 132 bytes would be pieces of both.
-    index = latent(head_size=132, dtype=torch.uint8, cache_role=SparseCacheRole.INDEXER)
-    with pytest.raises(ConfigError, match="several precisions"):
-        describe(engine(), {ATTENTION: latent(), INDEXER: index})
 
 
 # ---- decode context parallelism ---------------------------------------------------------------

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
@@ -250,13 +250,3 @@ def test_releases_that_do_not_zero_the_end_of_a_loaded_block_are_refused(monkeyp
     monkeypatch.setattr(release, "serves_states", False)
     with pytest.raises(ConfigError, match=r"0\.32 or later"):
         Engine(monkeypatch, Mamba2(1), 1, "SD")
-
-
-def test_caches_of_several_precisions_are_refused():
-    specs = [
-        FullAttentionSpec(block_size=64, num_kv_heads=1, head_size=32, dtype=dtype)
-        for dtype in DTYPES
-    ]
-    groups = [KVCacheGroupSpec([f"layers.{i}.attn"], spec) for i, spec in enumerate(specs)]
-    with pytest.raises(ConfigError, match="several precisions"):
-        layer_caches(None, KVCacheConfig(NUM_BLOCKS, [], groups), {})

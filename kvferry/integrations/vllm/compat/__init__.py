@@ -200,7 +200,33 @@ def backend_of(layer: Any) -> str:
 def cache_dtype(vllm_config: Any, spec: Any) -> str:
     """The dtype of a cache's elements; vLLM keeps fp8 as ``uint8`` and names it in its config."""
     name = str(spec.dtype).removeprefix("torch.")
-    return _FP8_DTYPES.get(vllm_config.cache_config.cache_dtype, name) if name == "uint8" else name
+    setting = vllm_config.cache_config.cache_dtype
+    if name != "uint8" or setting == "fp8_e5m2":
+        return _FP8_DTYPES[setting] if name == "uint8" else name
+    return fp8_dtype() if setting in _FP8_DTYPES or setting == "fp8_per_token_head" else name
+
+
+def fp8_dtype() -> str:
+    """What the kernels of this platform take for fp8: some GPUs have a format of their own."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
+
+
+def shuffles_indexers() -> bool:
+    """Whether an indexer's values lie in tiles: ROCm's kernels hold them so."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
+def make_scales(layer: Any, kv_cache: torch.Tensor) -> None:
+    """Has a layer with scales per token and head find them in its cache now.
+
+    It does so when it first computes otherwise, and sets all of them to 1: also those that loads
+    have written by then.
+    """
+    layer.impl._ensure_scale_caches(kv_cache)  # noqa: SLF001 (there is no public way)
 
 
 # ---- recurrent layers --------------------------------------------------------------------------

@@ -13,3 +13,4 @@ class Release(v0_32.Release):
 
     cache_hit_source = None
     serves_states = False
+    serves_packed = False

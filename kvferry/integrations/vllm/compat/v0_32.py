@@ -20,6 +20,10 @@ class Release:
     """Whether recurrent layers are served: the connector says which blocks a load leaves as they
     are, and vLLM zeroes the others before attention sees what states left in them."""
 
+    serves_packed: ClassVar[bool] = True
+    """Whether caches that keep scales beside their values are served: how they are packed was
+    compared with this release."""
+
     @cached_property
     def cache_hit_source(self) -> Any:
         """Where loaded tokens come from, for vLLM's figures: a peer."""
