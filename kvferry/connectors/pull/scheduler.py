@@ -83,6 +83,8 @@ class PullScheduler(SchedulerConnector):
         """Whether the log has a request that came past the prefill engines."""
         self._outdated: set[str] = set()
         """Requests with KV of weights that the engine no longer has."""
+        self._lends = True
+        """Until its weights change where nobody knows which KV is of which."""
         self._step = PullMetadata()
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
@@ -167,14 +169,15 @@ class PullScheduler(SchedulerConnector):
 
     # ---- weights that change ------------------------------------------------------------------
 
-    def set_weights(self, digest: str, outdated: Iterable[str]) -> None:
+    def set_weights(self, digest: str, outdated: Iterable[str] | None) -> None:
         """The engine has other weights now: KV of the older ones is neither lent nor loaded.
 
         Leases end, and loads under way fail. To be called between two steps.
 
         Args:
             digest: of the weights.
-            outdated: ids of the requests with KV of the older ones.
+            outdated: ids of the requests with KV of the older ones; ``None`` where that will never
+                be known again, so that nothing more is lent.
         """
         assert self._description is not None  # requests come after the ranks
         model = self._description.model
@@ -183,7 +186,8 @@ class PullScheduler(SchedulerConnector):
             "now; compute the prompt again"
         )
         self.revoke_leases()
-        self._outdated.update(outdated)
+        self._lends = self._lends and outdated is not None
+        self._outdated.update(outdated or ())
         for load in self._loads.values():
             if load.state is LoadState.LOADING:
                 load.rank_error = load.rank_error or f"{type(error).__name__}: {error}"
@@ -408,7 +412,7 @@ class PullScheduler(SchedulerConnector):
         if filled is not None and filled.partial:
             return False, None  # the next target could not know which blocks were never filled
         ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
-        if ends_here or not request.finished_cleanly:
+        if ends_here or not request.finished_cleanly or not self._lends:
             return False, None
         if not self._context.config.is_producer:
             return self._not_lent(

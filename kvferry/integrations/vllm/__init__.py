@@ -12,16 +12,17 @@ Raises:
     ImportError: vLLM is not installed, is too old, or newer and without what the adapter needs.
 """
 
+from kvferry.integrations.vllm.release import FITTING, check_release
+
 try:
     import vllm as _vllm
 except ModuleNotFoundError as error:
     raise ImportError(
-        "kvferry.integrations.vllm: vLLM is not installed here; install vLLM 0.30 to 0.32 in the "
+        f"kvferry.integrations.vllm: vLLM is not installed here; install {FITTING} in the "
         "environment that serves, and kvferry into the same one"
     ) from error
 
 from kvferry.integrations.vllm.logs import log_with_vllm
-from kvferry.integrations.vllm.release import check_release
 
 log_with_vllm()
 check_release(_vllm.__version__)

@@ -18,7 +18,6 @@ Methods of vLLM's API that are left to its base classes, and why:
 | `reset_capture_state` | nothing happens inside a captured graph |
 | `handle_preemptions` | only ended requests lend blocks |
 | `get_kv_connector_kv_cache_events` | the connector keeps no cache |
-| `bind_gpu_block_pool` | leases hold blocks by `request_finished` |
 | `get_external_cache_hit_sources` | the class attribute `_cache_hit_source` says it: a peer |
 | `register_finished_partial_tail` | it is for stores that keep partial blocks by hash |
 | `take_events` | the connector keeps no cache |
@@ -32,13 +31,13 @@ Methods of vLLM's API that are left to its base classes, and why:
 
 from typing import TYPE_CHECKING, Any
 
+from kvferry.errors import ConfigError
 from kvferry.integrations.vllm.compat import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorStats,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
     connectors_beside,
@@ -105,6 +104,21 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         with one_line_at_start(self._engine_id):
             self._scheduler.bind_kv_cache_manager(kv_cache_manager, connectors_beside(self))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """The scheduler's block pool, which is part of its cache manager and alone of no use.
+
+        Raises:
+            ConfigError: it comes without the cache manager, by way of a MultiConnector.
+        """
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if release.gives_cache_manager or connectors_beside(self) is None:
+            return
+        with one_line_at_start(self._engine_id):
+            raise ConfigError(
+                "MultiConnector: before 0.30 vLLM does not hand over what kvferry needs to get on "
+                "with another connector; take KVFerryConnector alone, or vLLM 0.30 or later"
+            )
 
     def on_new_request(self, request: Any) -> None:
         """A request arrived; its ticket is judged, and its lease asked for."""
@@ -189,14 +203,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing is saved."""
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """What ended on this rank since the last step."""
-        return self._worker.get_transfer_results(finished_req_ids)
+        return release.transfer_results(self._worker.get_transfer_results(finished_req_ids))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The same without the failures, for callers that do not know of them."""
+        """The same without the failures: before 0.30 vLLM knows them by their blocks alone."""
         results = self._worker.get_transfer_results(finished_req_ids)
-        return results.finished_sending, results.finished_recving
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose load failed since the last step."""

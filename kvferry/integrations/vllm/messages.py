@@ -18,8 +18,9 @@ class StepMetadata(KVConnectorMetadata):
 
     news: PullMetadata | None = None
     """``None`` where there is none."""
-    refused: list[str] = field(default_factory=list)
-    """Parked requests whose load was refused; each rank reports them as failed."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Parked requests whose load was refused → a block of vLLM's that it would have filled. Each
+    rank reports both as failed."""
 
 
 @dataclass
@@ -44,6 +45,8 @@ class StepReport(KVConnectorWorkerMetadata):
     records: list[TransferRecord] = field(default_factory=list)
     progress: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Request id → (bytes in place, bytes in all)."""
+    failed: set[str] = field(default_factory=set)
+    """Requests whose load failed on a rank; vLLM counts on when every rank is done with it."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """This report and that of another rank."""
@@ -52,4 +55,4 @@ class StepReport(KVConnectorWorkerMetadata):
         for request_id, (done, total) in other.progress.items():
             before = progress.get(request_id, (0, 0))
             progress[request_id] = (before[0] + done, before[1] + total)
-        return StepReport(self.records + other.records, progress)
+        return StepReport(self.records + other.records, progress, self.failed | other.failed)

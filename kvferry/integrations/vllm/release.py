@@ -7,9 +7,17 @@ from kvferry.integrations.vllm import contract
 
 logger = logging.getLogger(__name__)
 
-KNOWN = ((0, 30), (0, 31), (0, 32))
+KNOWN = ((0, 29), (0, 30), (0, 31), (0, 32))
 """Major and minor numbers of the releases that it was tested with; each has a module in
 ``compat/``."""
+
+
+def _text(release: tuple[int, int]) -> str:
+    return f"{release[0]}.{release[1]}"
+
+
+FITTING = f"vLLM {_text(KNOWN[0])} to {_text(KNOWN[-1])}"
+"""The known ones in words."""
 
 
 def check_release(version: str) -> None:
@@ -21,11 +29,10 @@ def check_release(version: str) -> None:
         ImportError: names the release found, those that fit, and what a newer one lacks.
     """
     found = _numbers(version)
-    fitting = f"vLLM {_text(KNOWN[0])} to {_text(KNOWN[-1])}"
     if found is None or found < KNOWN[0]:
         raise ImportError(
             f"kvferry.integrations.vllm: this is vLLM {version}; this kvferry is made for "
-            f"{fitting}: install one of these"
+            f"{FITTING}: install one of these"
         )
     if found <= KNOWN[-1]:
         return
@@ -33,7 +40,7 @@ def check_release(version: str) -> None:
     if gone:
         raise ImportError(
             f"kvferry.integrations.vllm: this is vLLM {version}, newer than this kvferry, which "
-            f"is made for {fitting}; of what it needs, these are gone: {'; '.join(gone)}. Install "
+            f"is made for {FITTING}; of what it needs, these are gone: {'; '.join(gone)}. Install "
             f"one of those releases, or a kvferry that knows {version}"
         )
     logger.warning(
@@ -61,7 +68,3 @@ def module_of(version: str) -> str:
 def _numbers(version: str) -> tuple[int, int] | None:
     match = re.match(r"(\d+)\.(\d+)", version)
     return None if match is None else (int(match[1]), int(match[2]))
-
-
-def _text(release: tuple[int, int]) -> str:
-    return f"{release[0]}.{release[1]}"

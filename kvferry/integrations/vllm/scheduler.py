@@ -55,7 +55,10 @@ class SchedulerHalf:
         self._leaves_out = False
         """Whether blocks that a load fills in part can be kept from vLLM's prefix cache."""
         self._refused: dict[str, KVFerryError] = {}
-        self._refused_now: list[str] = []
+        self._refused_now: dict[str, int] = {}
+        """Request id → the last block that its load would have filled."""
+        self._failing: set[str] = set()
+        """Requests whose load failed on a rank, until every rank is done with it."""
         self._loaded: dict[str, Any] = {}
         """Request id → the request, for those that were given blocks to load into."""
         self._overtaken: set[str] = set()
@@ -158,28 +161,38 @@ class SchedulerHalf:
         if after is None or after == before:
             return
         if self._kv_cache_manager is None:
-            outdated, after = set(), f"{after} or older ones {secrets.token_hex(8)}"
-            told = "as its prefix cache is out of kvferry's reach, nothing is lent or loaded now"
-        else:
-            outdated = compat.forget_prefixes(self._kv_cache_manager)
-            told = f"the prefix cache is empty; KV of {len(outdated)} requests is not lent"
+            self._end_transfers(before, after)
+            return
+        outdated = compat.forget_prefixes(self._kv_cache_manager)
         logger.warning(
             "the weights have changed in memory, from %s to %s: leases are revoked and loads fail; "
-            "%s",
+            "the prefix cache is empty; KV of %d requests is not lent",
             before,
             after,
-            told,
+            len(outdated),
         )
         self._content.weights = after
         self.pull.set_weights(after, outdated)
         self._beside.forget(outdated)
-        if self._kv_cache_manager is None:
-            return
         for request_id, request in self._loaded.items():
             if self.pull.is_loading(request_id):
                 self._overtaken.add(request_id)
             else:
                 compat.begin_anew(self._kv_cache_manager, request)
+
+    def _end_transfers(self, before: str, after: str) -> None:
+        """Has nothing more lent or loaded: nobody knows which KV here is of which weights."""
+        logger.warning(
+            "the weights have changed in memory, from %s to %s: leases are revoked, and nothing is "
+            "lent or loaded any more, as before 0.30 vLLM does not let kvferry empty its prefix "
+            "cache; restart this engine with the new weights",
+            before,
+            after,
+        )
+        self._weights.close()
+        # Equal to those of no other engine.
+        self._content.weights = f"{after} or older ones {secrets.token_hex(8)}"
+        self.pull.set_weights(self._content.weights, None)
 
     def _revoke_leases(self) -> None:
         if self._pull is not None:
@@ -255,7 +268,7 @@ class SchedulerHalf:
         """See :meth:`PullScheduler.update_state_after_alloc`."""
         refused = self._refused.pop(request.request_id, None)
         if refused is not None and num_external_tokens:
-            self._refused_now.append(request.request_id)
+            self._refused_now[request.request_id] = self._last_loaded_block(request, blocks)
         view = self._view(request)
         self.pull.update_state_after_alloc(
             view,
@@ -267,6 +280,14 @@ class SchedulerHalf:
             self._beside.will_write(ids for table in blocks.get_block_ids() for ids in table)
             if self._leaves_out:
                 self._leave_blocks_out(view)
+
+    def _last_loaded_block(self, request: Any, blocks: Any) -> int:
+        """Which of vLLM's blocks holds the last token of a load, in the first KV cache group."""
+        group = self._groups[0]
+        last_token = request.num_tokens - 2  # the prompt's last one is computed here
+        index = last_token // (group.geometry.virtual_block_size * group.split)
+        block: int = blocks.get_block_ids()[group.table][: index + 1][-1]
+        return block
 
     def _leave_blocks_out(self, request: RequestView) -> None:
         """Keeps what a load does not fill from vLLM's prefix cache.
@@ -299,11 +320,12 @@ class SchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the ranks are told in this step."""
+        self._look_at_weights()  # where no cache manager says that a step begins
         has_news = self.pull.has_news()
         if not has_news and not self._refused_now:
             return _NOTHING
         news = self.pull.build_connector_meta(scheduler_output) if has_news else None
-        refused, self._refused_now = self._refused_now, []
+        refused, self._refused_now = self._refused_now, {}
         return StepMetadata(news, refused)
 
     def update_connector_output(self, output: Any) -> None:
@@ -312,17 +334,22 @@ class SchedulerHalf:
         finished = output.finished_recving or set()
         if report is None and not finished:
             return
+        if not isinstance(report, StepReport):
+            report = StepReport()
+        self._failing |= report.failed
+        failed = self._failing & finished
+        self._failing -= failed
         self.pull.update_connector_output(
             KVConnectorOutput(
                 finished_recving=set(finished),
-                failed_recving=set(output.failed_recving or ()),
-                transfer_records=report.records if isinstance(report, StepReport) else [],
-                transfer_progress=report.progress if isinstance(report, StepReport) else {},
+                failed_recving=failed,
+                transfer_records=report.records,
+                transfer_progress=report.progress,
             )
         )
         overtaken = self._overtaken & finished
         self._overtaken -= overtaken
-        for request_id in overtaken - set(output.failed_recving or ()):
+        for request_id in overtaken - failed:
             # Its ranks were ready before they were told to give the load up.
             compat.begin_anew(self._kv_cache_manager, self._loaded[request_id])
 

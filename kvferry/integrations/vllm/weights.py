@@ -242,6 +242,7 @@ class EngineWeights:
     def close(self) -> None:
         """Watches no more. Idempotent."""
         compat.unwatch_calls(self._config)
+        self.in_question = False
 
 
 def weights_digest(base: Mapping[str, str], ranks: list[RankWeights]) -> str:

@@ -2,15 +2,18 @@
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from kvferry.connectors.base import ConnectorContext, TransferRecord
+from kvferry.connectors.base import ConnectorContext, KVConnectorOutput, TransferRecord
+from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.worker import PullWorker
+from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import (
+    CacheGroup,
     cache_groups,
     layer_caches,
     num_blocks_of,
@@ -18,7 +21,7 @@ from kvferry.integrations.vllm.caches import (
 )
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
-from kvferry.integrations.vllm.scheduler import layer_windows
+from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.topology.description import ModelFingerprint
 
@@ -61,8 +64,13 @@ class WorkerHalf:
         self._has_news = False
         """Whether the scheduler half said something in this step."""
         self._refused: set[str] = set()
+        self._failed: set[str] = set()
         self._records: list[TransferRecord] = []
         self._progress: dict[str, tuple[int, int]] = {}
+        self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
+        """Whether vLLM finds a request by a block of its: it looks in one KV cache group only."""
+        self._first_blocks: dict[str, int] = {}
+        """Request id → a block of vLLM's; nothing of it and of those after it is loaded yet."""
         self._invalid_block_ids: set[int] = set()
         compat.ask_for_amx()
 
@@ -81,7 +89,8 @@ class WorkerHalf:
         """
         caches = layer_caches(self._vllm_config, self._kv_cache_config, kv_caches)
         groups = cache_groups(compat.of_all_stages(caches), self._vllm_config)
-        self._splits = {group.table: group.split for group in groups}
+        self._check_failures_can_be_told(groups)
+        self._groups = groups
         num_blocks = self._kv_cache_config.num_blocks
         context = ConnectorContext(
             config=self._config,
@@ -103,6 +112,28 @@ class WorkerHalf:
             handshake=self._pull.handshake_metadata(),
         )
 
+    def _check_failures_can_be_told(self, groups: Sequence[CacheGroup]) -> None:
+        """Before 0.30 a failed load is told by its blocks, whatever the request.
+
+        Raises:
+            ConfigError: vLLM would not find them, or go on behind blocks that were never filled.
+        """
+        if compat.release.takes_failed_requests or not self._config.is_consumer:
+            return
+        if not self._tells_blocks:
+            raise ConfigError(
+                f"KV cache: {len(self._kv_cache_config.kv_cache_groups)} KV cache groups; before "
+                "0.30 vLLM cannot be told that a load into several failed: where KV is loaded, "
+                "take --disable-hybrid-kv-cache-manager, or vLLM 0.30 or later"
+            )
+        windowed = any(keeps_a_part(group.geometry) for group in groups)
+        if windowed and self._config.kv_load_failure_policy == "recompute":
+            raise ConfigError(
+                "kv_load_failure_policy: recompute; before 0.30 vLLM does not compute a prompt "
+                "anew of which it keeps a window only: where KV is loaded, take fail, or vLLM 0.30 "
+                "or later"
+            )
+
     @property
     def handshake(self) -> RankHandshake | None:
         """What the scheduler half must know of this rank."""
@@ -113,35 +144,53 @@ class WorkerHalf:
         if metadata.news is not None:
             self.pull.start_load_kv(metadata.news)
             self._num_loading += len(metadata.news.loads)
+            if self._tells_blocks:
+                self._first_blocks |= {
+                    load.request_id: self._first_block(load) for load in metadata.news.loads
+                }
             self._mirrors = self._mirrors or bool(metadata.news.lent)
         self._refused.update(metadata.refused)
+        if self._tells_blocks:
+            self._first_blocks |= metadata.refused
         self._has_news = True
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> compat.KVConnectorTransferResults:
-        """What ended on this rank since the last step, each once."""
+    def _first_block(self, load: LoadSpec) -> int:
+        """The first of vLLM's blocks that a load fills."""
+        group = self._groups[0]
+        filled = load.target_block_ids[0][load.first_token // group.geometry.virtual_block_size :]
+        return next(block for block in filled if block) // group.split
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
+        """What ended on this rank since the last step, each once.
+
+        Its failures come again in two other ways: by blocks, for vLLM (before 0.30 it takes them in
+        this way only), and in the report to our other half.
+        """
         if not (self._has_news or self._mirrors or self._num_loading):
-            return compat.KVConnectorTransferResults()
+            return KVConnectorOutput()
         self._has_news = False
         output = self.pull.get_transfer_results(finished_req_ids)
         self._num_loading -= len(output.finished_recving)
         self._records, self._progress = output.transfer_records, output.transfer_progress
-        self._invalid_block_ids |= output.invalid_block_ids
         refused, self._refused = self._refused, set()
-        return compat.KVConnectorTransferResults(
-            finished_sending=output.finished_sending,
-            finished_recving=output.finished_recving | refused,
-            failed_recving=output.failed_recving | refused,
-        )
+        output.finished_recving |= refused
+        output.failed_recving |= refused
+        self._failed |= output.failed_recving
+        for request_id in output.finished_recving & self._first_blocks.keys():
+            block = self._first_blocks.pop(request_id)
+            if request_id in output.failed_recving:
+                self._invalid_block_ids.add(block)
+        return output
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Blocks of vLLM's whose load failed since the last call; for one KV cache group only."""
+        """Where loads failed since the last call, the first block of each; in one KV cache group.
+
+        vLLM counts nothing as computed from there on.
+        """
         if not self._invalid_block_ids:
             return set()
-        if len(self._kv_cache_config.kv_cache_groups) > 1:
-            self._invalid_block_ids.clear()
-            return set()
         found, self._invalid_block_ids = self._invalid_block_ids, set()
-        return {block // self._splits[0] for block in found}
+        return found
 
     def take_stats(self) -> LoadStats | None:
         """Figures of the loads that ended in this step."""
@@ -155,10 +204,10 @@ class WorkerHalf:
 
     def take_report(self) -> StepReport | None:
         """What else the scheduler half wants to know of this step."""
-        if not self._records and not self._progress:
+        if not self._records and not self._progress and not self._failed:
             return None
-        report = StepReport(self._records, self._progress)
-        self._records, self._progress = [], {}
+        report = StepReport(self._records, self._progress, self._failed)
+        self._records, self._progress, self._failed = [], {}, set()
         return report
 
     def close(self) -> None:

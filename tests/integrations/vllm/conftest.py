@@ -87,8 +87,10 @@ def write_tiny_llama(folder: Path, *, seed: int = 1234, **config: Any) -> Path:
     return folder
 
 
-def write_tiny_hybrid(folder: Path, *, window: int = 100, seed: int = 5) -> Path:
-    """A random Gemma 3 of four layers, two of which look at a window of tokens only."""
+def write_tiny_hybrid(
+    folder: Path, *, window: int = 100, seed: int = 5, full: str = "full_attention"
+) -> Path:
+    """A random Gemma 3 of four layers, of which two or all look at a window of tokens only."""
     import torch
     from safetensors.torch import save_file
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -106,7 +108,7 @@ def write_tiny_hybrid(folder: Path, *, window: int = 100, seed: int = 5) -> Path
         max_position_embeddings=4096,
         initializer_range=0.1,
         sliding_window=window,
-        layer_types=["sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", full] * 2,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
@@ -333,6 +335,23 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of layers with and without a window."""
     return write_tiny_hybrid(tmp_path_factory.mktemp("hybrid") / "gemma")
+
+
+@pytest.fixture(scope="session")
+def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which every layer has a window: one KV cache group."""
+    folder = tmp_path_factory.mktemp("windows") / "gemma"
+    return write_tiny_hybrid(folder, full="sliding_attention")
+
+
+@pytest.fixture(scope="session")
+def decodes_windows() -> dict[str, Any]:
+    """Settings with which decode takes models with windows in the installed release."""
+    from kvferry.integrations.vllm.compat import release
+
+    if release.takes_failed_requests:
+        return {}
+    return {"d_disable_hybrid_kv_cache_manager": True, "d_enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="session")

@@ -289,11 +289,13 @@ def test_a_request_with_another_adapter_is_refused(
 
 
 @pytest.fixture(params=["llama", "windows"])
-def embeddings_pair(request, start, start_pair, tiny_llama, tiny_hybrid):
+def embeddings_pair(request, start, start_pair, tiny_llama, tiny_hybrid, decodes_windows):
     """A single engine and a pair that take embeddings."""
-    model = {"llama": tiny_llama, "windows": tiny_hybrid}[request.param]
+    model, own = {"llama": (tiny_llama, {}), "windows": (tiny_hybrid, decodes_windows)}[
+        request.param
+    ]
     settings = {"enable_prompt_embeds": True, "extra": QUICK}
-    pair = start_pair(p_model=model, d_model=model, policy="fail", **settings)
+    pair = start_pair(p_model=model, d_model=model, policy="fail", **settings, **own)
     return start(None, model, **settings), *pair
 
 

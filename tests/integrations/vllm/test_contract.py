@@ -104,9 +104,9 @@ def test_the_installed_release_fits():
     check_release(vllm.__version__)
 
 
-@pytest.mark.parametrize("version", ["0.29.2", "0.9.2", "dev"])
+@pytest.mark.parametrize("version", ["0.28.2", "0.9.2", "dev"])
 def test_an_older_release_is_refused_by_name(version):
-    with pytest.raises(ImportError, match=rf"this is vLLM {version}.*made for vLLM 0\.30 to 0\.32"):
+    with pytest.raises(ImportError, match=rf"this is vLLM {version}.*made for vLLM 0\.29 to 0\.32"):
         check_release(version)
 
 

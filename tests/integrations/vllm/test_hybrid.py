@@ -4,11 +4,21 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
+from kvferry.errors import ConfigError
+from kvferry.integrations.vllm.compat import release
+
+finds_prefixes = pytest.mark.skipif(
+    not release.takes_failed_requests,
+    reason="before 0.30 decode takes such models without its prefix cache",
+)
 LENGTHS = (5, 99, 101, 163, 164, 165, 228, 229, 400, 900)
 
 
-def pair_of(start_pair, model, **settings):
-    return start_pair(p_model=model, d_model=model, **settings)
+@pytest.fixture
+def pair_of(start_pair, decodes_windows):
+    return lambda model, **settings: start_pair(
+        p_model=model, d_model=model, **(decodes_windows | settings)
+    )
 
 
 def generated(outputs):
@@ -21,11 +31,11 @@ def test_windows_are_groups_of_their_own(start, tiny_hybrid):
     assert sorted(windows, key=str) == [100, None]
 
 
-def test_tokens_are_those_of_a_single_engine(start, start_pair, tiny_hybrid, random_prompt):
+def test_tokens_are_those_of_a_single_engine(start, pair_of, tiny_hybrid, random_prompt):
     # Lengths at which the window begins at the first token of a block, and beside it.
     prompts = [random_prompt(length) for length in LENGTHS]
     expected = generated(start(None, tiny_hybrid).generate(prompts))
-    prefill, decode = pair_of(start_pair, tiny_hybrid)
+    prefill, decode = pair_of(tiny_hybrid)
     params = prefill.prefill(prompts)
     assert [p["remote_num_tokens"] for p in params] == [length - 1 for length in LENGTHS]
     assert generated(decode.generate(prompts, params)) == expected
@@ -35,10 +45,10 @@ def test_tokens_are_those_of_a_single_engine(start, start_pair, tiny_hybrid, ran
     assert (prefill.used_blocks, decode.used_blocks) == (0, 0)
 
 
-def test_the_first_token_may_come_from_prefill(start, start_pair, tiny_hybrid, random_prompt):
+def test_the_first_token_may_come_from_prefill(start, pair_of, tiny_hybrid, random_prompt):
     prompt = random_prompt(164)
     expected = generated(start(None, tiny_hybrid).generate([prompt]))
-    prefill, decode = pair_of(start_pair, tiny_hybrid)
+    prefill, decode = pair_of(tiny_hybrid)
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "keep_first_token": True}
     (output,) = prefill.generate([prompt], [asked], max_tokens=1)
     first = list(output.outputs[0].token_ids)
@@ -46,17 +56,19 @@ def test_the_first_token_may_come_from_prefill(start, start_pair, tiny_hybrid, r
     assert [first + generated(rest)[0]] == expected
 
 
-def test_loaded_windows_serve_as_prefix_hits(start, start_pair, tiny_hybrid, random_prompt):
+@finds_prefixes
+def test_loaded_windows_serve_as_prefix_hits(start, pair_of, tiny_hybrid, random_prompt):
     shared = random_prompt(320)
     prompts = [shared + random_prompt(90), shared + random_prompt(40)]
     expected = generated(start(None, tiny_hybrid).generate(prompts))
-    prefill, decode = pair_of(start_pair, tiny_hybrid)
+    prefill, decode = pair_of(tiny_hybrid)
     found = []
     for prompt in prompts:
         found += generated(decode.generate([prompt], prefill.prefill([prompt])))
     assert found == expected
 
 
+@finds_prefixes
 @pytest.mark.parametrize(
     "settings",
     [
@@ -68,14 +80,32 @@ def test_loaded_windows_serve_as_prefix_hits(start, start_pair, tiny_hybrid, ran
     ids=["larger blocks", "no windows"],
 )
 def test_blocks_that_a_load_fills_in_part_are_no_prefix_hits(
-    start, start_pair, tiny_hybrid, random_prompt, settings
+    start, pair_of, tiny_hybrid, random_prompt, settings
 ):
     prompt = random_prompt(64 * 5 + 101)
     follower = prompt[: 128 * 3 + 6] + random_prompt(30)
     expected = generated(start(None, tiny_hybrid).generate([prompt, follower]))
-    prefill, decode = pair_of(start_pair, tiny_hybrid, **settings)
+    prefill, decode = pair_of(tiny_hybrid, **settings)
     found = generated(decode.generate([prompt], prefill.prefill([prompt])))
     assert decode.prompt_tokens_from("external_kv_transfer") == len(prompt) - 1
     found += generated(decode.generate([follower]))
     assert decode.prompt_tokens_from("local_cache_hit") == 0
     assert found == expected
+
+
+def test_several_groups_are_refused_where_vllm_cannot_be_told_that_a_load_failed(
+    start, tiny_hybrid, monkeypatch
+):
+    monkeypatch.setattr(release, "takes_failed_requests", False)
+    start("kv_producer", tiny_hybrid)  # it loads nothing
+    with pytest.raises(ConfigError, match=r"2 KV cache groups; before 0\.30.*--disable-hybrid-kv"):
+        start("kv_consumer", tiny_hybrid)
+
+
+def test_so_are_windows_alone_if_a_prompt_would_have_to_be_computed_anew(
+    start, tiny_windows, monkeypatch
+):
+    monkeypatch.setattr(release, "takes_failed_requests", False)
+    start("kv_consumer", tiny_windows, policy="fail")
+    with pytest.raises(ConfigError, match=r"kv_load_failure_policy: recompute; before 0\.30"):
+        start("kv_consumer", tiny_windows, policy="recompute")

@@ -12,6 +12,11 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
+from kvferry.integrations.vllm.compat import release
+
+if not release.serves_states:
+    pytest.skip("older releases do not zero what a load leaves", allow_module_level=True)
+
 import torch
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -22,11 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import cache_groups, layer_caches, num_blocks_of, tensors_of
-from kvferry.integrations.vllm.compat import release
 from kvferry.topology import group_mismatches, plan_transfer, run_copies
-
-if not release.serves_states:
-    pytest.skip("older releases do not zero what a load leaves", allow_module_level=True)
 
 NUM_BLOCKS = 6
 BLOCK_SIZE = 64

@@ -10,6 +10,7 @@ module       how that release differs from the next newer one
 ``v0_32``    the newest: what ``release`` answers; newer releases are tried with it
 ``v0_31``    does not ask what a load fills, nor where loaded tokens come from
 ``v0_30``    KV cache specs do not say whether DCP shares the tokens: it always does
+``v0_29``    a failed load is told by its blocks, of one KV cache group; no cache manager
 ===========  ===========================================================================
 """
 
@@ -28,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -52,7 +52,6 @@ __all__ = [
     "KVConnectorPromMetrics",
     "KVConnectorRole",
     "KVConnectorStats",
-    "KVConnectorTransferResults",
     "KVConnectorWorkerMetadata",
     "RequestStatus",
     "SupportsHMA",

@@ -1,7 +1,10 @@
 """vLLM 0.32, for which the adapter is written. Newer releases are tried as this one."""
 
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from kvferry.connectors.base import KVConnectorOutput
 
 
 class Release:
@@ -24,12 +27,33 @@ class Release:
     """Whether caches that keep scales beside their values are served: how they are packed was
     compared with this release."""
 
+    gives_cache_manager: ClassVar[bool] = True
+    """Whether vLLM hands a connector its cache manager."""
+
+    takes_failed_requests: ClassVar[bool] = True
+    """Whether vLLM can be told which request's load failed. Otherwise it looks for its blocks,
+    which it can in one KV cache group only."""
+
     @cached_property
     def cache_hit_source(self) -> Any:
         """Where loaded tokens come from, for vLLM's figures: a peer."""
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
         return CacheHitSource.P2P
+
+    @cached_property
+    def _results(self) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        return KVConnectorTransferResults
+
+    def transfer_results(self, output: "KVConnectorOutput") -> Any:
+        """What ended on a rank, in vLLM's words; before 0.30 vLLM never asks for it in one."""
+        return self._results(
+            finished_sending=output.finished_sending,
+            finished_recving=output.finished_recving,
+            failed_recving=output.failed_recving,
+        )
 
     def is_dcp_sharded(self, spec: Any) -> bool:
         """Whether DCP ranks share the tokens of a layer's cache; otherwise each holds all."""
