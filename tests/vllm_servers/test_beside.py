@@ -16,7 +16,9 @@ from benchmarks.vllm_servers.client import complete
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import Shape
+from benchmarks.vllm_servers.server import NEWEST_VLLM, VLLM
 
+pytestmark = pytest.mark.skipif(VLLM != NEWEST_VLLM, reason="shown with the newest release only")
 PLUGIN = Path(__file__).parent / "plugin"
 BLOCK = 64
 """Tokens; the tier keeps whole blocks."""

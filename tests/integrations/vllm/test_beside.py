@@ -11,7 +11,11 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import KVFerryConnector, compat
+from kvferry.integrations.vllm.compat import release
 from kvferry.integrations.vllm.config import transfer_config
+
+if release.lacks:
+    pytest.skip("shown with the newest release only", allow_module_level=True)
 
 EXTERNAL = "external_kv_transfer"
 KEPT = {"cluster_key": "a key of the whole cluster", "lease_duration_s": 3600.0}
@@ -265,6 +269,15 @@ def test_a_second_connector_between_engines_is_refused(start, order):
     }
     with pytest.raises(ConfigError, match="KVFerryConnector stands beside KVFerryConnector"):
         start("kv_both", **{order: [ours]})
+
+
+def test_another_connector_is_refused_where_vllm_gives_no_cache_manager(start, order, monkeypatch):
+    monkeypatch.setattr(release, "gives_cache_manager", False)
+    start("kv_both").close()
+    with pytest.raises(
+        ConfigError, match=r"MultiConnector: before 0\.30 .* KVFerryConnector alone"
+    ):
+        start("kv_both", **{order: [tier()]})
 
 
 def test_the_example_in_the_docs_is_valid():
