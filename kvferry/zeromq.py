@@ -45,7 +45,10 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 CONNECTION_LOST: dict[int, str] = {
-    zmq.Event.CLOSED: "it cannot be connected to",
+    zmq.Event.CLOSED: (
+        "it cannot be connected to; open the port to this machine, or set host of the other engine "
+        "to an address that this machine reaches"
+    ),
     zmq.Event.DISCONNECTED: "the connection broke",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (
         "the connection broke before it was set up: the other side was just ending, or the two "

@@ -1,6 +1,7 @@
 """The wrong turns that docs/vllm.md knows, and what its table says that the log says of each."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 _PAGE = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text(encoding="utf-8")
@@ -9,13 +10,16 @@ LINES: dict[str, str] = dict(re.findall(r"^\| ([^|]+) \| `([^`|]+)` \|", _TABLE,
 """Wrong turn → the line, of which ``…`` may be anything."""
 
 
-def assert_told(turn: str, line: str) -> None:
-    """The page has this line, which is one, for a wrong turn; what stands before it is free."""
-    assert "\n" not in line
+def told_among(turn: str, lines: Iterable[str]) -> list[str]:
+    """Those that end as the page says for a wrong turn; what stands before is free."""
     wanted = ".*".join(re.escape(part) for part in LINES[turn].split("…"))
-    assert re.search(rf"(^|: ){wanted}$", line), (
-        f"{turn}: the page has {wanted!r}, this is {line!r}"
-    )
+    return [line for line in lines if re.search(rf"(^|: |\] ){wanted}$", line)]
+
+
+def assert_told(turn: str, line: str) -> None:
+    """A message is one line, and the one that the page has for a wrong turn."""
+    assert "\n" not in line
+    assert told_among(turn, [line]), f"{turn}: the page has {LINES[turn]!r}, this is {line!r}"
 
 
 def assert_all_are_provoked(test_file: str) -> None:

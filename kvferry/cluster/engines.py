@@ -40,6 +40,9 @@ class EngineDownError(ApiError):
 VLLM_LOAD_FAILED = "Internal server error"
 """All that a server of vLLM says of a load that failed under its policy ``fail``."""
 
+NOT_REACHED = "not reached yet"
+"""What there is to say of an engine before its first health check has ended."""
+
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
 _REASON_LENGTH = 4096
@@ -161,7 +164,7 @@ class Engine:
     is_slow: bool = False
     """Whether it is not healthy only because its last health check was not answered in time. It
     took the connection, so it is not dead."""
-    last_error: str = "not reached yet"
+    last_error: str = NOT_REACHED
     """Why it is not healthy."""
     max_model_len: int | None = None
     """Longest sequence in tokens, once it told."""
@@ -316,6 +319,11 @@ class Engine:
             reached=True,
         )
         return False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no health check of it has ended yet."""
+        return self.last_error == NOT_REACHED
 
     @property
     def is_staying(self) -> bool:

@@ -73,10 +73,13 @@ class EnginePool:
         Raises:
             NoEngineError: 503; every engine is down or leaving, or was tried.
         """
-        if not self.fit(tried) and not self.dispensable and self.engines:
-            # One that has just come back is not known yet.
-            probes = [engine.probing() for engine in self.engines]
-            await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
+        if not self.fit(tried):
+            # One that has just been entered is not known yet, nor one that has just come back;
+            # for the latter nobody waits where it can be done without.
+            asked = [each for each in self.engines if each.is_new or not self.dispensable]
+            if asked:
+                probes = [engine.probing() for engine in asked]
+                await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
         fit = self.fit(tried) or self.slow(tried)
         if not fit:
             raise NoEngineError(

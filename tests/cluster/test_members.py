@@ -1,6 +1,7 @@
 """Engines that come, change and leave while a router serves."""
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -13,7 +14,7 @@ from kvferry.cluster import engine_client, engines, members
 from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.engines import Engine
 from kvferry.cluster.lists import engines_behind, engines_in
-from kvferry.cluster.members import Members
+from kvferry.cluster.members import EnginePool, Members, NoEngineError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 from kvferry.errors import ConfigError
@@ -623,3 +624,26 @@ def test_a_name_stands_for_all_its_addresses(follow, monkeypatch):
     )
     found.remove("127.0.0.3")
     until(lambda: len(names()) == 2)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_requests_wait_for_the_first_health_check_of_a_prefill_engine_and_not_for_later_ones(
+    monkeypatch, is_new
+):
+    """As a router's first request may come before it knows that its prefill engine is there."""
+
+    async def probe(engine):
+        await asyncio.sleep(0)
+        engine.up()
+
+    async def pick():
+        pool = EnginePool("prefill", 1.0, dispensable=True)
+        pool.engines.append(Engine("p0", "http://p0", "prefill", client=None))
+        if not is_new:
+            pool.engines[0].down("it has ended", reached=False)
+        return await pool.pick()
+
+    monkeypatch.setattr(Engine, "probe", probe)
+    monkeypatch.setattr(members, "RECOVERY_WAIT_S", 60.0)
+    with contextlib.nullcontext() if is_new else pytest.raises(NoEngineError):
+        assert asyncio.run(pick()).name == "p0"

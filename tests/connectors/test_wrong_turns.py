@@ -13,6 +13,7 @@ from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.zeromq import curve_keypair
 from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
+from tests.load import until
 from tests.wrong_turns import assert_all_are_provoked, assert_told
 
 OpenEngine = Callable[..., FakeEngine]
@@ -110,6 +111,12 @@ def test_peers_without_the_prefill_engine(open_engine):
         "`peers` lacks the prefill server, and there is no cluster key",
         refused(pair, pair.prefill("r", 21)),
     )
+
+
+def test_peers_that_are_not_there(open_engine, caplog):
+    open_engine("d", TARGET, peers=["127.0.0.1:1"])
+    (line,) = until(lambda: caplog.messages)
+    assert_told("`peers` names a server that is not there", line)
 
 
 # ---- keys ---------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ request names any more may have left for good."""
 REFUSED_RETRY_S = 10.0
 """Pause after a refused handshake: only a restart of the other side can change the answer."""
 
+_ASKED_AGAIN = "; peers names it, so it is asked until it answers: start it, or correct peers"
+
 
 class LoadState(enum.Enum):
     """Where a load stands."""
@@ -376,9 +378,10 @@ class Sources:
         """Remembers what went wrong with a source; tells of it once, not at every attempt."""
         if str(error) != str(source.error):
             text = f"{what} with {source.address}: {type(error).__name__}: {error}"
-            # Each load that fails for it has a line of its own, unlike a peer that none names yet.
-            told = logging.WARNING if source.configured else logging.INFO
-            logger.log(told, "%s", text)
+            # A load that fails for it has a line of its own; a peer may have no load yet.
+            is_told = source.configured or what == "renewal"
+            told = logging.WARNING if is_told else logging.INFO
+            logger.log(told, "%s%s", text, _ASKED_AGAIN if _is_absent(source, error) else "")
             self._note_error(what, text)
         source.error = error
         source.failed_at = self._clock()
@@ -540,6 +543,11 @@ class Sources:
         load.record.fail(self._clock(), f"{type(error).__name__}: {error}")
         load.error = error
         load.state = LoadState.FAILED
+
+
+def _is_absent(source: Source, error: KVFerryError) -> bool:
+    """Whether a peer that we were told of was never there."""
+    return source.configured and source.description is None and isinstance(error, PeerLostError)
 
 
 def _silent(source: Source) -> PeerLostError:
