@@ -41,8 +41,12 @@ VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-$(call digest,$(VLLM_REQUIREMENTS) pyproject.toml constraints.txt)
 
-# vLLM's own example proxy is in its source archive only.
-VLLM_PROXY := $(VLLM_VENV)/examples/toy_proxy_server.py
+# vLLM's own example proxies are in its source archive only.
+VLLM_PROXY := $(VLLM_VENV)/examples/disagg_proxy_multiturn.py
+
+# A router of others, for the tests that stand it in front of vLLM servers.
+ROUTERS_VENV := .venv-routers
+ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed-vllm-router-0.1.17
 
 # Test files share processes, because fixtures with processes of their own belong to a file. They
 # run in their order: sorted by their number of tests, the longest would come last and run alone.
@@ -63,7 +67,7 @@ demo-ray: $(RAY_INSTALLED)
 test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser collector)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
 
-test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY))
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY) $(ROUTERS_INSTALLED))
 	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
 	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(BIN)/python -m pytest \
 	    -m "$(if $(SHORT),vllm and not slow,vllm)" \
@@ -138,7 +142,14 @@ $(VLLM_PROXY): $(VLLM_INSTALLED)
 	@mkdir -p $(@D)
 	VLLM_VERSION_OVERRIDE=$(VLLM) VLLM_TARGET_DEVICE=empty $(VLLM_BIN)/python -m pip \
 	    download --no-deps --no-build-isolation --no-binary vllm -d $(@D) vllm==$(VLLM)
-	tar -xzf $(@D)/vllm-$(VLLM).tar.gz -C $(@D) --strip-components 5 \
-	    vllm-$(VLLM)/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
+	tar -xzf $(@D)/vllm-$(VLLM).tar.gz -C $(@D) --transform 's|.*/||' \
+	    vllm-$(VLLM)/tests/v1/kv_connector/nixl_integration/toy_proxy_server.py \
+	    vllm-$(VLLM)/examples/disaggregated/disaggregated_serving/disagg_proxy_multiturn.py
 	@rm $(@D)/vllm-$(VLLM).tar.gz
+	@touch $@
+
+$(ROUTERS_INSTALLED): | $(BIN)/python
+	$(PYTHON) -m venv $(ROUTERS_VENV)
+	$(ROUTERS_VENV)/bin/python -m pip --disable-pip-version-check install \
+	    vllm-router==0.1.17
 	@touch $@

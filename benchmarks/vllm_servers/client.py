@@ -47,9 +47,10 @@ def complete(
     kv_transfer_params: Mapping[str, Any] | None = None,
     request_id: str | None = None,
     cache_salt: str | None = None,
+    data_parallel_rank: int | None = None,
     timeout_s: float = ANSWER_S,
 ) -> Completion:
-    """Greedy tokens after a prompt of token ids.
+    """Greedy tokens after a prompt of token ids, at one data-parallel engine or whichever.
 
     Raises:
         RefusalError: the server answered with an error.
@@ -59,6 +60,8 @@ def complete(
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     headers = {} if request_id is None else {"X-Request-Id": request_id}
+    if data_parallel_rank is not None:
+        headers["X-data-parallel-rank"] = str(data_parallel_rank)
     answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
     if answer.status_code != httpx.codes.OK:
         raise RefusalError(answer.status_code, answer.text)
@@ -110,8 +113,19 @@ def _body(
 
 
 def metrics(url: str) -> dict[str, float]:
-    """All samples of a server's ``/metrics``: by name and labels, engine and model left out."""
+    """All samples of a server's ``/metrics``: by name and labels without the model, added up over
+    its engines.
+    """
     samples: dict[str, float] = {}
+    for engine in engine_metrics(url).values():
+        for name, value in engine.items():
+            samples[name] = samples.get(name, 0.0) + value
+    return samples
+
+
+def engine_metrics(url: str) -> dict[str, dict[str, float]]:
+    """The same by data-parallel engine: "0", "1", and "" for what is of none."""
+    engines: dict[str, dict[str, float]] = {}
     text = httpx.get(f"{url}/metrics", timeout=ANSWER_S).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -121,5 +135,6 @@ def metrics(url: str) -> dict[str, float]:
                 if key not in ("engine", "model_name")
             }
             shown = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
-            samples[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
-    return samples
+            name = f"{sample.name}{{{shown}}}" if shown else sample.name
+            engines.setdefault(sample.labels.get("engine", ""), {})[name] = sample.value
+    return engines

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from benchmarks.vllm_servers.ports import free_port
+from benchmarks.vllm_servers.ports import free_port, free_ports
 
 Role = Literal["kv_producer", "kv_consumer"]
 
@@ -39,7 +39,7 @@ class KVFerry:
             "kv_connector_module_path": "kvferry.integrations.vllm",
             "kv_role": role,
             "engine_id": engine,
-            "kv_port": free_port(),
+            "kv_port": free_ports(2),  # the second one is a second data-parallel engine's
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": dict(self.extra),
         }

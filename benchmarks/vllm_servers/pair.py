@@ -34,6 +34,7 @@ class Shape:
     block_size: int = 128
     tp: int = 1
     pp: int = 1
+    dp: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def pair_options(
             block_size=shape.block_size,
             tp=shape.tp,
             pp=shape.pp,
+            dp=shape.dp,
             transfer=transfer,
             environment=connector.environment(),
             **options,

@@ -46,6 +46,7 @@ class ServerOptions:
     block_size: int = 128
     tp: int = 1
     pp: int = 1
+    dp: int = 1
     transfer: Mapping[str, Any] | None = None
     """``--kv-transfer-config``."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -74,6 +75,7 @@ class ServerOptions:
             "kv-cache-memory-bytes": self.kv_cache_bytes,
             "tensor-parallel-size": self.tp,
             "pipeline-parallel-size": self.pp,
+            "data-parallel-size": self.dp,
         }
         # A test run that is killed leaves no servers behind.
         command = ["setpriv", "--pdeathsig", "TERM"]
@@ -93,7 +95,7 @@ class ServerOptions:
 
     def variables(self, sockets: Path) -> dict[str, str]:
         """The environment of the server's processes."""
-        several = self.tp * self.pp > 1
+        several = self.tp * self.pp * self.dp > 1
         path = (*self.path, *([_SITE] if several else []), ROOT)
         chosen = {
             "PYTHONPATH": os.pathsep.join(map(str, path)),

@@ -1,6 +1,7 @@
 """Servers are started once per shape; a single one, without a connector, tells the right tokens."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ import pytest
 
 from benchmarks.vllm_servers.client import complete
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
-from benchmarks.vllm_servers.ports import free_port
-from benchmarks.vllm_servers.server import PYTHON, ServerOptions
+from benchmarks.vllm_servers.ports import free_port, free_ports
+from benchmarks.vllm_servers.server import PYTHON, ROOT, ServerOptions
 
 collect_ignore = ["plugin"]
 """What servers import, vLLM among it, is no test."""
+ROUTERS = ROOT / os.environ.get("KVFERRY_TEST_ROUTERS", ".venv-routers") / "bin" / "python"
+"""The environment of ``vllm-router``; `make test-vllm` sets it up."""
 PROXY = PYTHON.parents[1] / "examples" / "toy_proxy_server.py"
 _RUNNING = []
 """Servers whose logs are shown beside a failure."""
@@ -100,6 +103,31 @@ def start_vllms_proxy(tmp_path_factory):
         return in_front(command, f"http://127.0.0.1:{port}", "/healthcheck", log)
 
     return starting
+
+
+@pytest.fixture
+def through(tmp_path):
+    """``through(proxy, pair)`` is a context manager over the URL of a proxy."""
+
+    def starting(proxy, pair, *more):
+        port = free_ports(2)
+        command, health = proxy(pair.prefill.url, pair.decode.url, port, *more)
+        program = Path(command[1] if command[1] != "-m" else command[0])
+        if not program.exists():
+            pytest.skip(f"{program} is not there; `make test-vllm` sets it up")
+        return in_front(command, f"http://127.0.0.1:{port}", health, tmp_path / "proxy.log")
+
+    return starting
+
+
+def vllm_router(prefill, decode, port, *more):
+    """Command and path that answers, for the fixture ``through``."""
+    command = [str(ROUTERS), "-m", "vllm_router.launch_router", "--port", str(port)]
+    command += ["--prometheus-port", str(port + 1), "--vllm-pd-disaggregation"]
+    command += ["--prefill", prefill, "--decode", decode, "--policy", "round_robin", *more]
+    # A server on a busy machine is slow, not gone.
+    command += ["--disable-circuit-breaker", "--health-failure-threshold", "1000"]
+    return command, "/health"
 
 
 @contextlib.contextmanager
