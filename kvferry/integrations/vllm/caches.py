@@ -221,7 +221,7 @@ def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int) -> int:
         ConfigError: this rank's number does not say.
     """
     tp = vllm_config.parallel_config.tensor_parallel_size
-    total = int(vllm_config.model_config.get_total_num_kv_heads())
+    total = int(compat.model_of_layer(vllm_config, name).get_total_num_kv_heads())
     if max(1, total // tp) == on_this_rank:
         return total
     if tp == 1 or on_this_rank > 1:  # another number than most layers have

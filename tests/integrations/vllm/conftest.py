@@ -307,6 +307,18 @@ _started: list[Any] = []
 """An engine that is collected takes the process's parallel groups with it, and so all others."""
 
 
+def assert_all_arrived(sent: Sequence[Any], received: Sequence[Any], leases: int) -> None:
+    """Every cell of every lease, of attention and of states, arrived bit for bit."""
+    from kvferry.connectors.records import digest_mismatch
+
+    assert {record.lease_id for record in received} == {record.lease_id for record in sent}
+    assert len(received) == len(sent) == leases
+    for record in received:
+        lent = [each for each in sent if each.lease_id == record.lease_id]
+        assert record.ok
+        assert digest_mismatch(lent, [record]) is None
+
+
 def tokens(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -417,3 +429,23 @@ def start_pair(start: Callable[..., Engine]) -> Callable[..., tuple[Engine, Engi
         )
 
     return pair
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], list[Any]]:
+    """``records(engine)`` is a list to which the records of its transfers are added."""
+
+    def of(engine: Engine) -> list[Any]:
+        found: list[Any] = []
+        pull = engine.worker._worker.pull
+        get = pull.get_transfer_results
+
+        def get_transfer_results(finished: set[str]) -> Any:
+            output = get(finished)
+            found.extend(output.transfer_records)
+            return output
+
+        monkeypatch.setattr(pull, "get_transfer_results", get_transfer_results)
+        return found
+
+    return of

@@ -32,7 +32,8 @@ from kvferry.integrations.vllm.caches import cache_groups, layer_caches
 from kvferry.topology import plan_transfer, run_copies
 
 ATTENTION = "model.layers.0.self_attn.attn"
-INDEXER = "model.layers.0.self_attn.indexer.k_cache"
+DRAFTS = ("draft_model.model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
+"""What vLLM calls a layer of a draft model, and the first one of MTP or EAGLE."""
 NUM_BLOCKS = 24
 NUM_TOKENS = 45
 PAD = -1
@@ -46,7 +47,7 @@ def latent(block_size=64, **changes):
     return MLAAttentionSpec(block_size=block_size, **values | changes)
 
 
-def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1):
+def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1, draft_heads=None):
     """The parts of vLLM's config that are looked at."""
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASHMLA"))
     return SimpleNamespace(
@@ -57,9 +58,15 @@ def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1):
             cp_kv_cache_interleave_size=turn,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: num_kv_heads),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: num_kv_heads, get_total_num_hidden_layers=lambda: 1
+        ),
+        speculative_config=draft_heads
+        and SimpleNamespace(
+            draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: draft_heads)
+        ),
         compilation_config=SimpleNamespace(
-            static_forward_context={ATTENTION: layer, INDEXER: layer}
+            static_forward_context=dict.fromkeys((ATTENTION, *DRAFTS), layer)
         ),
     )
 
@@ -99,6 +106,24 @@ def test_a_kernel_may_see_a_block_as_several():
     (group,) = describe(engine(), {ATTENTION: latent(128)}, kernel_block=64)
     assert (group.split, group.geometry.block_size) == (2, 64)
     assert group.block_ids([[3, 0, 5]]) == [6, 7, 0, 0, 10, 11]
+
+
+# ---- speculative decoding ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_heads_of_a_draft_are_divided_as_its_own_model_says(draft, tp):
+    config = engine(tp=tp, num_kv_heads=4, draft_heads=2)
+    specs = {
+        name: FullAttentionSpec(
+            block_size=16, num_kv_heads=max(1, heads // tp), head_size=64, dtype=torch.bfloat16
+        )
+        for name, heads in ((ATTENTION, 4), (draft, 2))
+    }
+    groups = describe(config, specs)
+    heads = {group.geometry.layer_names: group.geometry.num_kv_heads for group in groups}
+    assert heads == {(ATTENTION,): 4, (draft,): 2}
 
 
 # ---- decode context parallelism ---------------------------------------------------------------

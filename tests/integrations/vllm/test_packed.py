@@ -192,6 +192,7 @@ class Engine:
                 num_gpu_blocks_override=NUM_BLOCKS,
                 prefix_cache_retention_interval=None,
             ),
+            speculative_config=None,
             attention_config=SimpleNamespace(hisparse_config=None),
             model_config=SimpleNamespace(
                 dtype=torch.bfloat16, get_total_num_kv_heads=lambda: num_kv_heads

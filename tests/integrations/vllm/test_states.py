@@ -8,9 +8,9 @@ import torch
 from vllm.distributed import parallel_state
 
 from benchmarks.vllm_servers.recurrent import write_falcon_h1, write_qwen3_next
-from kvferry.connectors.records import digest_mismatch
 from kvferry.errors import TransferError
 from kvferry.integrations.vllm.compat import release
+from tests.integrations.vllm.conftest import assert_all_arrived
 
 if not release.serves_states:
     pytest.skip("older releases do not zero what a load leaves", allow_module_level=True)
@@ -72,25 +72,6 @@ def start_model(start, model):
     return starting
 
 
-@pytest.fixture
-def records(monkeypatch):
-    """``records(engine)`` is a list to which the records of its transfers are added."""
-
-    def of(engine):
-        found, pull = [], engine.worker._worker.pull
-        get = pull.get_transfer_results
-
-        def get_transfer_results(finished):
-            output = get(finished)
-            found.extend(output.transfer_records)
-            return output
-
-        monkeypatch.setattr(pull, "get_transfer_results", get_transfer_results)
-        return found
-
-    return of
-
-
 def generated(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -102,16 +83,6 @@ def poison(engine):
         cache = getattr(layer, "kv_cache", ())
         for tensor in (cache,) if isinstance(cache, torch.Tensor) else cache:
             tensor[1:].fill_(float("nan"))  # the null block stays as vLLM made it
-
-
-def assert_all_arrived(sent, received, leases):
-    """Every cell of every lease, of attention and of states, arrived bit for bit."""
-    assert {record.lease_id for record in received} == {record.lease_id for record in sent}
-    assert len(received) == len(sent) == leases
-    for record in received:
-        lent = [each for each in sent if each.lease_id == record.lease_id]
-        assert record.ok
-        assert digest_mismatch(lent, [record]) is None
 
 
 def test_tokens_are_those_of_a_single_engine_and_every_cell_arrives(

@@ -191,6 +191,20 @@ def attention_layer(vllm_config: Any, layer_name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[layer_name]
 
 
+def model_of_layer(vllm_config: Any, layer_name: str) -> Any:
+    """The config of the model that a layer belongs to: the engine's, or the one that drafts.
+
+    A draft model's layers are called so; MTP's and EAGLE's are numbered behind those of the model.
+    """
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None:
+        return model
+    numbers = (int(part) for part in layer_name.split(".") if part.isdigit())
+    is_behind = next(numbers, 0) >= model.get_total_num_hidden_layers()
+    return draft if is_behind or layer_name.startswith("draft_model.") else model
+
+
 def backend_of(layer: Any) -> str:
     """Name of the attention backend that computes a layer."""
     return str(layer.get_attn_backend().get_name())
