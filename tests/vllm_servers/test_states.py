@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # three servers star
 PLUGIN = Path(__file__).parent / "plugin"
 LENGTHS = (5, 100, 639, 641, 642, 1300)
 """Tokens, with blocks of 640 or so."""
+TIE_NATS = 0.1
+"""A lone server has no opinion about two tokens whose chances differ by less."""
 NO_PREFIXES = ("--no-enable-prefix-caching",)
 """vLLM's mode ``none`` for states; with prefix caching it is ``align``."""
 
@@ -122,15 +124,20 @@ def assert_every_cell_arrived(recorded, leases):
 
 def test_one_request_at_a_time_has_a_lone_servers_tokens(recorded, model, reference, prompt_of):
     pair, before = recorded.pair, len(recorded.records("recv"))
-    equal = 0
+    ties = []
     for length in LENGTHS:
         prompt = prompt_of(length)
         external = pair.external_tokens()
-        equal += pair.ask(prompt).tokens == reference.tokens(model, prompt)
+        tokens, alone = pair.ask(prompt).tokens, reference.tokens(model, prompt)
         assert pair.external_tokens() - external == length - 1
+        for at, (ours, theirs) in enumerate(zip(tokens, alone, strict=True)):
+            if ours != theirs:
+                ties.append(reference.less_likely(model, [*prompt, *alone[:at]], ours))
+                break
     assert_every_cell_arrived(recorded, before + len(LENGTHS))
-    assert equal >= (len(LENGTHS) // 2 if "bfloat16" in model.arguments else len(LENGTHS))
-    print(f"{equal} of {len(LENGTHS)} answers are a lone server's")
+    equal = len(LENGTHS) - len(ties)
+    print(f"{equal} of {len(LENGTHS)} answers are a lone server's, {ties=}")
+    assert all(tie < TIE_NATS for tie in ties)
     assert pair.idle()
 
 

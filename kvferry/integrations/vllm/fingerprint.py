@@ -36,13 +36,12 @@ _OUTSIDE_DIGEST = ("_name_or_path", "dtype", "torch_dtype", "transformers_versio
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
-def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...], weights: str) -> ModelFingerprint:
-    """The fingerprint of an engine's model.
+def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> ModelFingerprint:
+    """The fingerprint of an engine's model, without its weights.
 
     Args:
-        vllm_config: the engine's config.
+        vllm_config: the engine's config, where the model has been built.
         groups: its KV cache.
-        weights: digest of its weights.
     """
     model = vllm_config.model_config
     config = _canonical(model.hf_config.to_dict())
@@ -58,7 +57,7 @@ def fingerprint(vllm_config: Any, groups: tuple[CacheGroup, ...], weights: str) 
         dtype=_dtypes(attention),
         rope=json.dumps(rope, sort_keys=True),
         config_digest=digest_of({"config": config, "engine": _engine_settings(vllm_config)}),
-        weights_digest=weights,
+        weights_digest="",
     )
 
 

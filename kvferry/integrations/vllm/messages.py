@@ -10,6 +10,7 @@ from kvferry.integrations.vllm.compat import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+from kvferry.topology.description import ModelFingerprint
 
 
 @dataclass
@@ -32,6 +33,9 @@ class RankHandshake(KVConnectorHandshakeMetadata):
     """Of the engine; decided by rank 0."""
     groups: tuple[CacheGroup, ...]
     """Of the whole engine, the same on every rank."""
+    model: ModelFingerprint
+    """As the rank sees it, without the weights. Some of vLLM's models write into their config when
+    they are built, which the scheduler's process does with one rank only."""
     num_blocks: int
     """Blocks of vLLM's pool."""
     handshake: bytes

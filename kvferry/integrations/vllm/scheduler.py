@@ -16,7 +16,6 @@ from kvferry.integrations.vllm.beside import Beside
 from kvferry.integrations.vllm.caches import CacheGroup, num_blocks_of
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
-from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
 from kvferry.integrations.vllm.views import BlocksView, RequestView
@@ -129,7 +128,7 @@ class SchedulerHalf:
             extra=self._extra,
             incarnation=first.incarnation,
             groups=tuple(group.geometry for group in first.groups),
-            model=fingerprint(self._vllm_config, first.groups, weights),
+            model=replace(first.model, weights_digest=weights),
             num_blocks=num_blocks_of(first.groups, first.num_blocks),
             world_size=world_size,
             layer_windows=layer_windows(first.groups),

@@ -20,25 +20,12 @@ from kvferry.integrations.vllm.caches import (
     tensors_of,
 )
 from kvferry.integrations.vllm.config import transfer_config
+from kvferry.integrations.vllm.fingerprint import fingerprint
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
-from kvferry.topology.description import ModelFingerprint
 
 logger = logging.getLogger(__name__)
-
-#: Ranks never compare models; the scheduler half does.
-_NO_MODEL = ModelFingerprint(
-    name="",
-    architecture="",
-    num_layers=0,
-    num_kv_heads=0,
-    head_size=0,
-    dtype="",
-    rope="",
-    config_digest="",
-    weights_digest="",
-)
 
 
 class WorkerHalf:
@@ -92,12 +79,13 @@ class WorkerHalf:
         self._check_failures_can_be_told(groups)
         self._groups = groups
         num_blocks = self._kv_cache_config.num_blocks
+        model = fingerprint(self._vllm_config, groups)
         context = ConnectorContext(
             config=self._config,
             extra=self._extra,
             incarnation=self._incarnation,
             groups=tuple(group.geometry for group in groups),
-            model=_NO_MODEL,
+            model=model,
             num_blocks=num_blocks_of(groups, num_blocks),
             world_size=groups[0].geometry.world_size,
             layer_windows=layer_windows(groups),
@@ -108,6 +96,7 @@ class WorkerHalf:
             rank=self._rank,
             incarnation=self._incarnation,
             groups=groups,
+            model=model,
             num_blocks=num_blocks,
             handshake=self._pull.handshake_metadata(),
         )
