@@ -100,7 +100,7 @@ def test_a_ticket_that_leads_the_decode_engine_to_itself(pair):
     """The same where both have the same ``kv_port``, each on its host."""
     source = pair.prefill("r", 21)
     source.response_params = retold(source.response_params, port=port_of(pair.consumer))
-    told("the same, and both have one `kv_port`", refused(pair, source))
+    told("both have `host` at 127.0.0.1 and one `kv_port`, on two machines", refused(pair, source))
 
 
 def test_peers_without_the_prefill_engine(open_engine):

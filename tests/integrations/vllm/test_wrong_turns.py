@@ -64,7 +64,7 @@ REFUSED = [
         {},
         of_an_engine_that_this_host_does_not_reach,
     ),
-    ("the same, and both have one `kv_port`", {}, that_leads_back),
+    ("both have `host` at 127.0.0.1 and one `kv_port`, on two machines", {}, that_leads_back),
     (
         "`peers` lacks the prefill server, and there is no cluster key",
         settings({}, {"peers": ["127.0.0.1:1"]}),
