@@ -25,12 +25,14 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 from vllm.v1.attention.ops import rocm_aiter_mla_sparse
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheGroupSpec,
     KVQuantMode,
     UniformTypeKVCacheSpecs,
@@ -39,8 +41,10 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvferry.config import KVTransferConfig
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm.caches import cache_groups, layer_caches, tensors_of
+from kvferry.testing.connector_conformance import open_pair
 from kvferry.topology import group_mismatches, pair_groups, plan_transfer, run_copies
 
 NUM_BLOCKS = 24
@@ -363,6 +367,33 @@ def test_values_move_with_their_scales(cache_dtype, prefill, decode):
     assert_moves(with_heads, prefill | both, decode | both)
 
 
+@pytest.mark.parametrize(
+    ("make_layers", "cache_dtype"),
+    [(sparse("fp8_ds_mla"), "fp8_ds_mla"), (with_heads, "int8_per_token_head")],
+    ids=["sparse", "heads"],
+)
+def test_engines_of_these_caches_shake_hands_and_load(make_layers, cache_dtype):
+    # What lies where is the tests' own here: what they describe goes through the connector.
+    both = {"cache_dtype": cache_dtype, "num_kv_heads": 4}
+    source = Engine(make_layers, tp=2, block_size=16, **both)
+    target = Engine(make_layers, tp=4, block_size=64, kernel_block=32, **both)
+    configs = tuple(
+        KVTransferConfig(
+            kv_connector="PullConnector",
+            kv_role=role,
+            engine_id=role,
+            kv_port=0,
+            kv_connector_extra_config={"cluster_key": "k" * 32, "transport": "tcp"},
+        )
+        for role in ("kv_producer", "kv_consumer")
+    )
+    with open_pair(configs, (source.geometries, target.geometries)) as pair:
+        request = pair.decode(pair.prefill("packed", 77))
+        pair.finish(request)
+        assert (request.error, request.failed, request.external_tokens) == (None, False, 77)
+        pair.settle()
+
+
 def test_a_layers_first_step_leaves_loaded_scales_alone():
     # vLLM's layer sets all scales of its cache to 1 when it first looks for them.
     engine = Engine(with_heads, cache_dtype="fp8_per_token_head")
@@ -419,6 +450,26 @@ def changed(**changes):
 def test_what_is_not_served_is_refused_at_start(changes, told):
     with pytest.raises(ConfigError, match=told):
         Engine(changed(**changes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("SlidingWindowMLASpec", {"sliding_window": 64}),
+        ("HiddenStateCacheSpec", {}),
+        ("CrossAttentionSpec", {}),
+        ("SinkFullAttentionSpec", {"sink_len": 4}),
+        ("RSWASpec", {"rswa_window": 64}),
+        ("CircularBufferSpec", {}),
+    ],
+)
+def test_kinds_that_are_not_served_are_refused_at_start(kind, more):
+    spec = getattr(kv_cache_interface, kind)(
+        block_size=64, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, **more
+    )
+    theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layers.0.attn"], spec)])
+    with pytest.raises(ConfigError, match=f"layers.0.attn: {kind} with"):
+        layer_caches(None, theirs, {"layers.0.attn": torch.zeros(NUM_BLOCKS, 1, 64, 128)})
 
 
 def test_an_indexer_that_only_its_backend_knows_is_refused(monkeypatch):
