@@ -88,6 +88,23 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
         return [block and block * self.split + part for block in ids for part in parts]
 
 
+def cache_views(
+    kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """This rank's caches, logically ``[B, H, N, C]`` in every release.
+
+    Raises:
+        ConfigError: one that cannot be seen so.
+    """
+    return {
+        name: compat.release.cache_view(name, compat.spec_of_layer(group, name), kv_caches[name])
+        for group in kv_cache_config.kv_cache_groups
+        if compat.release.is_transferred(group)
+        for name in group.layer_names
+        if name in kv_caches
+    }
+
+
 def layer_caches(
     vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
 ) -> list[LayerCache | StateCache]:
@@ -109,7 +126,7 @@ def layer_caches(
     packings: dict[tuple[Any, ...], Packing] = {}
     found: list[LayerCache | StateCache] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
-        if not group.enable_kv_transfer:
+        if not compat.release.is_transferred(group):
             continue
         if getattr(group, "host_resident", False):  # vLLM before 0.32 has no such groups
             raise ConfigError(
@@ -136,9 +153,10 @@ def _layer_cache(
     packings: dict[tuple[Any, ...], Packing],
 ) -> LayerCache:
     kind = type(spec).__name__
-    if kind not in _SERVED or spec.tokens_per_state != 1:
+    tokens_per_state = compat.release.tokens_per_state(spec)
+    if kind not in _SERVED or tokens_per_state != 1:
         raise ConfigError(
-            f"KV cache of {name}: {kind} with tokens_per_state={spec.tokens_per_state}; this "
+            f"KV cache of {name}: {kind} with tokens_per_state={tokens_per_state}; this "
             f"adapter serves {', '.join(_SERVED)} with one state per token"
         )
     block_size, is_latent = int(tensor.shape[2]), kind == "MLAAttentionSpec"
@@ -243,15 +261,16 @@ def _packing(
     layer = compat.attention_layer(vllm_config, name)
     if compat.backend_of(layer) != "CPU_ATTN":
         return Packing("BHNC")
-    kind = (layer.isa, spec.dtype, block_size, spec.head_size)
+    isa = compat.release.isa_of(layer)
+    kind = (isa, spec.dtype, block_size, spec.head_size)
     if kind not in packings:
         cache_dtype = vllm_config.cache_config.cache_dtype
         packings[kind] = probe_packing(
-            lambda k, v: compat.write_cpu_block(layer.isa, k, v, cache_dtype),
+            lambda k, v: compat.write_cpu_block(isa, k, v, cache_dtype),
             vllm_config.model_config.dtype,
             block_size,
             spec.head_size,
-            name=f"CPU_ATTN {layer.isa}",
+            name=f"CPU_ATTN {isa}",
         )
     return packings[kind]
 

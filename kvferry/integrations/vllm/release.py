@@ -7,7 +7,7 @@ from kvferry.integrations.vllm import contract
 
 logger = logging.getLogger(__name__)
 
-KNOWN = ((0, 29), (0, 30), (0, 31), (0, 32))
+KNOWN = ((0, 28), (0, 29), (0, 30), (0, 31), (0, 32))
 """Major and minor numbers of the releases that it was tested with; each has a module in
 ``compat/``."""
 

@@ -15,6 +15,7 @@ from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import (
     CacheGroup,
     cache_groups,
+    cache_views,
     layer_caches,
     num_blocks_of,
     tensors_of,
@@ -74,6 +75,7 @@ class WorkerHalf:
             ConfigError: caches of a kind that is not served, or transports that cannot be opened.
             PortInUseError: a configured data port is taken.
         """
+        kv_caches = cache_views(self._kv_cache_config, kv_caches)
         caches = layer_caches(self._vllm_config, self._kv_cache_config, kv_caches)
         groups = cache_groups(compat.of_all_stages(caches), self._vllm_config)
         self._check_failures_can_be_told(groups)

@@ -1,5 +1,7 @@
 """The order of cells in a block is found out by writing one."""
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
@@ -7,7 +9,8 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 
 import torch
 
-from kvferry.integrations.vllm.compat import write_cpu_block
+from kvferry.errors import ConfigError
+from kvferry.integrations.vllm.compat import v0_28, write_cpu_block
 from kvferry.integrations.vllm.packing import TRANSPOSED_K
 from kvferry.integrations.vllm.packing import probe_packing as probe
 
@@ -78,3 +81,14 @@ def test_known_data_lies_where_the_layout_says():
         at = places[part]
         n, d = np.meshgrid(np.arange(64), np.arange(32), indexing="ij")
         assert np.array_equal(block[at.offset + at.token * n + at.element * d], cells.numpy())
+
+
+def test_of_vllm_0_28_latents_get_a_dim_of_heads_and_other_shapes_are_refused():
+    release = v0_28.Release()
+    spec = SimpleNamespace(num_kv_heads=2, head_size=8, head_size_v=8)
+    latents, usual = torch.arange(60).view(3, 4, 5), torch.zeros(3, 2, 4, 16)
+    assert release.cache_view("layer", spec, latents).shape == (3, 1, 4, 5)
+    assert release.cache_view("layer", spec, usual) is usual
+    for shape in ((3, 4, 2, 16), (3, 2, 4, 8), (2, 3, 4, 2, 8)):
+        with pytest.raises(ConfigError, match=r"KV cache of layer: shape .* vLLM 0\.29 or later"):
+            release.cache_view("layer", spec, torch.zeros(shape))

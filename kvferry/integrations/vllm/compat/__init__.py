@@ -11,6 +11,7 @@ module       how that release differs from the next newer one
 ``v0_31``    does not ask what a load fills, nor where loaded tokens come from
 ``v0_30``    KV cache specs do not say whether DCP shares the tokens: it always does
 ``v0_29``    a failed load is told by its blocks, of one KV cache group; no cache manager
+``v0_28``    latents have one dim less; specs name a compression by its ratio
 ===========  ===========================================================================
 """
 

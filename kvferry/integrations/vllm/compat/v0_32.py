@@ -4,6 +4,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
+
     from kvferry.connectors.base import KVConnectorOutput
 
 
@@ -54,6 +56,26 @@ class Release:
             finished_recving=output.finished_recving,
             failed_recving=output.failed_recving,
         )
+
+    def is_transferred(self, group: Any) -> bool:
+        """Whether a KV cache group is one that connectors move."""
+        return bool(group.enable_kv_transfer)
+
+    def tokens_per_state(self, spec: Any) -> Any:
+        """How many tokens one state of a cache stands for; an int or a fraction."""
+        return spec.tokens_per_state
+
+    def cache_view(self, name: str, spec: Any, tensor: "torch.Tensor") -> "torch.Tensor":
+        """A layer's cache as ``[B, H, N, C]``.
+
+        Raises:
+            ConfigError: it cannot be seen so.
+        """
+        return tensor
+
+    def isa_of(self, layer: Any) -> str:
+        """The instruction set for which CPU attention lays out a layer's blocks."""
+        return str(layer.isa)
 
     def is_dcp_sharded(self, spec: Any) -> bool:
         """Whether DCP ranks share the tokens of a layer's cache; otherwise each holds all."""
