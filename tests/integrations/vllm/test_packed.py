@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
-from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm import KVFerryConnector, compat
 from kvferry.integrations.vllm.compat import release
 
 if not release.serves_packed:
@@ -403,6 +403,15 @@ def test_a_layers_first_step_leaves_loaded_scales_alone():
     for name, each in engine.layers.items():
         each.layer.impl._pth_key_value_caches(engine.ranks[0][name])
     assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize(("num_groups", "left_as_they_are"), [(1, (0,)), (2, ())])
+def test_blocks_are_zeroed_before_loads_where_groups_share_memory(num_groups, left_as_they_are):
+    # vLLM skips the zeroing of these groups' blocks, and does so by itself where nothing is mixed.
+    config = SimpleNamespace(kv_cache_groups=[None] * num_groups)
+    connector = SimpleNamespace(_kv_cache_config=config)
+    found = KVFerryConnector.get_loaded_kv_cache_group_ids(connector, None)
+    assert found == left_as_they_are
 
 
 # ---- what is not served -----------------------------------------------------------------------
