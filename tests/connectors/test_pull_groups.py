@@ -285,13 +285,15 @@ def test_what_a_load_left_unfilled_below_a_window_does_not_move_on_as_if_it_were
         (hybrid_group([3], "NHD", size), hybrid_group(WINDOWED, "NHD", size, window=WINDOW))
         for size in block_sizes
     )
-    pair = open_pair((first, second), roles=("kv_producer", "kv_both"))
+    # Every lease is taken here; a short one would end while a busy machine opens the third engine.
+    patient = {"lease_duration_s": 600.0}
+    pair = open_pair((first, second), roles=("kv_producer", "kv_both"), **patient)
     source = pair.prefill("r", num_tokens)
     assert source.response_params is not None
     source.response_params |= {"do_remote_decode": True}
     request = pair.decode(source)
     pair.finish(request)
-    end = open_pair((third, third), roles=("kv_both", "kv_consumer")).producer
+    end = open_pair((third, third), roles=("kv_both", "kv_consumer"), **patient).producer
     onward = Pair(pair.consumer, end, pair.timeout_s)
     last = loaded(onward, request)  # every cell that it calls filled is looked at
     assert last.external_tokens > 0

@@ -160,7 +160,11 @@ NOT_LENT = [
         "kv_producer",
         {"max_leased_blocks": 1},
     ),
-    ("leases hold too many blocks just now", "kv_producer", {"max_leased_blocks": 2}),
+    (
+        "leases hold too many blocks just now",
+        "kv_producer",
+        {"max_leased_blocks": 2, "lease_duration_s": 600.0},
+    ),
     ("the prefill server has the role of decode", "kv_consumer", {}),
 ]
 
