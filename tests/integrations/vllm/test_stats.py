@@ -130,7 +130,7 @@ def test_ranks_and_steps_add_up_and_the_other_stays_as_it_was():
 
 def test_figures_travel_as_plain_data_and_come_back_through_the_connector():
     stats = stats_of(load(), load(error="the wire broke"), refused=["TicketError"])
-    back = KVFerryConnector.build_kv_connector_stats(json.loads(json.dumps(stats.to_dict())))
+    back = KVFerryConnector.build_kv_connector_stats(json.loads(json.dumps(stats.data)))
     assert isinstance(back, LoadStats)
     assert back.data == stats.data
     assert back.reduce() == stats.reduce()
@@ -140,7 +140,7 @@ def test_figures_travel_as_plain_data_and_come_back_through_the_connector():
 def test_loads_become_samples_of_their_engine(metrics, sample):
     assert isinstance(metrics, LoadMetrics)
     loads = load(0.004, nbytes=5000, copies=7), load(0.3, nbytes=1 << 20, copies=200)
-    metrics.observe(stats_of(*loads).to_dict())
+    metrics.observe(stats_of(*loads).data)
     assert sample("load_seconds_count") == 2
     assert sample("load_seconds_sum") == pytest.approx(0.304)
     assert sample("load_seconds_bucket", le="0.002") == 0
@@ -156,7 +156,7 @@ def test_loads_become_samples_of_their_engine(metrics, sample):
 
 
 def test_failures_and_refusals_are_counted_from_report_to_report(metrics, sample):
-    report = stats_of(load(error="a"), load(error="b"), refused=["TicketError"]).to_dict()
+    report = stats_of(load(error="a"), load(error="b"), refused=["TicketError"]).data
     metrics.observe(report, engine_idx=1)
     metrics.observe(report, engine_idx=1)
     assert sample("failed_loads_total", OTHER_ENGINE) == 4
@@ -166,5 +166,5 @@ def test_failures_and_refusals_are_counted_from_report_to_report(metrics, sample
 
 
 def test_an_empty_report_changes_nothing(metrics, sample):
-    metrics.observe(LoadStats().to_dict())
+    metrics.observe(LoadStats().data)
     assert sample("load_seconds_count") == sample("failed_loads_total") == 0
