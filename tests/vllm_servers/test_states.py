@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # three servers star
 PLUGIN = Path(__file__).parent / "plugin"
 LENGTHS = (5, 100, 639, 641, 642, 1300)
 """Tokens, with blocks of 640 or so."""
-TIE_NATS = 0.1
-"""A lone server has no opinion about two tokens whose chances differ by less."""
+TIE_NATS = 0.5
+"""By how much less likely another token may be to a lone server: TP and decode round bfloat16 in
+another order. Of a random model the tokens in doubt were found to differ by up to 0.2."""
 NO_PREFIXES = ("--no-enable-prefix-caching",)
 """vLLM's mode ``none`` for states; with prefix caching it is ``align``."""
 
