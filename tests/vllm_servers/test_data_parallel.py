@@ -16,6 +16,7 @@ from benchmarks.vllm_servers.pair import EXTERNAL_TOKENS, Shape
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OURS = KVFerry(extra={"cluster_key": "of one test run alone"})
 CASES = {
+    "prefill": (Shape(64, dp=2), Shape(128)),
     "decode": (Shape(64), Shape(128, dp=2)),
 }
 
