@@ -17,8 +17,8 @@ from tests.wrong_turns import told_among
 
 KEY = {"cluster_key": "of the servers of one test run alone"}
 PLAIN = "vllm:kvferry_plain_requests_total"
-PROMPT = [number % 900 + 8 for number in range(300)]
-"""Of five blocks."""
+PROMPT = [number % 900 + 8 for number in range(900)]
+"""Of fifteen blocks."""
 
 
 def options(name, role, extra=KEY, *, model=None, policy="fail", **changes):
@@ -39,8 +39,8 @@ def the_line(turn, server):
 
 @pytest.fixture(scope="module")
 def pair(start):
-    """Prefill can lend four blocks at most."""
-    prefill = options("prefill", "kv_producer", KEY | {"max_leased_blocks": 4})
+    """Prefill can lend twelve blocks at most: what nobody fetches stays lent for a while."""
+    prefill = options("prefill", "kv_producer", KEY | {"max_leased_blocks": 12})
     with start([prefill, options("decode", "kv_consumer")]) as servers:
         yield Pair(*servers)
 
@@ -83,7 +83,7 @@ def test_a_prompt_with_more_blocks_than_may_be_lent(pair):
     assert answer.kv_transfer_params is None
     line = the_line("the prompt has more blocks than all leases may hold", pair.prefill)
     assert "request cmpl-too-long-" in line
-    assert "the prompt has 5 blocks and all leases together may hold 4" in line
+    assert "the prompt has 15 blocks and all leases together may hold 12" in line
 
 
 @pytest.mark.slow
