@@ -27,6 +27,9 @@ from kvferry.testing.ray_hosts import start_ray
 from tests.cluster.test_starved import REQUESTS, prompt, undivided
 from tests.load import Load, tokens_in
 
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"
+)
 A, B, C = (Node(name, f"10.0.0.{n}", name, 4) for n, name in enumerate("abc", start=1))
 
 
@@ -141,6 +144,7 @@ def test_an_engine_whose_node_is_gone_is_placed_elsewhere_with_a_warning(
         assert start(nodes, config, "d0", tmp_path).where == "node 10.0.0.2"
 
 
+@needs_ray
 def test_an_engine_for_which_there_is_no_room_any_more_fails_and_says_so(fake_nodes, tmp_path):
     config = cluster_config({"tp": 3}, {"nodes": ("b",), "tp": 3})
     with RayNodes.open("", config) as nodes:
@@ -224,9 +228,6 @@ def test_a_ray_cluster_that_is_not_there_is_told(address, error, words, monkeypa
 
 # ---- real clusters over hosts -------------------------------------------------------------------
 
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"
-)
 WAIT_S = 600.0
 TEST_S = 1500
 """Of a whole test; Ray alone needs a minute on a busy machine."""

@@ -103,6 +103,12 @@ def test_every_known_release_is_in_the_table_of_what_was_tested():
     assert sorted(told) == [f"{major}.{minor}" for major, minor in KNOWN]
 
 
+def test_ci_takes_every_older_release_in_turn():
+    ci = (ADAPTER.parents[2] / ".ci" / "run").read_text("utf-8")
+    (older,) = re.findall(r"^older=\((.*)\)$", ci, re.MULTILINE)
+    assert older.split() == [f"{major}.{minor}.0" for major, minor in KNOWN[:-1]]
+
+
 def test_the_installed_release_fits():
     check_release(vllm.__version__)
 
