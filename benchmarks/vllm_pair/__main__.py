@@ -14,7 +14,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.vllm_pair.cases import CASES, GROUPS, QUICK_CASES, fat_model
 from benchmarks.vllm_pair.report import PairResults, show, write
 from benchmarks.vllm_pair.rounds import Prompts, Row, measure_group
-from benchmarks.vllm_pair.shapes import Verdict, judge_shapes
+from benchmarks.vllm_pair.shapes import LENGTHS, SHAPES, Verdict, judge_shapes
 from benchmarks.vllm_servers.models import tiny_model
 
 
@@ -46,7 +46,7 @@ def main(
             for name in group or GROUPS:
                 rows += measure_group(name, GROUPS[name], model, prompts, rounds, logs, say)
         if shapes:
-            verdicts = judge_shapes(GROUPS["one host"], tiny_model(), logs, say)
+            verdicts = judge_shapes(GROUPS["one host"], tiny_model(), SHAPES, LENGTHS, logs, say)
     results = PairResults(
         command=shlex.join(["python", "-m", "benchmarks.vllm_pair", *sys.argv[1:]]),
         machine=machine,

@@ -11,7 +11,7 @@ from benchmarks import tables
 from benchmarks.machine import Machine
 from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS
 from benchmarks.vllm_pair.rounds import MEASURES, Row
-from benchmarks.vllm_pair.shapes import Verdict
+from benchmarks.vllm_pair.shapes import Verdict, shapes_table
 
 
 class PairResults(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +96,10 @@ def _tables(results: PairResults) -> Iterator[str]:
     if results.rows:
         yield from _speed(results)
     if results.verdicts:
-        yield from _shapes(results)
+        yield ""
+        yield "Servers of unequal shapes, greedy tokens compared with a single server's:"
+        yield ""
+        yield from shapes_table(results.verdicts)
 
 
 def _speed(results: PairResults) -> Iterator[str]:
@@ -123,18 +126,6 @@ def _cell(row: Row, measure: str) -> str:
     ratio = row.ratios[measure]
     shown = f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     return f"{ours:.1f} / {theirs:.1f}: " + (shown if ratio.met else f"**{shown}**")
-
-
-def _shapes(results: PairResults) -> Iterator[str]:
-    contenders = list(dict.fromkeys(verdict.contender for verdict in results.verdicts))
-    found = {(verdict.shape, verdict.contender): verdict for verdict in results.verdicts}
-    yield ""
-    yield "Servers of unequal shapes, greedy tokens compared with a single server's:"
-    yield ""
-    yield "| pair | " + " | ".join(contenders) + " |"
-    yield "| --- |" + " --- |" * len(contenders)
-    for shape in dict.fromkeys(verdict.shape for verdict in results.verdicts):
-        yield f"| {shape} | " + " | ".join(str(found[shape, name]) for name in contenders) + " |"
 
 
 def _plot(results: PairResults, path: Path) -> None:

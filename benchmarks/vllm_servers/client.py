@@ -1,5 +1,6 @@
 """Requests to vLLM's servers, and their metrics."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,6 +67,27 @@ def complete(
     if answer.status_code != httpx.codes.OK:
         raise RefusalError(answer.status_code, answer.text)
     return msgspec.json.decode(answer.content, type=Completion)
+
+
+def less_likely(url: str, prompt: Sequence[int], token: int) -> float:
+    """By how many nats a token is less likely after a prompt than the likeliest one; infinite
+    where it is not among the first twenty.
+
+    Raises:
+        httpx.HTTPError: the server answered with an error, or not at all.
+    """
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "logprobs": 20,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S)
+    (choice,) = answer.raise_for_status().json()["choices"]
+    chances: dict[str, float] = choice["logprobs"]["top_logprobs"][0]
+    return max(chances.values()) - chances.get(f"token_id:{token}", -math.inf)
 
 
 def stream(

@@ -35,6 +35,10 @@ class Shape:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    conv: str = "SD"
+    """Layout of the states of convolutions, in models with recurrent layers."""
+    arguments: tuple[str, ...] = ()
+    """More of its command line."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,7 +113,8 @@ def pair_options(
             pp=shape.pp,
             dp=shape.dp,
             transfer=transfer,
-            environment=connector.environment(),
+            environment={**connector.environment(), "VLLM_SSM_CONV_STATE_LAYOUT": shape.conv},
+            arguments=shape.arguments,
             **options,
         )
 

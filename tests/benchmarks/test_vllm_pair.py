@@ -8,10 +8,12 @@ import msgspec
 import pytest
 
 from benchmarks.machine import describe_machine
+from benchmarks.vllm_pair import shapes
 from benchmarks.vllm_pair.cases import GROUPS, Case
 from benchmarks.vllm_pair.report import PairResults, markdown, missed, write
 from benchmarks.vllm_pair.rounds import Contender, Sample, compare
 from benchmarks.vllm_pair.shapes import Verdict
+from benchmarks.vllm_servers.client import Choice, Completion
 from benchmarks.vllm_servers.connectors import KVFerry, Nixl
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.pair import Shape, pair_options
@@ -98,3 +100,22 @@ def test_a_server_of_several_ranks_shares_the_cores_politely():
     assert "vllm_servers/site" not in one.variables(Path())["PYTHONPATH"]
     assert "vllm_servers/site" in two.variables(Path())["PYTHONPATH"]
     assert two.variables(Path())["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+def test_answers_are_right_tied_wrong_or_refused(monkeypatch):
+    """A single server would answer 5, 6, 7; after 5 it finds 8 a little less likely than 6."""
+    monkeypatch.setattr(shapes, "complete", lambda *_: Completion([Choice([5, 6, 7], "length")]))
+    asked = []
+
+    def less_likely(_url, prompt, token):
+        asked.append((prompt, token))
+        return 0.1 if token == 8 else 3.0
+
+    monkeypatch.setattr(shapes, "less_likely", less_likely)
+    answers = [[5, 6, 7], [5, 8, 1], [5, 9, 7], [5, 6], "HTTP 500"]
+    judge = shapes.Judge("", [[1, 2]] * len(answers), 0.5)
+    verdict = judge.verdict("equal", "ours", answers)
+    assert str(verdict) == "1 right, 1 tied, 2 wrong, 1 refused (HTTP 500)"
+    assert asked == [([1, 2, 5], 8), ([1, 2, 5], 9)]
+    strict = shapes.Judge("", [[1, 2]] * len(answers), 0.0).verdict("equal", "ours", answers)
+    assert (strict.tied, strict.wrong) == (0, 3)

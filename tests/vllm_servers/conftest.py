@@ -1,7 +1,6 @@
 """Servers are started once per shape; a single one, without a connector, tells the right tokens."""
 
 import contextlib
-import math
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.vllm_servers.client import ANSWER_S, complete
+from benchmarks.vllm_servers.client import complete, less_likely
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port, free_ports
 from benchmarks.vllm_servers.server import PYTHON, ROOT, ServerOptions
@@ -169,19 +168,8 @@ class Reference:
         return self._known[key]
 
     def less_likely(self, model, prompt, token):
-        """Nats by which a token is less likely than the likeliest; infinite below the first 20."""
-        body = {
-            "model": "model",
-            "prompt": prompt,
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "logprobs": 20,
-            "return_tokens_as_token_ids": True,
-        }
-        url = f"{self._of(model).url}/v1/completions"
-        answer = httpx.post(url, json=body, timeout=ANSWER_S).raise_for_status().json()
-        (chances,) = answer["choices"][0]["logprobs"]["top_logprobs"]
-        return max(chances.values()) - chances.get(f"token_id:{token}", -math.inf)
+        """See :func:`less_likely`."""
+        return less_likely(self._of(model).url, prompt, token)
 
     def _of(self, model):
         if self._server is None or self._server.options.model != model:

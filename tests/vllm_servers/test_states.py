@@ -15,41 +15,13 @@ import msgspec
 import pytest
 
 from benchmarks.vllm_servers.connectors import KVFerry
-from benchmarks.vllm_servers.models import delta_net_model, mamba2_model
-from benchmarks.vllm_servers.pair import Pair, Shape, pair_options
+from benchmarks.vllm_servers.pair import Pair, pair_options
+from benchmarks.vllm_states import LENGTHS, MODELS, SHAPES, TIE_NATS
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]  # three servers start in the first test
 PLUGIN = Path(__file__).parent / "plugin"
-LENGTHS = (5, 100, 639, 641, 642, 1300)
-"""Tokens, with blocks of 640 or so."""
-TIE_NATS = 0.5
-"""By how much less likely another token may be to a lone server: TP and decode round bfloat16 in
-another order. Of a random model the tokens in doubt were found to differ by up to 0.2."""
-NO_PREFIXES = ("--no-enable-prefix-caching",)
-"""vLLM's mode ``none`` for states; with prefix caching it is ``align``."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Side:
-    """How one of the two servers is started."""
-
-    tp: int = 1
-    conv: str = "SD"
-    """Layout of the convolutions' states."""
-    arguments: tuple[str, ...] = ()
-
-
-CASES = {
-    "equal": (Side(), Side()),
-    "tp 1 to 2": (Side(), Side(tp=2)),
-    "tp 2 to 1": (Side(tp=2), Side()),
-    "tp 2 to 2, conv DS to SD": (Side(tp=2, conv="DS"), Side(tp=2)),
-    "conv SD to DS, none to align": (Side(arguments=NO_PREFIXES), Side(conv="DS")),
-    "tp 1 to 2, align to none": (Side(), Side(tp=2, arguments=NO_PREFIXES)),
-}
-MODELS = {"gdn": delta_net_model, "mamba2": mamba2_model}
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -57,9 +29,9 @@ def model(request):
     return MODELS[request.param]()
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def sides(request):
-    return CASES[request.param]
+@pytest.fixture(scope="module", params=list(SHAPES))
+def shapes(request):
+    return SHAPES[request.param]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +53,12 @@ class Recorded:
 
 
 @pytest.fixture(scope="module")
-def recorded(sides, model, start, tmp_path_factory):
+def recorded(shapes, model, start, tmp_path_factory):
     folder = tmp_path_factory.mktemp("records")
     connector = KVFerry(extra={"record_digests": True})
     options = [
         dataclasses.replace(
             each,
-            tp=side.tp,
             transfer={
                 **each.transfer,
                 "kv_connector": "RecordingConnector",
@@ -97,11 +68,9 @@ def recorded(sides, model, start, tmp_path_factory):
             environment={
                 **each.environment,
                 "RECORDS": str(folder),
-                "VLLM_SSM_CONV_STATE_LAYOUT": side.conv,
             },
-            arguments=side.arguments,
         )
-        for each, side in zip(pair_options(model, Shape(), Shape(), connector), sides, strict=True)
+        for each in pair_options(model, *shapes, connector)
     ]
     with start(options) as servers:
         yield Recorded(Pair(*servers), folder)
