@@ -150,7 +150,7 @@ class KVCacheManager:
         Args:
             request: running, or about to be.
             num_new_tokens: tokens to be computed, unverified drafts included. May be 0 when there
-                are external tokens.
+                are external tokens, or a hit is all that is wanted.
             num_new_computed_tokens: tokens of the local hit; what ``get_computed_blocks`` said.
             new_computed_blocks: blocks of the local hit, likewise. Those that are free use
                 capacity up as new blocks would.
@@ -183,7 +183,7 @@ class KVCacheManager:
         rare |= num_encoder_tokens | reserved_blocks
         if (
             (num_new_tokens | num_lookahead_tokens | rare) < 0
-            or num_new_tokens + num_external_computed_tokens == 0
+            or num_new_tokens + num_external_computed_tokens + num_new_computed_tokens == 0
             or num_total > self.max_model_len
             or (num_encoder_tokens and not self._coordinator.has_cross_attention)
         ):
@@ -437,7 +437,8 @@ class KVCacheManager:
             )
         else:
             reason = (
-                "a number of tokens or blocks is negative, or num_new_tokens and "
-                "num_external_computed_tokens are both 0: there is nothing to allocate"
+                "a number of tokens or blocks is negative, or num_new_tokens, "
+                "num_new_computed_tokens and num_external_computed_tokens are all 0: there is "
+                "nothing to allocate"
             )
         return ValueError(f"request {request.request_id!r}: {reason}")

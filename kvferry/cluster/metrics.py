@@ -86,14 +86,16 @@ class EngineMetrics:
         """Takes in an ended request."""
         self._requests.labels(request.finish_reason).inc()
         self._output_tokens.inc(len(request.token_ids))
+        timings = request.timings
         local = request.prompt_tokens - request.num_cached_tokens - request.num_external_tokens
+        if timings is not None and timings.prefill_started is None:
+            local = 0  # it ended before, or wanted nothing computed
         for source, tokens in (
             ("cache", request.num_cached_tokens),
             ("peer", request.num_external_tokens),
             ("computed", max(0, local)),
         ):
             self._prompt_tokens.labels(source).inc(tokens)
-        timings = request.timings
         if timings is not None and timings.first_token is not None:
             self._first_token_s.observe(timings.first_token - timings.arrival)
 

@@ -242,6 +242,29 @@ class SchedulerConnector(ABC):
             KVFerryError: its ``kv_transfer_params`` cannot be used; the engine refuses it.
         """
 
+    def lends_only_cached(self, request: RequestView) -> bool:
+        """Whether nothing is to be computed for a request, and what is cached of it is to be lent.
+
+        The engine gives it the blocks that its prefix cache has of it, with
+        :meth:`update_state_after_alloc`, and ends it at once, so that :meth:`request_finished` can
+        lend them; ``num_computed_tokens`` says how many tokens they hold, maybe 0. Asked once,
+        after :meth:`on_new_request`. Default: there is no such request.
+        """
+        return False
+
+    def withdraw(self, request_id: str) -> bool:
+        """The engine needs the blocks that it keeps for a request of :meth:`lends_only_cached`.
+
+        Returns:
+            Whether nobody has fetched them yet: then nobody will, and the id comes in
+            ``finished_sending`` soon. Default: nothing is withdrawn.
+        """
+        return False
+
+    def counters(self) -> Mapping[str, float]:
+        """Counters of this half since the start, for metrics. Default: none."""
+        return {}
+
     @abstractmethod
     def get_num_new_matched_tokens(
         self, request: RequestView, num_computed_tokens: int

@@ -340,12 +340,14 @@ class LeaseTable:
                     entry.holder = target
                     self._end(entry, LeaseOutcome.RELEASED)
 
-    def withdraw(self, lease_id: str) -> None:
-        """Ends a lease that nobody has taken; others and unknown ids are left alone."""
+    def withdraw(self, lease_id: str) -> bool:
+        """Ends a lease that nobody has taken, and says whether; others are left alone."""
         with self._lock:
             entry = self._open.get(lease_id)
-            if entry is not None and entry.holder is None:
+            is_untaken = entry is not None and entry.holder is None
+            if entry is not None and is_untaken:
                 self._end(entry, LeaseOutcome.RELEASED)
+            return is_untaken
 
     def revoke(self, lease_ids: Iterable[str]) -> None:
         """The source takes leases back; unknown ids are ignored."""

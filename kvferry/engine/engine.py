@@ -43,7 +43,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     """Tokens drawn since the start."""
     connector: dict[str, float]
-    """Counters of the connector, added up over ranks and steps."""
+    """Counters of the connector: of its half between engines, and those of its ranks together."""
     connector_gauges: dict[str, float]
     """What the connector's ranks together had in the last step."""
     transfer_progress: dict[str, tuple[int, int]]
@@ -316,7 +316,10 @@ class Engine(Closing):
             steps=self._totals["steps"],
             computed_tokens=self._totals["computed"],
             output_tokens=self._totals["output"],
-            connector=dict(self._counters),
+            connector={
+                **self._counters,
+                **({} if self._connector is None else self._connector.counters()),
+            },
             connector_gauges=dict(self._gauges),
             transfer_progress=dict(self._progress),
         )

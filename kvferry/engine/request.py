@@ -97,6 +97,8 @@ class EngineRequest(Request):
         self.load = Load(local_tokens=0)
         #: Cleared once a load failed: the rest is computed here.
         self.may_load = True
+        #: Whether nothing is computed for it: the connector lends what is cached of it.
+        self.only_cached = False
         self.num_cached_tokens = 0
         self.num_external_tokens = 0
         #: Whether it lost its blocks after a step in which it had computed.

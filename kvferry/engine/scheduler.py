@@ -9,10 +9,14 @@ places, each in order of arrival::
        ▼                     │
     loading ──► ready ───────┘           hold blocks that the connector fills, or has filled
 
+A request that only wants what is cached of its prompt to be lent ends in the first step after its
+arrival, with as many blocks as it hits. It waits for nobody, and takes no block that others need.
+
 Nothing deadlocks: a request is admitted only if its whole known sequence fits beside what the
 admitted ones still need for theirs. When answers then outgrow the pool, the youngest of those that
 run or are ready gives its blocks up and is computed again, so the oldest always gets on. Blocks of
-loads and of ended requests that are lent out cannot be taken back, but all of them come back.
+loads and of ended requests that are lent out cannot be taken back, but all of them come back;
+cached prefixes that nobody has fetched yet are no longer lent then.
 """
 
 import logging
@@ -30,6 +34,7 @@ from kvferry.connectors.base import KVConnectorOutput, SchedulerConnector
 from kvferry.engine.messages import EngineOutput, ScheduledRequest, SchedulerOutput
 from kvferry.engine.request import (
     EngineRequest,
+    Load,
     RequestStatus,
     SchedulerOptions,
     check_request,
@@ -189,6 +194,7 @@ class Scheduler:
         """Puts the next step together. Every call is followed by one of :meth:`update`."""
         self.manager.new_step_starts()
         step = _Step(budget=self._options.max_num_batched_tokens, now=time.time())
+        self._lend_cached(step)
         self._schedule_running(step)
         if not step.preempted:  # whoever was pushed out would come straight back in
             self._schedule_ready(step)
@@ -202,6 +208,27 @@ class Scheduler:
         output.connector_metadata = self._transfers.metadata(output)
         return output
 
+    def _lend_cached(self, step: _Step) -> None:
+        """Ends the requests that want nothing computed, with the blocks that they hit.
+
+        Before the step has requests: of what it will write, nothing may be read yet.
+        """
+        for request in [each for each in self._waiting if each.only_cached]:
+            blocks, num_local = self.manager.get_computed_blocks(request)
+            allocated = num_local and self.manager.allocate_slots(
+                request,
+                0,
+                num_new_computed_tokens=num_local,
+                new_computed_blocks=blocks,
+                reserved_blocks=self._reserved_blocks(),
+            )
+            if allocated:
+                request.load = Load(num_local)
+                request.num_computed_tokens = request.num_cached_tokens = num_local
+            request.timings.scheduled = step.now
+            self._transfers.allocated(request)
+            self._end(request, RequestStatus.FINISHED_LENGTH)
+
     def _schedule_running(self, step: _Step) -> None:
         # A long prefill leaves one token of the budget to each request that only decodes.
         decodes = sum(request.num_remaining_tokens == 1 for request in self._running)
@@ -212,6 +239,8 @@ class Scheduler:
             decodes -= remaining == 1
             count = min(remaining, max(1, step.budget - decodes))
             while not self._grow(request, count):
+                if self._reclaim(request):
+                    return  # with the blocks that come back, nobody may have to be preempted
                 victim = max(self._running + self._ready, key=_by_arrival)
                 self._preempt(victim, step)
                 if victim is request:
@@ -227,6 +256,7 @@ class Scheduler:
             if not self._grow(request, count):
                 # Its blocks were reserved when it was admitted. Answers have outgrown the pool
                 # since, and give the blocks back when they end or, if lent out, are read.
+                self._reclaim(request)
                 return
             del self._ready[0]
             self._run(request)
@@ -265,7 +295,9 @@ class Scheduler:
             local_blocks,
             load.external_tokens,
         )
-        if needed + reserved > self.manager.block_pool.get_num_free_blocks():
+        lacking = needed + reserved - self.manager.block_pool.get_num_free_blocks()
+        if lacking > 0:
+            self._transfers.reclaim(lacking)
             return _Admission.BLOCKED
         allocated = self.manager.allocate_slots(
             request,
@@ -332,6 +364,13 @@ class Scheduler:
             return False
         request.allocated_tokens = request.num_computed_tokens + count
         return True
+
+    def _reclaim(self, request: EngineRequest) -> bool:
+        """Whether blocks that are lent come back, for a request that finds too few free ones."""
+        needed = self.manager.blocks_to_come(request, self._options.max_num_batched_tokens)
+        return self._transfers.reclaim(
+            max(1, needed - self.manager.block_pool.get_num_free_blocks())
+        )
 
     def _preempt(self, victim: EngineRequest, step: _Step) -> None:
         """Takes a request's blocks; it is computed, or loaded, again from where its hits end."""

@@ -6,6 +6,8 @@ reads or writes. Both leave only when the connector says so: nothing here times 
 """
 
 import logging
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ class KVTransfers:
         self._manager = manager
         self._loads: dict[str, EngineRequest] = {}
         self._held: dict[str, EngineRequest] = {}
+        self._withdrawn: set[str] = set()
         self._started: list[str] = []
         self._logged: set[tuple[str, str]] = set()
 
@@ -71,6 +74,7 @@ class KVTransfers:
         """
         if self._connector is not None:
             self._connector.on_new_request(request)
+            request.only_cached = self._connector.lends_only_cached(request)
 
     def match(self, request: EngineRequest, num_local: int) -> bool:
         """Finds what can come from outside beyond ``num_local`` tokens: ``request.load``.
@@ -174,7 +178,34 @@ class KVTransfers:
             self._manager.free(request)
         return params
 
+    def reclaim(self, num_blocks: int) -> bool:
+        """Ends loans of cached prefixes that nobody has fetched yet, the oldest first, until so
+        many blocks come back.
+
+        Returns:
+            Whether any come back: not at once, but when the ranks have reported these loans.
+        """
+        num_back = 0
+        ends: Counter[int] = Counter()
+        for name, request in self._held.items():
+            if num_back >= num_blocks:
+                break
+            if request.only_cached and self._withdraw(name):
+                for block in chain.from_iterable(self._manager.get_blocks(name).blocks):
+                    ends[block.block_id] += 1
+                    # Others may share it: requests that run, or loans that go on.
+                    num_back += not block.is_null and ends[block.block_id] == block.ref_cnt
+        return num_back > 0
+
+    def _withdraw(self, request_id: str) -> bool:
+        """Whether a loan has ended that nobody had fetched."""
+        assert self._connector is not None  # it keeps these blocks
+        if request_id not in self._withdrawn and self._connector.withdraw(request_id):
+            self._withdrawn.add(request_id)
+        return request_id in self._withdrawn
+
     def _release(self, request_id: str) -> None:
+        self._withdrawn.discard(request_id)
         self._manager.free(self._held.pop(request_id))
 
     def _note_failures(self, records: list[TransferRecord], invalid_block_ids: set[int]) -> None:

@@ -224,6 +224,9 @@ class FakeEngine:
 
     def _admit(self, request: FakeRequest) -> None:
         local = request.local_tokens
+        if self.scheduler.lends_only_cached(request):
+            self._lend_cached(request)
+            return
         try:
             tokens, load_async = self._ask(request)
         except KVFerryError as error:
@@ -243,21 +246,35 @@ class FakeEngine:
             request.loads_in_step = tokens > 0
             request.stage = Stage.COMPUTING
 
-    def _allocate(self, request: FakeRequest, num_computed: int) -> bool:
+    def _lend_cached(self, request: FakeRequest) -> None:
+        """Ends a request with the blocks of its local hit, which are what it computed before."""
+        local = request.local_tokens
+        if not self._allocate(request, local, num_tokens=local):
+            return
+        request.num_computed_tokens = local
+        for rank in self.ranks:
+            rank.write_hit(request, salt=0)
+        self.scheduler.update_state_after_alloc(request, request, 0)
+        self._end(request, "length")
+
+    def _allocate(
+        self, request: FakeRequest, num_computed: int, num_tokens: int | None = None
+    ) -> bool:
         """Gives a request its blocks: none for what lies behind its windows from the start."""
+        end = request.num_tokens if num_tokens is None else num_tokens
         sizes = [
             (
                 group.first_kept_token(num_computed) // group.virtual_block_size,
-                -(-request.num_tokens // group.virtual_block_size),
+                -(-end // group.virtual_block_size),
             )
             for group in self.groups
         ]
-        if sum(end - first for first, end in sizes) > len(self._free):
+        if sum(last - first for first, last in sizes) > len(self._free):
             return False
         self._random.shuffle(self._free)
-        for first, end in sizes:
-            request.tables.append([0] * first + self._free[: end - first])
-            self._free = self._free[end - first :]
+        for first, last in sizes:
+            request.tables.append([0] * first + self._free[: last - first])
+            self._free = self._free[last - first :]
         return True
 
     def _ask(self, request: FakeRequest) -> tuple[int | None, bool]:

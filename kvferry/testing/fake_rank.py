@@ -195,10 +195,10 @@ class FakeRank:
         self._check_report(report, requests)
         return report
 
-    def write_hit(self, request: FakeRequest) -> None:
+    def write_hit(self, request: FakeRequest, salt: int = LOCAL) -> None:
         """Writes the cells of a request's local prefix hit."""
         for cache, table in zip(self.caches, request.tables, strict=True):
-            cache.write(table, request.prompt_token_ids, 0, request.local_tokens, LOCAL)
+            cache.write(table, request.prompt_token_ids, 0, request.local_tokens, salt)
 
     def _compute(self, request: FakeRequest) -> None:
         if not request.failed:

@@ -43,6 +43,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_leased_blocks: int | None = None
     """KV blocks that leases may pin, three quarters of the pool unless given; beyond it a prompt
     is not lent out."""
+    max_lent_prefix_blocks: int | None = None
+    """Of these, KV blocks that cached prefixes may pin which other engines asked for
+    (``only_cached``); half unless given. 0 lends none."""
     request_timeout_s: float = 120.0
     """Time after which a peer that is connected, and has not answered, counts as hung."""
     control_config: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -74,8 +77,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} s is not positive")
-        if self.max_leased_blocks is not None and self.max_leased_blocks < 0:
-            raise ValueError(f"max_leased_blocks: {self.max_leased_blocks} is negative")
+        for cap in ("max_leased_blocks", "max_lent_prefix_blocks"):
+            if (value := getattr(self, cap)) is not None and value < 0:
+                raise ValueError(f"{cap}: {value} is negative")
         if self.mover_threads < 1:
             raise ValueError(f"mover_threads: {self.mover_threads} is less than 1")
         if self.staging_bytes < MIN_STAGING_BYTES:

@@ -242,7 +242,7 @@ class RequestRecords:
         record = self._live(request.request_id)
         if record is None or (keep and params is None):
             return  # a load is given up, and ends later
-        if params is None:
+        if not keep:
             self.end(record, request.finish_reason or "over")
             return
         self._is_drawn(record)

@@ -3,6 +3,7 @@
 import hmac
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from kvferry.connectors.pull.record import RequestRecords
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
-from kvferry.control.leases import LeaseRefusal, LeaseTable
+from kvferry.control.leases import Lease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
@@ -34,6 +35,7 @@ from kvferry.errors import (
     CancelledError,
     ConfigError,
     KVFerryError,
+    RequestError,
     TicketError,
     TicketExpiredError,
 )
@@ -43,6 +45,14 @@ from kvferry.zeromq import is_everywhere, is_loopback, split_address
 logger = logging.getLogger(__name__)
 
 _ranks = msgspec.msgpack.Decoder(RankDescription)
+
+NOTHING_LENT: Mapping[str, Any] = {
+    "do_remote_prefill": False,
+    "do_remote_decode": False,
+    "remote_num_tokens": 0,
+}
+"""``kv_transfer_params`` of the answer to ``only_cached`` where nothing is lent. Who forwards them
+has the prompt computed."""
 
 
 class PullScheduler(SchedulerConnector):
@@ -85,6 +95,9 @@ class PullScheduler(SchedulerConnector):
         """Requests with KV of weights that the engine no longer has."""
         self._lends = True
         """Until its weights change where nobody knows which KV is of which."""
+        self._prefixes: dict[str, Lease] = {}
+        """Request id → its lease, for those that lend what was cached; the oldest first."""
+        self._counters: Counter[str] = Counter()
         self._step = PullMetadata()
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
@@ -215,9 +228,15 @@ class PullScheduler(SchedulerConnector):
             TicketError: the ticket is refused, see :meth:`AcceptedTickets.accept`; nobody was
                 contacted.
             ConfigError: this engine is a producer only.
+            RequestError: its parameters contradict each other.
         """
         params = request.kv_transfer_params or {}
         loads = bool(params.get("do_remote_prefill"))
+        if params.get("only_cached") and (loads or not params.get("do_remote_decode")):
+            raise RequestError(
+                "kv_transfer_params: only_cached asks for what is cached here, so it goes with "
+                "do_remote_decode and not with do_remote_prefill"
+            )
         if not loads and not params.get("do_remote_decode"):
             self._note_plain(request)
             return
@@ -232,6 +251,10 @@ class PullScheduler(SchedulerConnector):
             raise
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
         self._loads[request.request_id] = self._sources.add(record, ticket)
+
+    def lends_only_cached(self, request: RequestView) -> bool:
+        """See :meth:`SchedulerConnector.lends_only_cached`."""
+        return bool((request.kv_transfer_params or {}).get("only_cached"))
 
     def _note_plain(self, request: RequestView) -> None:
         """Says once that a request came past every prefill engine; nothing else would show it."""
@@ -387,6 +410,8 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
         keep, params = self._finished(request, block_ids)
+        if params is None and self.lends_only_cached(request) and request.finished_cleanly:
+            params = dict(NOTHING_LENT)
         self._records.finished(request, keep, params)
         return keep, params
 
@@ -410,7 +435,12 @@ class PullScheduler(SchedulerConnector):
         if is_outdated or not params or not params.get("do_remote_decode"):
             return False, None
         if filled is not None and filled.partial:
-            return False, None  # the next target could not know which blocks were never filled
+            return self._not_lent(
+                request,
+                f"KV cache groups {sorted(filled.partial)} keep all tokens, and were loaded from "
+                "an engine that keeps a window of them, so the others were never there; borrow "
+                "from an engine that keeps all tokens, or keep windows here too",
+            )
         ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
         if ends_here or not request.finished_cleanly or not self._lends:
             return False, None
@@ -432,7 +462,11 @@ class PullScheduler(SchedulerConnector):
         num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
         has_states = any(group.is_recurrent for group in self._context.groups)
         if has_states and num_tokens < request.num_computed_tokens:
-            return False, None  # recurrent states have moved on past the prompt
+            return self._not_lent(
+                request,
+                f"its recurrent layers have moved on to token {request.num_computed_tokens}, past "
+                f"the prompt of {num_tokens}; ask for max_tokens=1",
+            )
         tables = tuple(
             tuple(ids[: -(-num_tokens // group.virtual_block_size)])
             for ids, group in zip(block_ids, self._context.groups, strict=True)
@@ -441,9 +475,13 @@ class PullScheduler(SchedulerConnector):
         if num_blocks == 0:
             return False, None
         mirrored = self._mirrored_ranks
-        lease = self._leases.grant(request.request_id, num_blocks, ready=not mirrored)
+        lease = self._granted(request, num_blocks)
         if isinstance(lease, LeaseRefusal):
             return self._not_lent(request, lease.reason)
+        if self.lends_only_cached(request):
+            self._prefixes[request.request_id] = lease
+            self._counters["prefixes_lent"] += 1
+            self._counters["prefix_tokens_lent"] += num_tokens
         if mirrored:
             self._mirroring[lease.lease_id] = set(mirrored)
         if mirrored or self._extra.record_digests:
@@ -476,8 +514,47 @@ class PullScheduler(SchedulerConnector):
             )
         )
 
+    def _granted(self, request: RequestView, num_blocks: int) -> Lease | LeaseRefusal:
+        """A lease of a request's blocks, if the caps allow it. Prompts that were computed to be
+        lent go before cached prefixes that nobody has fetched yet.
+        """
+        ready = not self._mirrored_ranks
+        if self.lends_only_cached(request):
+            cap = self._extra.max_lent_prefix_blocks
+            if cap is None:
+                cap = self._leases.max_blocks // 2
+            pinned = sum(lease.num_blocks for lease in self._prefixes.values())
+            if pinned + num_blocks > cap:
+                return LeaseRefusal(
+                    f"max_lent_prefix_blocks: the prefix has {num_blocks} blocks, and cached "
+                    f"prefixes that are lent hold {pinned} of {cap}; raise max_lent_prefix_blocks"
+                )
+            return self._leases.grant(request.request_id, num_blocks, ready=ready)
+        room = self._leases.max_blocks - num_blocks
+        for name in list(self._prefixes):
+            if room < 0 or self._leases.pinned_blocks <= room:
+                break
+            if self.withdraw(name):
+                self._sweep()
+        return self._leases.grant(request.request_id, num_blocks, ready=ready)
+
+    def withdraw(self, request_id: str) -> bool:
+        """See :meth:`SchedulerConnector.withdraw`."""
+        lease = self._prefixes.get(request_id)
+        is_withdrawn = lease is not None and self._leases.withdraw(lease.lease_id)
+        self._counters["prefixes_withdrawn"] += is_withdrawn
+        return is_withdrawn
+
+    def counters(self) -> Mapping[str, float]:
+        """See :meth:`SchedulerConnector.counters`."""
+        return self._counters
+
     def _not_lent(self, request: RequestView, reason: str) -> tuple[bool, None]:
         """The decode engine will not know why it gets no ticket, so it is said here."""
+        if self.lends_only_cached(request):
+            self._counters["prefixes_refused"] += 1
+            logger.info("request %s: no cached prefix is lent: %s", request.request_id, reason)
+            return False, None
         self._server.note_error("lease", f"request {request.request_id}: {reason}")
         logger.warning(
             "request %s: its KV is not lent, and the decode engine has to compute it: %s",
@@ -504,6 +581,8 @@ class PullScheduler(SchedulerConnector):
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Ends the lease of a ticket of ours that no target has used; anything else is ignored."""
+        if "ticket" not in kv_transfer_params:
+            return  # nothing was lent
         try:
             ticket = verify(kv_transfer_params.get("ticket"), self._key)
         except TicketError as error:
@@ -531,6 +610,7 @@ class PullScheduler(SchedulerConnector):
         self._records.look()
         for lease in self._leases.sweep():
             self._mirroring.pop(lease.lease_id, None)
+            self._prefixes.pop(lease.request_id, None)
             self._outdated.discard(lease.request_id)
             self._step.released.append(lease.request_id)
             self._records.freed(lease)
