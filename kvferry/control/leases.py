@@ -29,6 +29,25 @@ they are freed only after :meth:`LeaseTable.sweep` returned the lease, a lease i
 once it has ended, and an ended lease confirms nothing but repetitions of reports that were
 confirmed while it was held. A report's nonce tells its repetition from another's report.
 
+A *shared* lease serves any number of requests, of one target or of several. Nobody holds it; each
+request holds a claim on it, whose id is the lease's and a random name (``lease/name``), begun by
+the first message that names it. A claim is in everything a lease as drawn above: one holder at a
+time, its own reports, silence, takeover and end, and its own memory of all that once it has ended.
+The lease keeps the blocks::
+
+    claims on it            ── no arrow of theirs frees anything
+    the shared lease  grant ── until :data:`SLOW` durations have passed and none of its claims is
+                               open ──> done (a claim was), else expired
+                            └─ withdraw: the same, as if the durations had passed
+                            └─ revoke, ``max_age_s`` ──> revoked, expired, with all its claims
+
+So what was said of ``HELD`` holds for claims: a claim is open only while its lease is, as a lease
+that ends takes its claims along, and the blocks are freed only when the lease was swept. That each
+rank reads a claim at most once follows from its random name. (A claim that has ended, and been
+forgotten since, may begin anew while its lease lives. What is confirmed then was kept as well.) A
+message that names the lease itself, as those of releases before shared leases do, speaks of the one
+claim without a name, so that for them it is a lease as any other.
+
 Who may speak of a lease is not judged here, see :mod:`kvferry.control.proofs`.
 """
 
@@ -45,6 +64,7 @@ from typing import TypeAlias
 
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, LeaseStatus
 from kvferry.control.options import ControlOptions
+from kvferry.control.proofs import lease_of
 from kvferry.errors import BoundsError
 
 Target: TypeAlias = tuple[str, str]
@@ -54,6 +74,8 @@ Report: TypeAlias = tuple[bool, bytes]
 
 SLOW = 3.0
 """Lease durations for which a target may say nothing and count as slow."""
+MAX_CLAIMS = 1024
+"""Claims that are open on a shared lease at most; whoever has its ticket can make as many."""
 EXTENSION = 1 / 6
 """Share of its duration by which the lease of a slow holder is extended at a time."""
 
@@ -82,6 +104,8 @@ class Lease:
     num_blocks: int
     duration_s: float
     """Seconds it lives without being renewed once it is taken."""
+    shared: bool = False
+    """Whether any number of requests may load under it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +125,7 @@ class EndedLease:
     num_blocks: int
     outcome: LeaseOutcome
     target: Target | None
-    """Its last holder."""
+    """Its last holder; of a shared lease, that of the last claim that was done."""
     reports: dict[int, Report]
     """What each rank of the holder reported."""
     taken: float | None
@@ -112,14 +136,14 @@ class EndedLease:
 
 @dataclass(slots=True)
 class _Open:
-    """One open lease."""
+    """One open lease, or one open claim on a shared lease."""
 
     lease: Lease
     granted: float
     deadline: float
     """Clock reading at which it expires."""
     ready: bool
-    """Whether its blocks can be read."""
+    """Whether its blocks can be read; of a claim, its lease says so."""
     holder: Target | None = None
     taken: float | None = None
     """Clock reading at which the holder took it."""
@@ -129,6 +153,17 @@ class _Open:
     """What each rank of the holder reported."""
     former: set[Target] = field(default_factory=set)
     """Targets that have lost it."""
+    base: "_Open | None" = None
+    """Of a claim, the shared lease that it is on."""
+    claims: dict[str, "_Open"] = field(default_factory=dict)
+    """Of a shared lease, the open claims on it, by id."""
+    served: EndedLease | None = None
+    """Of a shared lease, the last claim on it that was done."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its blocks can be read."""
+        return (self.base or self).ready
 
     def take(self, target: Target, now: float) -> None:
         self.holder = target
@@ -206,11 +241,12 @@ class LeaseTable:
         )
 
     def grant(
-        self, request_id: str, num_blocks: int, *, ready: bool = True
+        self, request_id: str, num_blocks: int, *, ready: bool = True, shared: bool = False
     ) -> Lease | LeaseRefusal:
         """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits.
 
-        One that is not ``ready`` is taken by nobody before :meth:`ready`.
+        One that is not ``ready`` is taken by nobody before :meth:`ready`. A ``shared`` one serves
+        any number of requests; its blocks are kept for :data:`SLOW` durations at least.
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks: {num_blocks} is negative")
@@ -218,7 +254,7 @@ class LeaseTable:
             if self._pinned + num_blocks > self.max_blocks:
                 self._outcomes["refused"] += 1
                 return LeaseRefusal(self._why_not(num_blocks))
-            lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s)
+            lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s, shared)
             now = self._clock()
             deadline = now + min(SLOW * self.duration_s, self._max_age_s)
             self._open[lease.lease_id] = _Open(lease, now, deadline, ready)
@@ -302,10 +338,10 @@ class LeaseTable:
         target = (engine_id, incarnation)
         with self._lock:
             now = self._clock()
-            entry = self._open.get(lease_id)
+            entry = self._named(lease_id, now)
             if entry is None:
                 return self._late_finish(lease_id, target, rank, (ok, nonce))
-            if not entry.ready or target in entry.former or entry.holder not in (None, target):
+            if not entry.is_ready or target in entry.former or entry.holder not in (None, target):
                 return FinishAnswer.REVOKED
             if entry.holder is None:
                 entry.take(target, now)
@@ -329,8 +365,9 @@ class LeaseTable:
         """
         target = (engine_id, incarnation)
         with self._lock:
+            now = self._clock()
             for lease_id in lease_ids:
-                entry = self._open.get(lease_id)
+                entry = self._named(lease_id, now)
                 if entry is None or target in entry.former or entry.holder not in (None, target):
                     continue
                 if keep:
@@ -341,13 +378,18 @@ class LeaseTable:
                     self._end(entry, LeaseOutcome.RELEASED)
 
     def withdraw(self, lease_id: str) -> bool:
-        """Ends a lease that nobody has taken, and says whether; others are left alone."""
+        """Ends a lease that nobody has taken, and says so; others and unknown ids are left alone.
+        A shared one on which claims are open ends with the last of them.
+        """
         with self._lock:
             entry = self._open.get(lease_id)
-            is_untaken = entry is not None and entry.holder is None
-            if entry is not None and is_untaken:
-                self._end(entry, LeaseOutcome.RELEASED)
-            return is_untaken
+            if entry is None or entry.holder is not None:
+                return False
+            if entry.claims:
+                entry.deadline = self._clock()
+                return False
+            self._end(entry, LeaseOutcome.RELEASED)
+            return True
 
     def revoke(self, lease_ids: Iterable[str]) -> None:
         """The source takes leases back; unknown ids are ignored."""
@@ -360,7 +402,7 @@ class LeaseTable:
     def revoke_all(self) -> None:
         """The source takes every lease back."""
         with self._lock:
-            for entry in list(self._open.values()):
+            for entry in [entry for entry in self._open.values() if entry.base is None]:
                 self._end(entry, LeaseOutcome.REVOKED)
 
     def expire(
@@ -382,6 +424,8 @@ class LeaseTable:
             due = [entry for entry in self._open.values() if now >= entry.deadline]
             last_heard = self._last_heard() if due else {}
             for entry in due:
+                if entry.claims:
+                    continue  # it ends with the last of them
                 if self._is_slow(entry, now, last_heard, lives):
                     self._extend(entry, now, EXTENSION * self.duration_s)
                 if now >= entry.deadline:  # of its greatest age too
@@ -398,7 +442,7 @@ class LeaseTable:
 
     @property
     def num_open(self) -> int:
-        """Leases that have not ended."""
+        """Leases, and claims on shared ones, that have not ended."""
         return len(self._open)
 
     @property
@@ -412,7 +456,7 @@ class LeaseTable:
             return dict(self._outcomes)
 
     def snapshot(self) -> tuple[LeaseStatus, ...]:
-        """The open leases, oldest first."""
+        """The open leases, oldest first; claims on shared leases too, which have no blocks."""
         with self._lock:
             now = self._clock()
             return tuple(
@@ -449,7 +493,7 @@ class LeaseTable:
         lives: Callable[[Target], bool],
     ) -> bool:
         """Whether somebody may want a lease who cannot say so: we ourselves, or its holder."""
-        if not entry.ready:
+        if not entry.is_ready:
             return True
         if entry.holder is None or now - entry.heard >= SLOW * self.duration_s:
             return False
@@ -457,16 +501,30 @@ class LeaseTable:
             return False  # it renews others, and not this
         return lives(entry.holder)
 
+    def _named(self, lease_id: str, now: float) -> _Open | None:
+        """The open lease that a target speaks of, or claim, which begins by being spoken of."""
+        base = self._open.get(lease_of(lease_id))
+        if base is None or not base.lease.shared:
+            return self._open.get(lease_id)
+        claim_id = lease_id if "/" in lease_id else f"{lease_id}/"
+        claim = base.claims.get(claim_id)
+        if claim is None and claim_id not in self._ended and len(base.claims) < MAX_CLAIMS:
+            lease = Lease(claim_id, base.lease.request_id, 0, base.lease.duration_s)
+            claim = _Open(lease, base.granted, now, ready=True, base=base)
+            self._extend(claim, now, SLOW * self.duration_s)
+            self._open[claim_id] = base.claims[claim_id] = claim
+        return claim
+
     def _renew(
         self, lease_id: str, target: Target, now: float, lives: Callable[[Target], bool]
     ) -> LeaseAnswer:
-        entry = self._open.get(lease_id)
+        entry = self._named(lease_id, now)
         if entry is None:
             is_done = self._done_by(lease_id, target) is not None
             return LeaseAnswer.DONE if is_done else LeaseAnswer.REVOKED
         if target in entry.former:
             return LeaseAnswer.REVOKED
-        if not entry.ready:
+        if not entry.is_ready:
             return LeaseAnswer.PENDING
         if entry.holder is not None and entry.holder != target:
             # Another start of the same engine was given the same request: the one before is gone,
@@ -499,7 +557,7 @@ class LeaseTable:
 
     def _done_by(self, lease_id: str, target: Target) -> EndedLease | None:
         """The ended lease, if every rank of this target has reported it."""
-        ended = self._ended.get(lease_id)
+        ended = self._ended.get(f"{lease_id}/", self._ended.get(lease_id))
         if ended is None or ended.outcome is not LeaseOutcome.DONE or ended.target != target:
             return None
         return ended
@@ -507,18 +565,35 @@ class LeaseTable:
     def _end(self, entry: _Open, outcome: LeaseOutcome) -> None:
         lease = entry.lease
         del self._open[lease.lease_id]
+        for claim in list(entry.claims.values()):
+            self._end(claim, outcome)
+        if entry.served is not None and outcome is LeaseOutcome.EXPIRED:
+            outcome = LeaseOutcome.DONE  # its time was over, and it was of use
+        last = entry.served
         ended = EndedLease(
             lease.lease_id,
             lease.request_id,
             lease.num_blocks,
             outcome,
-            entry.holder,
+            last.target if last else entry.holder,
             entry.reports,
-            entry.taken,
+            last.taken if last else entry.taken,
             self._clock(),
         )
-        self._outcomes[outcome.value] += 1
-        self._unswept.append(ended)
         self._ended[lease.lease_id] = ended
         while len(self._ended) > self._remembered:
             self._ended.popitem(last=False)
+        if entry.base is None:
+            self._outcomes[outcome.value] += 1
+            self._unswept.append(ended)
+        else:
+            self._end_claim(entry.base, ended)
+
+    def _end_claim(self, base: _Open, ended: EndedLease) -> None:
+        """A claim has ended; with the last one its lease does, if its time is over."""
+        del base.claims[ended.lease_id]
+        if ended.outcome is LeaseOutcome.DONE:
+            base.served = ended
+        is_open = base.lease.lease_id in self._open
+        if is_open and not base.claims and self._clock() >= base.deadline:
+            self._end(base, LeaseOutcome.EXPIRED)

@@ -6,7 +6,8 @@ listens on the network can at most repeat a message, under the name and for the 
 that sent it; and an engine that knows a lease id, from a status report say, can do nothing to that
 lease.
 
-The source keeps one key for each of its starts, and derives each lease's secret from it.
+The source keeps one key for each of its starts, and derives each lease's secret from it. Of the
+claims on a shared lease (:mod:`kvferry.control.leases`) who was given the lease's ticket may speak.
 """
 
 import hashlib
@@ -33,8 +34,22 @@ class LeaseKey:
 
     def accepts(self, proof: bytes, action: str, lease_id: str, *said: object) -> bool:
         """Whether who made the proof knows the lease's secret, and said this."""
-        expected = prove(self.secret(lease_id), action, lease_id, *said)
+        expected = prove(self.secret(lease_of(lease_id)), action, lease_id, *said)
         return hmac.compare_digest(proof, expected)
+
+
+def claim_on(lease_id: str) -> str:
+    """The id of a new claim on a shared lease: random, so that no two requests have the same."""
+    return f"{lease_id}/{secrets.token_hex(8)}"
+
+
+def lease_of(lease_id: str) -> str:
+    """The lease that a claim is on; of the id of a lease, the lease itself.
+
+    >>> lease_of("5f/a1") == lease_of("5f") == "5f"
+    True
+    """
+    return lease_id.partition("/")[0]
 
 
 def prove(secret: bytes, action: str, lease_id: str, *said: object) -> bytes:

@@ -20,8 +20,9 @@ from collections.abc import Iterable
 from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
-from kvferry.control.proofs import PROOF_BYTES
+from kvferry.control.proofs import PROOF_BYTES, claim_on
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
 from kvferry.zeromq import join_address
@@ -44,7 +45,7 @@ BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the target needs to load one request's KV."""
+    """Everything the target needs to load the KV of a prompt."""
 
     version: int = TICKET_VERSION
     lease_id: Name
@@ -79,11 +80,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     content: Annotated[dict[Name, Name], msgspec.Meta(max_length=MAX_CONTENT_PARTS)] = {}
     """What else than its tokens decides this KV: part (``lora``, ``multimodal``, ...) → a text
     that tells it from others of its kind. Empty where the tokens alone do."""
+    shared: bool = False
+    """Whether the lease is shared: each request that loads under it does so by a claim of its own,
+    see :meth:`claimed`."""
 
     @property
     def address(self) -> str:
         """``host:port`` of the source's control channel, an IPv6 address in brackets."""
         return join_address(self.host, self.port)
+
+    def claimed(self) -> "Ticket":
+        """The ticket as one more request uses it: of a shared lease it names a new claim in place
+        of the lease, of another one it is the ticket itself.
+        """
+        return replace(self, lease_id=claim_on(self.lease_id)) if self.shared else self
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
@@ -163,7 +173,8 @@ def check_incarnation(ticket: Ticket, incarnation: str) -> None:
 
 
 class SeenTickets:
-    """Lets each lease serve one request only, in this incarnation of the target. Thread-safe.
+    """Lets each lease, or claim on one, serve one request only, in this incarnation of the target.
+    Thread-safe.
 
     Leases of live requests are never forgotten; of the others the last ``limit`` are remembered.
     (A lease that is forgotten here has long ended at its source, which says so.)

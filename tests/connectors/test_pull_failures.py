@@ -30,7 +30,7 @@ from kvferry.errors import (
     TicketForgedError,
 )
 from kvferry.testing.connector_conformance import Pair
-from kvferry.testing.fake_engine import FakeEngine
+from kvferry.testing.fake_engine import FakeEngine, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
 from kvferry.transports.local import boot_id, host_digest
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S, retold, served
@@ -132,6 +132,30 @@ def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     with pytest.raises(TicketExpiredError, match="was used"):
         pair.consumer.add("thief", first.prompt_token_ids, source.response_params)
     pair.settle()
+
+
+def test_a_shared_ticket_serves_any_number_of_requests_and_engines(
+    pair: Pair, open_engine: OpenEngine
+) -> None:
+    params = {"do_remote_decode": True, "shared": True}
+    source = pair.producer.add("r", range(1, 22), params)
+    pair.run(lambda: source.stage is Stage.FINISHED, "the prompt to be computed")
+    others = Pair(pair.producer, open_engine("e", TARGET), WAIT_S)
+    requests = [pair.decode(source), others.decode(source)]
+    requests.append(pair.consumer.add("twin", requests[0].prompt_token_ids, source.response_params))
+    engines = [pair.producer, pair.consumer, others.consumer]
+    run(
+        engines,
+        lambda: all(one.stage is Stage.FINISHED for one in requests),
+        timeout_s=WAIT_S,
+        what="the loads",
+    )
+    for request in requests:
+        assert not request.failed
+        assert request.external_tokens == 21
+    pair.producer.scheduler.take_back(source.response_params)  # type: ignore[attr-defined]
+    pair.settle()
+    others.settle()
 
 
 def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from kvferry.control import messages
-from kvferry.control.leases import LeaseOutcome, LeaseTable
+from kvferry.control.leases import SLOW, LeaseOutcome, LeaseTable
 from kvferry.control.messages import (
     ErrorReply,
     Finish,
@@ -57,14 +57,31 @@ class Read:
 
 
 @dataclass
+class Kept:
+    """What is kept under one lease."""
+
+    lease_id: str
+    granted: float
+    """Reading of the source's clock."""
+    shared: bool
+    freed: int | None = None
+    """Number of the step in which the blocks were freed."""
+    withdrawn: bool = False
+    revoked: bool = False
+
+
+@dataclass
 class Granted:
+    """A lease, or a claim on a shared one."""
+
     lease_id: str
     incarnation: str
     """Start of the source that granted it."""
     secret: bytes
     """What its ticket carries."""
-    freed: int | None = None
-    """Number of the step in which its blocks were freed."""
+    kept: Kept
+    heard: float = 0.0
+    """Reading of the source's clock when its last holder took or renewed it."""
     holders: list[tuple[str, str]] = field(default_factory=list)
     """Targets that were told held, in the order of the first time."""
     seen: set[tuple[tuple[str, str], int]] = field(default_factory=set)
@@ -88,8 +105,8 @@ class World(RuleBasedStateMachine):
     service_class: type[ControlService]
     describe: staticmethod
 
-    @initialize(drift=st.floats(0.8, 1.2))
-    def start(self, drift):
+    @initialize(drift=st.floats(0.8, 1.2), shared=st.booleans())
+    def start(self, drift, shared):
         self.now = 0.0
         self.step = 0
         self.lives = True
@@ -104,7 +121,7 @@ class World(RuleBasedStateMachine):
         for engine in ENGINES:
             self.shake_hands(engine)
         self.network = []
-        self.grant()
+        self.grant(shared)
 
     def boot_source(self):
         self.starts["p"] += 1
@@ -135,31 +152,64 @@ class World(RuleBasedStateMachine):
         self.table.expire(awake_s=0.0 if paused else DURATION, lives=lambda _: lives)
         for ended in self.table.sweep():
             lease = self.find(ended.lease_id)
-            assert lease.freed is None, "freed twice"
-            lease.freed = self.step
-            if ended.outcome is LeaseOutcome.DONE:
-                finished = {
-                    read.rank
-                    for read in self.reads
-                    if read.lease_id == ended.lease_id
-                    and read.target == ended.target
-                    and read.ended is not None
-                }
-                finished |= {rank for target, rank in lease.seen if target == ended.target}
-                assert finished == set(range(ENGINES[ended.target[0]])), "a rank is still reading"
-            if ended.outcome is LeaseOutcome.RELEASED:
+            assert lease.kept.freed is None, "freed twice"
+            lease.kept.freed = self.step
+            if lease.kept.shared:
+                self.check_shared(lease.kept)
+            elif ended.outcome is LeaseOutcome.DONE:
+                assert self.has_finished(lease, ended.target), "a rank is still reading"
+            elif ended.outcome is LeaseOutcome.RELEASED and not lease.kept.withdrawn:
                 assert (ended.target, ended.lease_id) in self.given_up, "nobody gave it up"
 
-    def grant(self):
-        lease = self.table.grant("request", 10)
+    def has_finished(self, lease, target):
+        """Whether each rank of a target has reported."""
+        finished = {
+            read.rank
+            for read in self.reads
+            if read.lease_id == lease.lease_id and read.target == target and read.ended is not None
+        }
+        finished |= {rank for seen, rank in lease.seen if seen == target}
+        return finished == set(range(ENGINES[target[0]]))
+
+    def check_shared(self, kept):
+        """Nobody took a shared lease away before its time, nor from one who may be reading."""
+        if kept.revoked:
+            return
+        age = self.clock() - kept.granted
+        assert kept.withdrawn or age >= SLOW * DURATION, "a shared lease ended before its time"
+        for claim in self.leases:
+            if claim.kept is kept and claim.holders:
+                holder = claim.holders[-1]
+                assert (
+                    self.has_finished(claim, holder)
+                    or (holder, claim.lease_id) in self.given_up
+                    or self.clock() - claim.heard >= DURATION
+                ), "a taker of a shared lease may still be reading"
+
+    def grant(self, shared=False):
+        lease = self.table.grant("request", 10, shared=shared)
         secret = self.service.secret(lease.lease_id)
-        self.leases.append(Granted(lease.lease_id, self.incarnation, secret))
+        kept = Kept(lease.lease_id, self.clock(), shared)
+        # Two loads under one ticket, of a release before there were shared leases and of ours.
+        for name in ("", "/claim") if shared else ("",):
+            self.leases.append(Granted(lease.lease_id + name, self.incarnation, secret, kept))
 
     def restart_source(self):
         self.boot_source()
         for lease in self.leases:
-            if lease.freed is None:
-                lease.freed = self.step
+            if lease.kept.freed is None:
+                lease.kept.freed = self.step
+
+    @rule(pick=picks, revokes=seldom)
+    def take_back(self, pick, revokes):
+        """The router will not have it fetched, or the source itself needs the blocks."""
+        kept = self.pick_lease(pick).kept
+        if revokes:
+            kept.revoked = True
+            self.table.revoke([kept.lease_id])
+        elif pick % 2:
+            kept.withdrawn = True
+            self.table.withdraw(kept.lease_id)
 
     # ---- the targets -----------------------------------------------------------------------
 
@@ -245,7 +295,7 @@ class World(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(
-            ("restart target", "late handshake", "restart source", "lose", "grant")
+            ("restart target", "late handshake", "restart source", "lose", "grant", "share")
         ),
         engine=engines,
         pick=picks,
@@ -266,7 +316,7 @@ class World(RuleBasedStateMachine):
             case "lose" if self.network:
                 del self.network[pick % len(self.network)]
             case _:
-                self.grant()
+                self.grant(shared=kind == "share")
 
     @precondition(lambda self: self.network)
     @rule(pick=picks, keep=st.booleans())
@@ -292,6 +342,7 @@ class World(RuleBasedStateMachine):
             for lease_id, answer in reply.states.items():
                 if answer is LeaseAnswer.HELD:
                     self.check_held(lease_id, sent.target)
+                    self.find(lease_id).heard = self.clock()
         elif isinstance(reply, messages.FinishReply):
             (answer,) = reply.answers
             if answer is FinishAnswer.HELD and sent.read is not None:
@@ -302,9 +353,10 @@ class World(RuleBasedStateMachine):
     def check_confirmed(self, sent):
         read = sent.read
         lease = self.find(read.lease_id)
-        assert lease.freed is None or lease.freed > read.ended, (
+        freed = lease.kept.freed
+        assert freed is None or freed > read.ended, (
             f"read from step {read.began} to {read.ended} was confirmed, "
-            f"its blocks were freed in step {lease.freed}"
+            f"its blocks were freed in step {freed}"
         )
         self.check_held(read.lease_id, sent.target)
 
@@ -313,6 +365,7 @@ class World(RuleBasedStateMachine):
         lease = self.find(lease_id)
         if target not in lease.holders:
             lease.holders.append(target)
+            lease.heard = self.clock()
         assert lease.holders[-1] == target, "two targets hold one lease"
 
     def header(self, lease, target):
@@ -356,7 +409,7 @@ class World(RuleBasedStateMachine):
             self.now += 3 * DURATION / 0.8 + 1
             self.sweep_and_free()
             assert self.table.pinned_blocks == self.table.num_open == 0
-            assert all(lease.freed is not None for lease in self.leases)
+            assert all(lease.kept.freed is not None for lease in self.leases)
 
 
 def play(classes, describe, examples, phases=tuple(Phase)):
@@ -453,6 +506,45 @@ class ForgetsNonces(LeaseTable):
         return super()._late_finish(lease_id, target, rank, (report[0], b""))
 
 
+class FreesAfterTheFirstTaker(LeaseTable):
+    """Mutation: a shared lease is over when the first claim on it is done."""
+
+    def _end_claim(self, base, ended):
+        super()._end_claim(base, ended)
+        if ended.outcome is LeaseOutcome.DONE and base.lease.lease_id in self._open:
+            self._end(base, LeaseOutcome.DONE)
+
+
+class ForgetsOpenClaims(LeaseTable):
+    """Mutation: a shared lease ends when its time is over, whoever reads."""
+
+    def expire(self, **said):
+        super().expire(**said)
+        for entry in list(self._open.values()):
+            if entry.claims and self._clock() >= entry.deadline:
+                self._end(entry, LeaseOutcome.EXPIRED)
+
+
+class EndsWithItsLastTaker(LeaseTable):
+    """Mutation: a shared lease is over as soon as none of its claims is open."""
+
+    def _end_claim(self, base, ended):
+        base.deadline = self._clock()
+        super()._end_claim(base, ended)
+
+
+class KeepsClaims(LeaseTable):
+    """Mutation: the claims on a shared lease outlive it."""
+
+    def _end(self, entry, outcome):
+        entry.claims = {}
+        super()._end(entry, outcome)
+
+    def _end_claim(self, base, ended):
+        base.claims[ended.lease_id] = ended
+        super()._end_claim(base, ended)
+
+
 class BelievesAnybody(ControlService):
     """Mutation: nobody has to prove anything."""
 
@@ -470,6 +562,10 @@ class BelievesAnybody(ControlService):
         ((GivesBack,), "two targets hold one lease"),
         ((FreesAtRelease,), "was confirmed, its blocks were freed|two targets hold one lease"),
         ((ForgetsNonces,), "was confirmed, its blocks were freed"),
+        ((FreesAfterTheFirstTaker,), "ended before its time|a taker of a shared lease"),
+        ((ForgetsOpenClaims,), "a taker of a shared lease may still be reading"),
+        ((EndsWithItsLastTaker,), "a shared lease ended before its time"),
+        ((KeepsClaims,), "was confirmed, its blocks were freed"),
         ((LeaseTable, BelievesAnybody), "a stranger was believed|nobody gave it up"),
     ],
 )

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvferry.control.leases import Lease, LeaseOutcome, LeaseRefusal, LeaseTable
+from kvferry.control.leases import MAX_CLAIMS, Lease, LeaseOutcome, LeaseRefusal, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer
 from kvferry.control.options import ControlOptions
 from kvferry.errors import BoundsError
@@ -339,6 +339,138 @@ def test_the_source_may_revoke_all(table):
     assert finish(table, D1, taken) == FinishAnswer.REVOKED
     assert renew(table, D1, untaken) == LeaseAnswer.REVOKED
     assert outcomes(table) == [LeaseOutcome.REVOKED] * 2
+
+
+@pytest.fixture
+def shared(table):
+    """A shared lease of ten blocks, granted at 1000."""
+    return table.grant("request", 10, shared=True).lease_id
+
+
+def test_a_shared_lease_has_any_number_of_takers_at_once(table, clock, shared):
+    claims = [(D1, f"{shared}/a"), (D1, f"{shared}/b"), (D2, f"{shared}/c")]
+    for target, claim in claims:
+        assert renew(table, target, claim) == LeaseAnswer.HELD
+    clock.now += 29.0
+    for target, claim in claims:
+        assert renew(table, target, claim) == LeaseAnswer.HELD
+        assert [finish(table, target, claim, rank) for rank in (0, 1)] == [FinishAnswer.HELD] * 2
+        assert renew(table, target, claim) == LeaseAnswer.DONE
+    assert table.pinned_blocks == 10
+
+
+def test_a_shared_lease_ends_when_its_time_is_over_and_no_taker_reads(table, clock, shared):
+    idle = table.grant("nobody's", 1, shared=True).lease_id
+    clock.now += 80.0
+    assert renew(table, D1, f"{shared}/a") == LeaseAnswer.HELD
+    clock.now += 9.9
+    assert swept(table) == []
+    clock.now += 0.1
+    (ended,) = swept(table)
+    assert (ended.lease_id, ended.outcome, ended.target) == (idle, LeaseOutcome.EXPIRED, None)
+    assert renew(table, D2, f"{shared}/b") == LeaseAnswer.HELD  # as long as it is there
+    for target, claim in ((D1, f"{shared}/a"), (D2, f"{shared}/b")):
+        assert swept(table) == []
+        assert [finish(table, target, claim, rank) for rank in (0, 1)] == [FinishAnswer.HELD] * 2
+    (ended,) = table.sweep()
+    assert (ended.lease_id, ended.outcome, ended.target) == (shared, LeaseOutcome.DONE, D2)
+    assert (ended.taken, ended.ended, ended.num_blocks) == (1090.0, 1090.0, 10)
+    assert table.num_open == table.pinned_blocks == 0
+    assert finish(table, D1, f"{shared}/a") == FinishAnswer.HELD  # a repetition
+    assert finish(table, D1, f"{shared}/a", nonce=b"other") == FinishAnswer.REVOKED
+    assert finish(table, D1, f"{shared}/c") == FinishAnswer.REVOKED
+
+
+def test_a_taker_that_falls_silent_loses_its_claim_and_no_other_does(table, clock, shared):
+    for target, claim in ((D1, f"{shared}/a"), (D2, f"{shared}/b")):
+        assert renew(table, target, claim) == LeaseAnswer.HELD
+    for _ in range(3):
+        clock.now += 15.0
+        assert renew(table, D2, f"{shared}/b") == LeaseAnswer.HELD
+        assert swept(table) == []
+    assert renew(table, D1, f"{shared}/a") == LeaseAnswer.REVOKED
+    assert finish(table, D1, f"{shared}/a") == FinishAnswer.REVOKED
+    assert finish(table, D2, f"{shared}/b") == FinishAnswer.HELD
+
+
+def test_a_claim_has_one_holder_at_a_time_and_is_given_up_alone(table, shared):
+    claim = f"{shared}/a"
+    assert renew(table, D1, claim) == LeaseAnswer.HELD
+    assert renew(table, D2, claim) == LeaseAnswer.TAKEN
+    table.release(*D2, [claim, f"{shared}/never taken"])
+    table.release(*D1, [claim])
+    assert renew(table, D1, claim) == LeaseAnswer.REVOKED
+    assert renew(table, D2, f"{shared}/never taken") == LeaseAnswer.REVOKED
+    assert renew(table, D2, f"{shared}/b") == LeaseAnswer.HELD
+
+
+def test_claims_end_with_their_lease(table, clock, shared):
+    claim, nobodys = f"{shared}/a", table.grant("request", 1).lease_id
+    assert finish(table, D1, claim) == FinishAnswer.HELD
+    table.revoke([shared])
+    assert finish(table, D1, claim, rank=1) == FinishAnswer.REVOKED
+    assert finish(table, D1, claim, rank=0) == FinishAnswer.REVOKED
+    assert [ended.outcome for ended in table.sweep()] == [LeaseOutcome.REVOKED]
+    assert renew(table, D1, f"{nobodys}/a") == LeaseAnswer.REVOKED  # it is not shared
+    assert renew(table, D1, f"{shared}/b") == LeaseAnswer.REVOKED
+    table.grant("request", 1, shared=True)
+    table.revoke_all()
+    assert outcomes(table) == [LeaseOutcome.REVOKED] * 2
+
+
+def test_a_shared_lease_that_is_withdrawn_ends_with_its_last_taker(table, shared):
+    idle = table.grant("request", 1, shared=True).lease_id
+    assert renew(table, D1, f"{shared}/a") == LeaseAnswer.HELD
+    assert [table.withdraw(lease_id) for lease_id in (idle, shared)] == [True, False]
+    assert [ended.lease_id for ended in swept(table)] == [idle]
+    table.release(*D1, [f"{shared}/a"])
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_a_shared_lease_ends_at_its_greatest_age_with_all_its_claims(clock):
+    table = LeaseTable(duration_s=30.0, max_age_s=100.0, max_blocks=10, clock=clock)
+    shared = table.grant("request", 10, shared=True).lease_id
+    for _ in range(10):
+        assert renew(table, D1, f"{shared}/a") == LeaseAnswer.HELD
+        clock.now += 10
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+    assert table.num_open == 0
+    assert finish(table, D1, f"{shared}/a") == FinishAnswer.REVOKED
+
+
+def test_a_shared_lease_is_had_by_nobody_before_it_is_ready(table):
+    lease_id = table.grant("request", 10, ready=False, shared=True).lease_id
+    assert renew(table, D1, f"{lease_id}/a") == LeaseAnswer.PENDING
+    assert finish(table, D1, f"{lease_id}/a") == FinishAnswer.REVOKED
+    table.ready(lease_id)
+    assert renew(table, D1, f"{lease_id}/a") == LeaseAnswer.HELD
+
+
+def test_for_an_engine_that_knows_no_claims_a_shared_lease_is_one_as_any_other(table, shared):
+    assert renew(table, D1, shared) == LeaseAnswer.HELD
+    assert renew(table, D2, shared) == LeaseAnswer.TAKEN
+    assert renew(table, D2, f"{shared}/a") == LeaseAnswer.HELD
+    assert [finish(table, D1, shared, rank) for rank in (0, 1)] == [FinishAnswer.HELD] * 2
+    assert renew(table, D1, shared) == LeaseAnswer.DONE
+    table.revoke([shared])
+    assert finish(table, D1, shared, rank=1) == FinishAnswer.HELD  # a repetition
+    assert finish(table, D1, shared, rank=1, ok=False) == FinishAnswer.REVOKED
+
+
+def test_only_so_many_claims_are_open_at_once(table, shared):
+    claims = [f"{shared}/{number}" for number in range(MAX_CLAIMS + 1)]
+    answers = table.renew(*D1, claims)
+    assert [answers[claim] for claim in claims] == [LeaseAnswer.HELD] * MAX_CLAIMS + [
+        LeaseAnswer.REVOKED
+    ]
+    table.release(*D1, claims[:1])
+    assert renew(table, D1, f"{shared}/one more") == LeaseAnswer.HELD
+
+
+def test_the_snapshot_shows_claims_without_blocks(table, shared):
+    renew(table, D1, f"{shared}/a")
+    shown = [(one.lease_id, one.num_blocks, one.target) for one in table.snapshot()]
+    assert shown == [(shared, 10, ""), (f"{shared}/a", 0, "d1")]
 
 
 def test_unknown_leases_are_revoked(table):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.control.proofs import lease_of
 from kvferry.control.tickets import (
     MAX_CONTENT_PARTS,
     MAX_TICKET_CHARS,
@@ -54,6 +55,7 @@ tickets = st.builds(
     tp=st.integers(1, 64),
     pp=st.integers(1, 64),
     content=st.dictionaries(names, names, max_size=3),
+    shared=st.booleans(),
 )
 
 
@@ -208,6 +210,14 @@ def test_a_ticket_from_an_earlier_start_of_its_engine_is_expired():
     check_incarnation(TICKET, "a1")
     with pytest.raises(TicketExpiredError, match=r"a1.*prefill-0.*b2"):
         check_incarnation(TICKET, "b2")
+
+
+def test_each_request_uses_a_shared_ticket_under_a_claim_of_its_own():
+    shared = msgspec.structs.replace(TICKET, shared=True)
+    ids = {shared.claimed().lease_id for _ in range(100)}
+    assert len(ids) == 100
+    assert {lease_of(claim) for claim in ids} == {TICKET.lease_id}
+    assert TICKET.claimed() is TICKET
 
 
 def test_a_lease_serves_one_live_request():

@@ -271,6 +271,25 @@ def test_prompts_computed_to_be_lent_go_before_untaken_prefixes(
     assert lender.stats().connector["prefixes_withdrawn"] == 1
 
 
+def test_a_shared_prefix_is_fetched_by_many_and_withdrawn_when_the_lender_needs_it(
+    opened: Callable[..., Engine],
+) -> None:
+    lender = opened(num_blocks=21, **UNCAPPED)
+    borrowers = [opened(), opened(block_size=3)]
+    ids = prompt(41)
+    asked(lender, ids[:40])
+    params = asked(lender, ids, shared=True, **ONLY_CACHED).kv_transfer_params
+    assert params is not None
+    for number, borrower in enumerate((*borrowers, borrowers[0])):
+        tail = prompt(5 * number, number)
+        answer = asked(borrower, ids + tail, lender, max_tokens=4, **params)
+        assert answer.token_ids == reference_tokens(ids + tail, 4, VOCAB)
+    assert lender.stats().scheduler.lent == 1
+    assert asked(lender, prompt(60, 7), max_tokens=8).finish_reason == "length"
+    assert lender.stats().connector["prefixes_withdrawn"] == 1
+    settled(lender, *borrowers)
+
+
 def test_what_nobody_wants_can_be_taken_back(opened: Callable[..., Engine]) -> None:
     lender = opened()
     asked(lender, prompt(40))

@@ -30,6 +30,7 @@ from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.peer import PairPlan, SourcePeer, TargetRank
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer
+from kvferry.control.proofs import lease_of
 from kvferry.errors import (
     BlockTableError,
     CancelledError,
@@ -114,7 +115,7 @@ class RankLoad:
         """What it did."""
         return TransferRecord(
             request_id=self.spec.request_id,
-            lease_id=self.spec.ticket.lease_id,
+            lease_id=lease_of(self.spec.ticket.lease_id),
             rank=rank,
             peer=self.spec.ticket.engine_id,
             direction="recv",

@@ -511,6 +511,7 @@ class PullScheduler(SchedulerConnector):
                 pp=parallel.pp,
                 first_tokens=first_tokens if any(first_tokens) else (),
                 content=dict(request.content_keys(num_tokens)),
+                shared=lease.shared,
             )
         )
 
@@ -519,6 +520,7 @@ class PullScheduler(SchedulerConnector):
         lent go before cached prefixes that nobody has fetched yet.
         """
         ready = not self._mirrored_ranks
+        shared = bool((request.kv_transfer_params or {}).get("shared"))
         if self.lends_only_cached(request):
             cap = self._extra.max_lent_prefix_blocks
             if cap is None:
@@ -529,14 +531,14 @@ class PullScheduler(SchedulerConnector):
                     f"max_lent_prefix_blocks: the prefix has {num_blocks} blocks, and cached "
                     f"prefixes that are lent hold {pinned} of {cap}; raise max_lent_prefix_blocks"
                 )
-            return self._leases.grant(request.request_id, num_blocks, ready=ready)
+            return self._leases.grant(request.request_id, num_blocks, ready=ready, shared=shared)
         room = self._leases.max_blocks - num_blocks
         for name in list(self._prefixes):
             if room < 0 or self._leases.pinned_blocks <= room:
                 break
             if self.withdraw(name):
                 self._sweep()
-        return self._leases.grant(request.request_id, num_blocks, ready=ready)
+        return self._leases.grant(request.request_id, num_blocks, ready=ready, shared=shared)
 
     def withdraw(self, request_id: str) -> bool:
         """See :meth:`SchedulerConnector.withdraw`."""

@@ -1,4 +1,4 @@
-"""Which tickets are accepted: verified, fitting their request, used once."""
+"""Which tickets are accepted: verified, fitting their request, used once unless they are shared."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class AcceptedTickets:
             TicketError: forged, malformed, used before, for another prompt, for another adapter
                 or other inputs, or it names no address, or one that is none of our ``peers``.
         """
-        ticket = self._verified(text)
+        ticket = self._verified(text).claimed()
         _check_prompt(ticket, request)
         _check_content(ticket, request)
         self._seen.claim(ticket.lease_id, request.request_id)
@@ -40,7 +40,7 @@ class AcceptedTickets:
         Raises:
             TicketError: as :meth:`accept`, but that no prompt is looked at.
         """
-        ticket = self._verified(text)
+        ticket = self._verified(text).claimed()
         self._seen.claim(ticket.lease_id, request_id)
         return ticket
 

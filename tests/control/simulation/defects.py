@@ -77,8 +77,8 @@ class RefusesLateRenewals(LeaseTable):
 class ExpectsTargetsAtOnce(LeaseTable):
     """A lease that nobody has taken expires after one duration."""
 
-    def grant(self, request_id, num_blocks, *, ready=True):
-        lease = super().grant(request_id, num_blocks, ready=ready)
+    def grant(self, request_id, num_blocks, **how):
+        lease = super().grant(request_id, num_blocks, **how)
         if isinstance(lease, Lease):
             self._open[lease.lease_id].deadline = self._clock() + lease.duration_s
         return lease
@@ -102,6 +102,27 @@ class KeepsReports(LeaseTable):
         if entry is not None:
             entry.reports = reports
         return answer
+
+
+class FreesAfterTheFirstTaker(LeaseTable):
+    """A shared lease is over when the first request has loaded."""
+
+    def _end_claim(self, base, ended):
+        super()._end_claim(base, ended)
+        if ended.outcome is LeaseOutcome.DONE and base.lease.lease_id in self._open:
+            self._end(base, LeaseOutcome.DONE)
+
+
+class KeepsClaims(FreesAfterTheFirstTaker):
+    """So it is, and the others are told held all the same."""
+
+    def _end(self, entry, outcome):
+        entry.claims = {}
+        super()._end(entry, outcome)
+
+    def _end_claim(self, base, ended):
+        base.claims[ended.lease_id] = ended
+        super()._end_claim(base, ended)
 
 
 class NeverExpires(LeaseTable):
@@ -297,6 +318,7 @@ _HEALED = "once all is well, loads succeed"
 _ENDS = "every load and every lease ends"
 _HELD = "a load counts only when its source said held"
 _STRANGER = "a stranger is not believed"
+_SHARED = "a shared lease is kept while it is read"
 
 Found: TypeAlias = tuple[str, tuple[str, ...]]
 
@@ -307,6 +329,8 @@ DEFECTS: dict[Build, Found] = {
     Build(table=SweepsBeforeEveryRank): (_DONE, ()),
     Build(table=ForgetsFormerHolders): ("one target holds a lease", ("twin", "slow_reads")),
     Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
+    Build(table=FreesAfterTheFirstTaker): (_SHARED, ()),
+    Build(table=KeepsClaims): (_FREED, ()),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
     Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
     Build(table=RefusesLateRenewals): (_SLOW, (SLOWNESS,)),

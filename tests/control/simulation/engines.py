@@ -55,10 +55,14 @@ class Cluster:
 
 @functools.cache
 def watching_table(table: type[LeaseTable]) -> type[LeaseTable]:
-    """The same table, which says what it sweeps."""
+    """The same table, which says what it sweeps, and is told which leases are shared."""
 
     class Watching(table):  # type: ignore[valid-type, misc]
         told: Callable[[Any], None]
+        shares: Callable[[], bool]
+
+        def grant(self, request_id: str, num_blocks: int, **how: bool) -> Any:
+            return super().grant(request_id, num_blocks, **how | {"shared": self.shares()})
 
         def sweep(self) -> list[Any]:
             swept: list[Any] = super().sweep()
@@ -158,6 +162,7 @@ class Start:
         clock, extra, options = self.process.clock, self.shape.extra, self.cluster.options
         self.table = watching_table(self.build.table).from_options(options, NUM_BLOCKS, clock)
         table: Any = self.table
+        table.shares = lambda: self.world.chance(0.3)
         table.told = lambda ended: self.oracle.swept(ended, self.cluster.world_sizes)
         server: Any = listening(self.build.service)(
             engine_id=self.shape.name,
@@ -211,7 +216,7 @@ class Start:
             mailbox=partial(SimMailbox, process),
         )
         client.reports = reports
-        client.gives_up = lambda lease_id: self.oracle.leases[lease_id].given_up.add(self.target)
+        client.gives_up = lambda lease_id: self.oracle.find(lease_id).given_up.add(self.target)
         made: ControlClient = client
         return made
 
@@ -265,7 +270,7 @@ class Start:
     def take_back(self, params: dict[str, Any]) -> None:
         """The router will not have it fetched."""
         lease_id = verify(params["ticket"], KEY.encode()).lease_id
-        self.oracle.leases[lease_id].is_taken_back = True
+        self.oracle.leases[lease_id].kept.is_taken_back = True
         self.scheduler.take_back(params)
 
     def _free_lent(self, request_id: str) -> None:

@@ -9,6 +9,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from kvferry.connectors.pull.loads import RankLoad
 from kvferry.control import messages
 from kvferry.control.leases import EndedLease, LeaseOutcome
@@ -23,6 +25,8 @@ from kvferry.control.messages import (
     Renew,
     Renewed,
 )
+from kvferry.control.options import ControlOptions
+from kvferry.control.proofs import lease_of
 from kvferry.control.tickets import Ticket
 from kvferry.errors import DecodeError
 from tests.control.simulation.world import World
@@ -38,6 +42,7 @@ LAWS = {
     "a finish follows the end of its reads": 3,
     "a lease is done when each rank has reported": 3,
     "a lease is released by who holds it": 3,
+    "a shared lease is kept while it is read": 3,
     "one target holds a lease": 3,
     "a rank reads a lease once": 3,
     "a block is freed once": 3,
@@ -61,22 +66,33 @@ Target = tuple[str, str]
 
 
 @dataclass
+class Kept:
+    """What is known of the blocks of one lease."""
+
+    freed: int | None = None
+    """Step in which they were freed."""
+    is_swept: bool = False
+    is_taken_back: bool = False
+
+
+@dataclass
 class Lent:
-    """What is known of one lease."""
+    """What is known of one lease, or of one claim on a shared lease."""
 
     name: str
     ticket: Ticket
-    freed: int | None = None
-    """Step in which its blocks were freed."""
+    """As it is used: of a claim, with the claim's id."""
+    kept: Kept
+    """The same for a shared lease and the claims on it."""
+    heard: float = 0.0
+    """When its last holder took or renewed it."""
     holders: list[Target] = field(default_factory=list)
     """Targets that were told held, in the order of the first time."""
     reported: set[tuple[Target, int]] = field(default_factory=set)
     """Targets and ranks that sent a Finish, or in whose place somebody did who saw the ticket."""
     confirmed: set[tuple[Target, int]] = field(default_factory=set)
     """Targets and ranks whose Finish was answered held."""
-    is_swept: bool = False
     given_up: set[Target] = field(default_factory=set)
-    is_taken_back: bool = False
 
 
 class Oracle:
@@ -103,12 +119,22 @@ class Oracle:
 
     def name(self, lease_id: str) -> str:
         """A lease's name in the trace, the same in every run."""
-        lent = self.leases.get(lease_id)
-        return lent.name if lent is not None else "a lease of nobody"
+        return (
+            self.find(lease_id).name if lease_of(lease_id) in self.leases else "a lease of nobody"
+        )
+
+    def find(self, lease_id: str) -> Lent:
+        """A lease, or a claim on one, which may be heard of for the first time."""
+        if lease_id not in self.leases:
+            lease = self.leases[lease_of(lease_id)]
+            number = sum(other.kept is lease.kept for other in self.leases.values())
+            ticket = replace(lease.ticket, lease_id=lease_id)
+            self.leases[lease_id] = Lent(f"{lease.name}#{number}", ticket, lease.kept)
+        return self.leases[lease_id]
 
     def plain(self, error: Exception) -> str:
         """An error in the trace, with the names of leases."""
-        text = re.sub("[0-9a-f]{32}", lambda found: self.name(found[0]), str(error))
+        text = re.sub("[0-9a-f]{32}(/[0-9a-f]+)?", lambda found: self.name(found[0]), str(error))
         return f"{type(error).__name__}: {text}"
 
     # ---- the source ---------------------------------------------------------------------------
@@ -116,16 +142,21 @@ class Oracle:
     def lent(self, ticket: Ticket) -> None:
         """A source has granted a lease."""
         name = f"{ticket.incarnation}/{ticket.request_id}"
-        self.leases[ticket.lease_id] = Lent(name, ticket)
-        self.world.note(f"{ticket.engine_id} lends {name}")
+        self.leases[ticket.lease_id] = Lent(name, ticket, Kept())
+        shared = " to anybody" if ticket.shared else ""
+        self.world.note(f"{ticket.engine_id} lends {name}{shared}")
 
     def swept(self, ended: EndedLease, world_sizes: dict[str, int]) -> None:
         """The lease table says that the blocks of a lease may be freed."""
         lent = self.leases[ended.lease_id]
         self.world.note(f"{lent.name} has ended: {ended.outcome}, {ended.target}")
-        self.require(not lent.is_swept, "a block is freed once", f"{lent.name} is swept twice")
-        lent.is_swept = True
-        if ended.outcome is LeaseOutcome.DONE:
+        kept, law = lent.kept, "a block is freed once"
+        self.require(not kept.is_swept, law, f"{lent.name} is swept twice")
+        kept.is_swept = True
+        if lent.ticket.shared:
+            for claim in [one for one in self.leases.values() if one.kept is kept]:
+                self._check_claim(claim, world_sizes)
+        elif ended.outcome is LeaseOutcome.DONE:
             assert ended.target is not None
             reported = {rank for target, rank in lent.reported if target == ended.target}
             self.require(
@@ -135,16 +166,30 @@ class Oracle:
             )
         if ended.outcome is LeaseOutcome.RELEASED:
             self.require(
-                lent.is_taken_back or ended.target in lent.given_up,
+                kept.is_taken_back or ended.target in lent.given_up,
                 "a lease is released by who holds it",
                 f"{lent.name} was released, and {ended.target} did not give it up",
             )
 
+    def _check_claim(self, claim: Lent, world_sizes: dict[str, int]) -> None:
+        """The lease that a claim is on has ended."""
+        if not claim.holders:
+            return
+        target = claim.holders[-1]
+        reported = {rank for who, rank in claim.reported if who == target}
+        self.require(
+            reported == set(range(world_sizes[target[0]]))
+            or target in claim.given_up
+            or self.world.now - claim.heard >= 0.99 * ControlOptions().lease_duration_s,
+            "a shared lease is kept while it is read",
+            f"{claim.name} has ended, of {target} only the ranks {sorted(reported)} have reported",
+        )
+
     def freed(self, lease_id: str) -> None:
         """A source frees the blocks of a lease."""
         lent = self.leases[lease_id]
-        self.require(lent.freed is None, "a block is freed once", lent.name)
-        lent.freed = self.world.step
+        self.require(lent.kept.freed is None, "a block is freed once", lent.name)
+        lent.kept.freed = self.world.step
 
     def answered(self, source: "Start", payload: bytes, reply_payload: bytes) -> None:
         """A source has answered a request."""
@@ -171,7 +216,7 @@ class Oracle:
             items = [item for item, answer in pairs if answer == "held"]
             held = [item.lease_id for item in items]
             for item in items:
-                self._check_confirm(self.leases[item.lease_id], target, item.rank)
+                self._check_confirm(self.find(item.lease_id), target, item.rank)
         said = type(reply).__name__ if not isinstance(reply, ErrorReply) else reply.name
         names = ", ".join(self.name(id) for id in held)
         self.world.note(
@@ -183,7 +228,7 @@ class Oracle:
     def _check_confirm(self, lent: Lent, target: Target, rank: int) -> None:
         """A Finish was answered held; that may be repeated after the end."""
         self.require(
-            lent.freed is None or (target, rank) in lent.confirmed,
+            lent.kept.freed is None or (target, rank) in lent.confirmed,
             "a confirmed read ended before its blocks were freed",
             f"{lent.name} is confirmed to rank {rank} of {target}, and was freed before",
         )
@@ -209,9 +254,12 @@ class Oracle:
         is_ours = request.source_incarnation == source.incarnation
         self.require(is_ours, law, f"{names}: the message was for another start of the source")
         for lease_id in held:
-            lent = self.leases[lease_id]
+            lent = self.find(lease_id)
             if target not in lent.holders:
                 lent.holders.append(target)
+                lent.heard = self.world.now
+            if isinstance(request, Renew):
+                lent.heard = self.world.now
             self.require(
                 lent.holders[-1] == target,
                 "one target holds a lease",
@@ -222,7 +270,7 @@ class Oracle:
 
     def reports(self, target: Target, rank: int, lease_id: str, load: RankLoad | None) -> None:
         """A rank sends a Finish."""
-        lent = self.leases[lease_id]
+        lent = self.find(lease_id)
         lent.reported.add((target, rank))
         self.require(
             load is None or all(transfer.is_terminal for transfer in load.transfers.values()),
@@ -232,8 +280,8 @@ class Oracle:
 
     def confirmed(self, target: Target, rank: int, load: RankLoad) -> None:
         """A load has ended on one rank, and counts there."""
-        lent = self.leases[load.spec.ticket.lease_id]
-        ticket = lent.ticket
+        lent = self.find(load.spec.ticket.lease_id)
+        ticket, freed = lent.ticket, lent.kept.freed
         self.require(
             (target, rank) in lent.confirmed,
             "a load counts only when its source said held",
@@ -243,9 +291,9 @@ class Oracle:
         for transfer in load.transfers.values():
             where = f"rank {rank} of {target}, {lent.name}"
             self.require(
-                transfer.is_terminal and (lent.freed is None or lent.freed > transfer.ended_in),
+                transfer.is_terminal and (freed is None or freed > transfer.ended_in),
                 "a confirmed read ended before its blocks were freed",
-                f"{where}: read until step {transfer.ended_in}, freed in step {lent.freed}",
+                f"{where}: read until step {transfer.ended_in}, freed in step {freed}",
             )
             self.require(
                 transfer.found == {right},

@@ -18,10 +18,11 @@ from kvferry.control import messages
 from kvferry.control.messages import Finish, Finishes, Handshake, Release, Renew, StatusRequest
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import prove
+from kvferry.control.tickets import verify
 from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import SILENCE_S, Internet, NetworkFaults
 from tests.control.simulation.oracle import PROBE, Oracle
-from tests.control.simulation.shapes import Build, Shape, Want
+from tests.control.simulation.shapes import KEY, Build, Shape, Want
 from tests.control.simulation.world import Defects, World
 
 SHAPES = (
@@ -39,10 +40,11 @@ QUIET_AT = 60.0
 WELL_AT = QUIET_AT + 120.0
 """By now every peer knows again who lives. A source that was silent is asked again by the first
 load, which fails at once, and the second one must succeed."""
-END_AT = QUIET_AT + 220.0
+END_AT = QUIET_AT + 240.0
 """The quiet time holds, one after the other: the end of what stands still, the wait for a lease
 (``handshake_timeout_s``, 30 s), a read that stalls (10 s), the confirm (three times 5 s and what
-passes between them), a lease that nobody renews (30 s)."""
+passes between them), a lease that nobody renews (30 s). After :data:`WELL_AT` it holds the time of
+a shared lease (90 s)."""
 LONGEST_STOP_S = 60.0
 SLOWNESS = "slowness"
 SHORT_STOP_S = 2.0
@@ -393,7 +395,7 @@ def prefill(run: Run, request_id: str) -> None:
 
 
 def prefilled(run: Run, source: Start, request_id: str, prompt: tuple[int, ...]) -> None:
-    """Its ticket goes to a target; to none, sometimes, or to two."""
+    """Its ticket goes to a target; to none, sometimes, or to two; a shared one to many."""
     world = run.world
     params = source.prefill(request_id, prompt)
     if params is None:
@@ -407,7 +409,12 @@ def prefilled(run: Run, source: Start, request_id: str, prompt: tuple[int, ...])
     seconds = world.between(1.0, 45.0) if is_late else 0.005
     want = Want(request_id, (*prompt, 0), params)
     world.after(seconds, partial(carry, run, want, world.dice.choice(TARGETS)))
-    if world.chance(0.25) and not run.cluster.oracle.must_load:
+    if verify(params["ticket"], KEY.encode()).shared:
+        for number in range(world.dice.randint(1, 3)):
+            more = Want(f"{request_id}-more-{number}", (*prompt, 0), params)
+            soon = world.between(0.005, 5.0)
+            world.after(soon, partial(carry, run, more, world.dice.choice(TARGETS)))
+    elif world.chance(0.25) and not run.cluster.oracle.must_load:
         again = Want(f"{request_id}-twice", (*prompt, 0), params)
         shape = world.dice.choice(TARGETS)
         world.after(world.between(0.01, 40.0), partial(carry, run, again, shape))
