@@ -10,6 +10,7 @@ from kvferry import errors
 from kvferry.cli.app import app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
 from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
+from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
 from kvferry.explain.models import KNOWN_MODELS
@@ -47,7 +48,9 @@ def test_every_error_has_a_row_and_a_remedy_in_the_order_of_the_tree():
 
 
 def test_every_metric_of_the_router_has_a_row():
-    assert set(first_cells("metric of the router")) == names_of(RouterMetrics([]).registry)
+    assert set(first_cells("metric of the router")) == names_of(
+        RouterMetrics([], PrefixIndex()).registry
+    )
 
 
 def test_every_metric_of_an_engine_has_a_row():

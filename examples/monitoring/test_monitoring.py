@@ -10,7 +10,9 @@ from prometheus_client import CollectorRegistry
 
 import kvferry
 from kvferry.cluster.engines import Engine
+from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
+from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
 
@@ -46,7 +48,12 @@ def labels_of(*registries: CollectorRegistry) -> dict[str, set[str]]:
 @pytest.fixture(scope="module")
 def series() -> dict[str, set[str]]:
     """All time series of a router and of an engine that have something to tell, and vLLM's."""
-    router = RouterMetrics([Engine("p", "http://p", "prefill", None)])
+    engine_of_router = Engine("p", "http://p", "prefill", None)
+    engine_of_router.kv_events = KVEventsPlace(endpoint="tcp://127.0.0.1:9")
+    index = PrefixIndex()
+    index.follow([engine_of_router.kv_events])
+    router = RouterMetrics([engine_of_router], index)
+    router.prefix_tokens.labels("prefill")
     router.requests.labels("200").inc()
     router.errors.labels("aborted").inc()
     engine = EngineMetrics()
@@ -65,6 +72,7 @@ def series() -> dict[str, set[str]]:
     )
     engine.render(stats, silent_peers=["p"])
     told = labels_of(router.registry, engine.registry)
+    index.close()
     # vLLM is not installed here; its counters are made of these names.
     text = (Path(kvferry.__file__).parent / "integrations/vllm/stats.py").read_text()
     for name in re.findall(r'"(vllm:\w+)"', text):

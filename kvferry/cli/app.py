@@ -31,6 +31,13 @@ class DecodeOnly(enum.StrEnum):
     NEVER = "never"
 
 
+class RouteBy(enum.StrEnum):
+    """How a router chooses engines."""
+
+    COST = "cost"
+    REQUESTS = "requests"
+
+
 class Role(enum.StrEnum):
     """What an engine does for a router."""
 
@@ -228,6 +235,28 @@ def router(
     decode_only: Annotated[
         DecodeOnly, typer.Option(help="Whether decode servers compute while no prefill server can.")
     ] = DecodeOnly.FALLBACK,
+    route_by: Annotated[
+        RouteBy,
+        typer.Option(
+            help="How servers are chosen: by what a prompt costs there, where they publish KV "
+            "cache events; or always by the requests under way."
+        ),
+    ] = RouteBy.COST,
+    direct_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens that a decode server computes at most of a prompt that it has the "
+            "beginning of, where that costs less; 0 for never.",
+        ),
+    ] = 512,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Say of each request why its servers were chosen, here and in answers.",
+        ),
+    ] = False,
 ) -> None:
     """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C.
 
@@ -244,6 +273,9 @@ def router(
         "request_timeout_s": timeout,
         "outstanding_timeout_s": outstanding_timeout,
         "decode_only": decode_only.value,
+        "route_by": route_by.value,
+        "direct_tokens": direct_tokens,
+        "explain": explain,
     }
     command(servers, engines, all_addresses, tokenizer, keys, (host, port), options)
 
@@ -274,13 +306,29 @@ def add(
             show_default=False,
         ),
     ] = "",
+    kv_events: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT",
+            help="Where it publishes its KV cache events, tcp://host:port; an engine of kvferry "
+            "tells it itself.",
+            show_default=False,
+        ),
+    ] = "",
+    kv_events_replay: Annotated[
+        str,
+        typer.Option(
+            metavar="ENDPOINT", help="Where it replays those that were missed.", show_default=False
+        ),
+    ] = "",
     router: RouterUrl = ROUTER_URL,
     operator_key: OperatorKey = None,
 ) -> None:
     """Enter an engine, or take one back that drains here."""
     from kvferry.cli.members import add as command
 
-    command(role.value, url, name, control, router, operator_key)
+    events = (kv_events, kv_events_replay)
+    command(role.value, url, name, control, events, router, operator_key)
 
 
 @routers.command()

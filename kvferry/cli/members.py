@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.console import make_console, print_json
-from kvferry.cluster.messages import EngineAddress
+from kvferry.cluster.messages import EngineAddress, KVEventsPlace
 from kvferry.cluster.router_client import RouterClient
 from kvferry.engine.loop import DrainState
 from kvferry.errors import KVFerryError
@@ -43,15 +43,25 @@ def _silence(engine: dict[str, Any]) -> str:
 
 
 def add(
-    role: str, url: str, name: str, control: str, router: str, operator_key: str | None
+    role: str,
+    url: str,
+    name: str,
+    control: str,
+    kv_events: tuple[str, str],
+    router: str,
+    operator_key: str | None,
 ) -> None:
-    """Enters an engine."""
+    """Enters an engine; ``kv_events`` are where it publishes its events, and replays them."""
+    endpoint, replay = kv_events
+    events = None
     try:
         name = EngineAddress.of("decode", url, name, control).name
+        if endpoint or replay:
+            events = KVEventsPlace(endpoint=endpoint, replay_endpoint=replay or None)
     except ValueError as error:
         raise KVFerryError(str(error)) from error
     client = RouterClient(router, operator_key)
-    if client.put(role, name, url, control)["state"] in ("draining", "drained"):
+    if client.put(role, name, url, control, events)["state"] in ("draining", "drained"):
         client.resume(role, name)
     make_console().print(f"{role} engine {escape(name)} is entered")
 

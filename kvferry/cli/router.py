@@ -69,7 +69,7 @@ def router(
         curve=load_keys(keys),
         **options,
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
+    _set_up_logs(explain=settings.explain)
     with contextlib.closing(listen(host, port, "router")) as listener:
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
         spans = Spans.from_environment("kvferry-router", join_address(host, port))
@@ -98,6 +98,13 @@ def router(
             await serve(app, listener, stop, settings.max_connections)
 
         asyncio.run(run())
+
+
+def _set_up_logs(*, explain: bool) -> None:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
+    if explain:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("kvferry.cluster.choice").setLevel(logging.INFO)
 
 
 def _named(

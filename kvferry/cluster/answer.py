@@ -171,6 +171,8 @@ class Answer:
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.routes: list[str] = []
+        """Why the engines were chosen, of each choice that has a token, where that is known."""
         self._prompts = prompts
         self._generation = generation
         self._engines = engines
@@ -243,8 +245,12 @@ class Answer:
             generation=self._generation,
         )
         run = self._engines.run(request, self._timeout_s)
+        is_first = True
         async with aclosing(run) as replies:
             async for reply in replies:
+                if is_first and request.route is not None:
+                    self.routes.append(request.route.header)
+                is_first = False
                 if sample == 0:
                     self.cached_tokens += reply.cached_tokens
                 news = _absorb(index, reply, text)

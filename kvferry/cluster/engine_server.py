@@ -22,11 +22,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import web
-from kvferry.cluster.messages import EngineSettings, Ready
+from kvferry.cluster.messages import EngineSettings, KVEventsPlace, Ready
 from kvferry.cluster.metrics import EngineMetrics, Records, RequestSummary
 from kvferry.cluster.openai import ApiError, parse_body
 from kvferry.cluster.process import Reporter
-from kvferry.config import EngineConfig, shown
+from kvferry.config import EngineConfig, shown, split_endpoint
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.builder import build_engine
 from kvferry.engine.engine import Engine, EngineStats
@@ -34,7 +34,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import DrainingError, KVFerryError, StuckStepError
-from kvferry.zeromq import join_address
+from kvferry.zeromq import join_address, tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -185,13 +185,17 @@ class EngineServer:
         max_model_len: int,
         api_key: str | None = None,
         control: str | None = None,
+        kv_events: KVEventsPlace | None = None,
     ) -> None:
-        """``control`` is ``host:port`` of the connector's control channel, if it has one."""
+        """``control`` is ``host:port`` of the connector's control channel, if it has one;
+        ``kv_events`` where its KV cache events are published, if they are.
+        """
         self._engine = engine
         self._name = name
         self._kv_role = kv_role
         self._api_key = api_key
         self._control = control
+        self._kv_events = kv_events
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._bodies = web.BodyReader()
@@ -321,7 +325,9 @@ class EngineServer:
         output = first
         while True:
             if output.token_ids or run.is_over:
-                yield web.sse_event(self._reply(run, output.token_ids))
+                # Who reads a stream learns with its first token how much of the prompt was cached.
+                usage = run.usage() if output is first else None
+                yield web.sse_event(self._reply(run, output.token_ids, usage))
             if run.is_over:
                 run.is_told = True
                 break
@@ -375,6 +381,7 @@ class EngineServer:
             "waiting_for_ranks": step.waiting_for,
             "kv_role": self._kv_role,
             "control": self._control,
+            "kv_events": self._kv_events,
             "drain": self._engine.drain_state,
             "silent_peers": self._engine.silent_peers,
         }
@@ -503,6 +510,27 @@ def _control_address(engine: Engine, config: EngineConfig) -> str | None:
     return join_address(extra.get("host", "127.0.0.1"), connector.port)
 
 
+def _events_place(engine: Engine, config: EngineConfig) -> KVEventsPlace | None:
+    """Where a router on another machine, too, hears what the prefix cache holds."""
+    events, told = config.kv_events, engine.events
+    if events is None or told is None:
+        return None
+    return KVEventsPlace(
+        endpoint=_reached(told.endpoint, events.endpoint, config.host),
+        replay_endpoint=told.replay_endpoint
+        and _reached(told.replay_endpoint, events.replay_endpoint or "", config.host),
+        topic=events.topic,
+        start=uuid.uuid4().hex,
+    )
+
+
+def _reached(endpoint: str, configured: str, host: str) -> str:
+    """An endpoint as other machines reach it."""
+    if split_endpoint(configured)[0] != "*":
+        return endpoint
+    return tcp_address(host, split_endpoint(endpoint)[1])
+
+
 async def _run(
     engine: Engine, settings: EngineSettings, listener: socket.socket, report: Reporter
 ) -> KVFerryError | None:
@@ -524,6 +552,7 @@ async def _run(
             kv_role=settings.engine.transfer_config().kv_role,
             api_key=settings.api_key,
             control=control,
+            kv_events=_events_place(engine, settings.engine),
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

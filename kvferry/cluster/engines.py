@@ -16,8 +16,9 @@ import msgspec
 
 from kvferry.cluster import engine_client, web
 from kvferry.cluster.engine_client import UNSENT, EngineClient
-from kvferry.cluster.messages import Role, without_credentials
+from kvferry.cluster.messages import KVEventsPlace, Role, without_credentials
 from kvferry.cluster.openai import ApiError
+from kvferry.cluster.pace import Pace
 from kvferry.config import printable
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
@@ -67,6 +68,7 @@ class _Health(msgspec.Struct):
     kv_role: str | None = None
     control: str | None = None
     silent_peers: tuple[str, ...] = ()
+    kv_events: KVEventsPlace | None = None
 
 
 class Reply(msgspec.Struct):
@@ -158,6 +160,10 @@ class Engine:
     client: EngineClient
     control: str = ""
     """``host:port`` of its control channel, where it is known; see :mod:`kvferry.cluster.watch`."""
+    kv_events: KVEventsPlace | None = None
+    """Where it publishes what its prefix cache holds, where it is known."""
+    pace: Pace = field(default_factory=Pace)
+    """How fast it was seen to be."""
     outstanding: int = 0
     """Requests that it works on for this router."""
     healthy: bool = False
@@ -308,6 +314,8 @@ class Engine:
         self.drain = drain
         if health.control and _is_place(health.control):
             self.control = health.control
+        if health.kv_role is not None:  # it is one of ours, and tells all that there is
+            self.kv_events = health.kv_events
         self.silent_peers = tuple(
             printable(peer[:_NAME_LENGTH]) for peer in health.silent_peers[:_PEERS]
         )

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.cluster.messages import EngineAddress, Role
+from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role
 from kvferry.errors import ConfigError
 from kvferry.zeromq import join_address
 
@@ -25,6 +25,12 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
     control: str = ""
     """``host:port`` of its control channel."""
+    kv_events: KVEventsPlace | None = None
+    """Where it publishes its KV cache events."""
+
+    def address(self, role: Role) -> EngineAddress:
+        """Where the router finds it."""
+        return EngineAddress.of(role, self.url, self.name, self.control, self.kv_events)
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,17 +43,17 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def engines_in(path: Path) -> EngineList:
     """The engines of a TOML file of ``[[prefill]]`` and ``[[decode]]`` tables.
 
-    Each table has a ``url``, a ``name`` unless the URL's ``host:port`` will do, and for people who
-    look at the cluster the ``control`` channel of a foreign engine.
+    Each table has a ``url``, and a ``name`` unless the URL's ``host:port`` will do. That of a
+    foreign engine may tell what one of ours tells itself: its ``control`` channel, for people who
+    look at the cluster, and the table ``kv_events``, where it publishes what its cache holds.
     """
 
     async def look() -> list[EngineAddress]:
         try:
             tables = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File)
-            of = EngineAddress.of
             return [
-                *(of("prefill", one.url, one.name, one.control) for one in tables.prefill),
-                *(of("decode", one.url, one.name, one.control) for one in tables.decode),
+                *(one.address("prefill") for one in tables.prefill),
+                *(one.address("decode") for one in tables.decode),
             ]
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error

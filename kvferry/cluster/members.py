@@ -5,7 +5,9 @@ HTTP API below, and lists that are looked at again and again (:mod:`kvferry.clus
 
     GET    /kvferry/engines                    all of them, each with its state
     PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}, and where
-                                               people ask it, {"control": "host:port"}
+                                               people ask it, {"control": "host:port"}, and where
+                                               it publishes its KV cache events,
+                                               {"kv_events": {"endpoint": "tcp://host:port"}}
     POST   /kvferry/engines/ROLE/NAME/drain    gives it nothing new; see the state
     DELETE /kvferry/engines/ROLE/NAME/drain    gives it requests again
     DELETE /kvferry/engines/ROLE/NAME          forgets it; what it works on goes on
@@ -34,8 +36,10 @@ from kvferry.cluster import engines, web
 from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.engines import Engine
 from kvferry.cluster.lists import EngineList
-from kvferry.cluster.messages import EngineAddress, Role, RouterSettings
+from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role, RouterSettings
 from kvferry.cluster.openai import ApiError, parse_body
+from kvferry.cluster.pace import Pace
+from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.config import shown
 from kvferry.errors import ConfigError
 
@@ -66,9 +70,9 @@ class EnginePool:
     _next: int = 0
     """Index at which the next choice among equals starts."""
 
-    async def pick(self, tried: Collection[Engine] = ()) -> Engine:
-        """The fit engine with the fewest outstanding requests, in turn among equals; one that is
-        slow where there is no other.
+    async def pick(self, tried: Collection[Engine] = (), chosen: Engine | None = None) -> Engine:
+        """The one that was chosen, if it is fit; else the fit engine with the fewest outstanding
+        requests, in turn among equals; one that is slow where there is no other.
 
         Raises:
             NoEngineError: 503; every engine is down or leaving, or was tried.
@@ -87,7 +91,7 @@ class EnginePool:
                 f"no {self.role} engine can serve this: {self._states()}",
                 code="engine_unavailable",
             )
-        best = min(fit, key=lambda engine: engine.outstanding)
+        best = min(fit, key=lambda engine: (engine is not chosen, engine.outstanding))
         self._next = self.engines.index(best) + 1
         return best
 
@@ -130,6 +134,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     url: str
     control: str = ""
+    kv_events: KVEventsPlace | None = None
 
 
 class Members:
@@ -144,6 +149,11 @@ class Members:
         self._tasks: set[asyncio.Task[None]] = set()
         """Of all that goes on while it watches."""
         self._is_watching = False
+        self._pace = Pace()
+        """Of all engines."""
+        self.index = PrefixIndex()
+        """What they have in their prefix caches, where they tell."""
+        self._is_listening = settings.route_by == "cost"
         outstanding_s = settings.outstanding_timeout_s
         self.decode = EnginePool("decode", outstanding_s)
         self.prefill = EnginePool(
@@ -177,6 +187,7 @@ class Members:
         if known is not None and known.url == address.url:
             known.is_leaving = known.is_leaving and known.tells_of_draining
             known.control = address.control or known.control
+            known.kv_events = address.kv_events or known.kv_events
             return known
         if known is None and sum(1 for _ in self) >= MOST_ENGINES:
             raise ApiError(
@@ -185,7 +196,13 @@ class Members:
         if known is not None:
             self.remove(known)
         engine = Engine(
-            address.name, address.url, address.role, self._client, control=address.control
+            address.name,
+            address.url,
+            address.role,
+            self._client,
+            control=address.control,
+            kv_events=address.kv_events,
+            pace=Pace(self._pace),
         )
         self._pool(engine.role).engines.append(engine)
         if self._is_watching:
@@ -209,6 +226,8 @@ class Members:
             self._start(self._follow(look))
         for engine in self:
             self._start(self._check(engine))
+        if self._is_listening:
+            self._start(self._listen())
         try:
             yield
         finally:
@@ -219,6 +238,7 @@ class Members:
             await asyncio.gather(*tasks, return_exceptions=True)
             for engine in self:
                 await engine.aclose()
+            await asyncio.to_thread(self.index.close)
 
     def _pool(self, role: Role) -> EnginePool:
         return self.prefill if role == "prefill" else self.decode
@@ -238,6 +258,14 @@ class Members:
                 engine.give_up()
             if engine.tells_of_draining and engine.lives:
                 await engine.remind()
+            await asyncio.sleep(engines.PROBE_INTERVAL_S)
+
+    async def _listen(self) -> None:
+        """Listens to the engines that live: one that has gone has lost its cache."""
+        while True:
+            self.index.follow(
+                {engine.kv_events for engine in self if engine.kv_events and engine.lives}
+            )
             await asyncio.sleep(engines.PROBE_INTERVAL_S)
 
     async def _follow(self, look: EngineList) -> None:
@@ -327,7 +355,7 @@ class Members:
         role, name = _role(request), request.path_params["name"]
         place = parse_body(_Place, await web.BodyReader(_PLACE_BYTES).json(request))
         try:
-            address = EngineAddress.of(role, place.url, name, place.control)
+            address = EngineAddress.of(role, place.url, name, place.control, place.kv_events)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return told(self.add(address))

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.config import EngineConfig, RouterConfig, shown
+from kvferry.config import EngineConfig, RouterConfig, shown, split_endpoint
 from kvferry.control.options import CurveKeys
 from kvferry.engine.messages import RanksElsewhere
 from kvferry.zeromq import split_address, tcp_address
@@ -52,6 +52,24 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The converted model, on that host."""
 
 
+class KVEventsPlace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an engine publishes its KV cache events."""
+
+    endpoint: str
+    """``tcp://host:port`` to subscribe at."""
+    replay_endpoint: str | None = None
+    """Likewise, to ask for what was missed."""
+    topic: str = ""
+    """What the first frame of its messages begins with."""
+    start: str = ""
+    """Another one after each start of the engine, if it tells: then nothing of before holds."""
+
+    def __post_init__(self) -> None:
+        split_endpoint(self.endpoint)
+        if self.replay_endpoint is not None:
+            split_endpoint(self.replay_endpoint, "replay_endpoint")
+
+
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Where the router finds an engine."""
 
@@ -62,9 +80,18 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     control: str = ""
     """``host:port`` of its control channel, for people who look at the cluster; an engine of ours
     tells it itself."""
+    kv_events: KVEventsPlace | None = None
+    """Where it publishes its KV cache events, likewise."""
 
     @classmethod
-    def of(cls, role: Role, url: str, name: str = "", control: str = "") -> "EngineAddress":
+    def of(
+        cls,
+        role: Role,
+        url: str,
+        name: str = "",
+        control: str = "",
+        kv_events: KVEventsPlace | None = None,
+    ) -> "EngineAddress":
         """An address as people write it; the name is the URL's ``host:port`` unless given.
 
         Raises:
@@ -88,7 +115,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
         if control:
             control = tcp_address(*split_address(control)).removeprefix("tcp://")
         url = url.rstrip("/").removesuffix("/v1")
-        return cls(name=name, role=role, url=url, control=control)
+        return cls(name=name, role=role, url=url, control=control, kv_events=kv_events)
 
 
 class RouterSettings(RouterConfig, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.engines import Engine
+from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.config import printable
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.engine import EngineStats
@@ -183,7 +184,8 @@ def _family(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
 class RouterMetrics:
     """Counters of one router, in a registry of their own."""
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine], index: PrefixIndex | None = None) -> None:
+        """``index`` knows what the engines have in their prefix caches."""
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -203,7 +205,16 @@ class RouterMetrics:
         self.total_s = histogram(
             "kvferry_router_request_seconds", "From the request to its last token"
         )
-        self.registry.register(_EngineGauges(engines))
+        self.prefix_tokens = counter(
+            "kvferry_router_prefix_tokens",
+            "Prompt tokens of requests that were routed by cost, by who was expected to have them",
+            ["source"],
+        )
+        self.prefix_missed = counter(
+            "kvferry_router_prefix_missed_tokens",
+            "Prompt tokens that an engine was expected to have, and had not",
+        )
+        self.registry.register(_EngineGauges(engines, index))
 
     def render(self) -> bytes:
         """Prometheus' text form."""
@@ -213,8 +224,9 @@ class RouterMetrics:
 class _EngineGauges(Collector):
     """Read from the engines when somebody asks."""
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
+    def __init__(self, engines: Iterable[Engine], index: PrefixIndex | None) -> None:
         self._engines = engines
+        self._index = index
 
     def collect(self) -> Iterable[Metric]:
         labels = ["engine", "role"]
@@ -231,4 +243,21 @@ class _EngineGauges(Collector):
             up.add_metric([engine.name, engine.role], float(engine.healthy))
             outstanding.add_metric([engine.name, engine.role], engine.outstanding)
             silent.add_metric([engine.name, engine.role], len(engine.silent_peers))
-        return (up, outstanding, silent)
+        yield from (up, outstanding, silent)
+        if self._index is None:
+            return
+        blocks = GaugeMetricFamily(
+            "kvferry_router_prefix_blocks",
+            "Cached blocks that are known of it, where it publishes its KV cache events",
+            labels=labels,
+        )
+        for engine in self._engines:
+            known = self._index.blocks(engine.kv_events)
+            if known is not None:
+                blocks.add_metric([engine.name, engine.role], len(known))
+        yield blocks
+        yield CounterMetricFamily(
+            "kvferry_router_prefix_forgotten",
+            "How often all that was known of an engine's cache was forgotten",
+            value=self._index.forgotten,
+        )

@@ -5,7 +5,9 @@ Either way the prefill engine computes the prompt and keeps its KV, and the deco
 :class:`PrefillDecode` runs requests that the router understands. The prefill engine draws the first
 token, which is passed on at once. The decode engine gets the prompt plus that token and draws the
 rest. Where the first token is the last one, no decode engine is asked, and the prefill engine is
-not asked to keep anything.
+not asked to keep anything. Where engines tell what they have, they are chosen by cost
+(:mod:`kvferry.cluster.choice`), and a decode engine that has most of the prompt may compute the
+rest itself.
 
 :class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
 more than this router does: tools, structured output, log probabilities. Such a body is not taken
@@ -18,6 +20,7 @@ first one included, and its answer is relayed byte for byte::
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
@@ -29,6 +32,7 @@ from starlette.responses import Response
 
 from kvferry import errors
 from kvferry.cluster import web
+from kvferry.cluster.choice import Chooser, Route
 from kvferry.cluster.engines import (
     Engine,
     EngineDownError,
@@ -126,6 +130,10 @@ class TokenRequest(_Tries):
     """What it is a choice of."""
     drawn: list[int] = field(default_factory=list)
     failed_loads: int = 0
+    route: Route | None = None
+    """The way that was chosen for this attempt, where engines tell what they have."""
+    is_usage_told: bool = False
+    """Whether it was passed on how much of the prompt was cached."""
 
     def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
         """An engine's request for the next ``max_tokens`` tokens."""
@@ -144,6 +152,17 @@ class TokenRequest(_Tries):
             body["kv_transfer_params"] = kv_transfer_params
         return body
 
+    def tell_usage(self, reply: Reply) -> None:
+        """Takes the usage out of a reply that is not the first one to tell it."""
+        if self.is_usage_told:
+            reply.usage = None
+        self.is_usage_told = self.is_usage_told or reply.usage is not None
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt and of what was drawn."""
+        return len(self.prompt) + len(self.drawn)
+
     @property
     def tokens_left(self) -> int:
         """How many may still be drawn."""
@@ -156,14 +175,17 @@ class PrefillDecode:
 
     prefill: EnginePool
     decode: EnginePool
+    chooser: Chooser | None = None
+    """Chooses by cost; without one by the requests under way."""
 
     async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Reply, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
-        Only the first reply, a prefill engine's, tells how many tokens of the prompt it had; only
-        the last one has a finish reason. An engine that cannot be reached is replaced by another,
-        and so is the first one that dies, in the middle of its answer too: the tokens that were
-        drawn become part of the prompt. A prompt whose KV could not be loaded is computed again.
+        Only the first reply, a prefill engine's unless there is none, tells how many tokens of the
+        prompt were cached; only the last one has a finish reason. An engine that cannot be reached
+        is replaced by another, and so is the first one that dies, in the middle of its answer too:
+        the tokens that were drawn become part of the prompt. A prompt whose KV could not be loaded
+        is computed again.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
@@ -180,6 +202,10 @@ class PrefillDecode:
 
     async def _steps(self, request: TokenRequest) -> AsyncGenerator[Reply, None]:
         while request.tokens_left:
+            if self.chooser is not None:
+                request.route = self.chooser.choose(
+                    request.engine_request_id, (*request.prompt, *request.drawn), request.tried
+                )
             reply = await self._prefill(request)
             params = reply.kv_transfer_params if reply is not None else None
             fetched = False
@@ -209,34 +235,50 @@ class PrefillDecode:
 
     async def _prefill(self, request: TokenRequest) -> Reply | None:
         # With one token left nothing follows, so nothing has to be kept.
+        route, tokens = request.route, request.tokens
+        if route is not None and route.prefill is None:
+            return None
         body = request.body(1, REMOTE_DECODE if request.tokens_left > 1 else None)
-        return await _by_prefill(
-            self.prefill,
-            request,
-            lambda engine: engine.complete(body, request.engine_request_id, request.span),
-        )
+
+        async def work(engine: Engine) -> Reply:
+            is_chosen = route is not None and engine is route.prefill
+            cached = route.cached if route is not None and is_chosen else 0
+            with engine.pace.computing.doing(tokens - cached) as done:
+                reply = await engine.complete(body, request.engine_request_id, request.span)
+                done(max(0, tokens - reply.cached_tokens))
+            if self.chooser is not None and is_chosen:
+                self.chooser.missed(cached - reply.cached_tokens)
+            return reply
+
+        chosen = None if route is None else route.prefill
+        return await _by_prefill(self.prefill, request, work, chosen)
 
     async def _decode(
         self, request: TokenRequest, kv_transfer_params: dict[str, Any] | None
     ) -> AsyncGenerator[Reply, None]:
         while True:
-            engine = await self.decode.pick(request.tried)
+            chosen = None if request.route is None else request.route.decode
+            engine = await self.decode.pick(request.tried, chosen)
             body = request.body(request.tokens_left, kv_transfer_params)
             began, ended = False, False
             try:
                 stream = engine.stream(body, request.engine_request_id, request.span)
-                async with aclosing(stream) as replies:
+                is_loaded = kv_transfer_params is not None
+                timed = self._timed(engine, stream, request, is_loaded=is_loaded)
+                async with aclosing(timed) as replies:
                     async for reply in replies:
-                        if reply.choices:
-                            began, ended = True, reply.finish_reason is not None
-                            request.drawn.extend(reply.token_ids)
-                            yield reply
+                        began, ended = True, reply.finish_reason is not None
+                        request.drawn.extend(reply.token_ids)
+                        yield reply
                 return
             except EngineDownError as error:
                 if ended:
                     return  # nothing of the answer was lost
                 request.failed(engine, error)
-                if began or (error.reached and not _passes_on(kv_transfer_params)):
+                is_direct = request.route is not None and request.route.prefill is None
+                # Another engine that has none of the prompt would compute all of it.
+                is_lost = is_direct or (error.reached and not _passes_on(kv_transfer_params))
+                if began or is_lost:
                     raise _StartAgainError from error
             except ApiError as error:
                 if began or not _tells_of_a_failed_load(error, kv_transfer_params):
@@ -245,6 +287,35 @@ class PrefillDecode:
                 if request.failed_loads > MOST_FAILED_LOADS:
                     raise
                 raise _StartAgainError from error
+
+    async def _timed(
+        self,
+        engine: Engine,
+        replies: AsyncGenerator[Reply, None],
+        request: TokenRequest,
+        *,
+        is_loaded: bool,
+    ) -> AsyncGenerator[Reply, None]:
+        """The replies with a choice; the engine's pace is taken from when they come."""
+        route, outstanding, first_at = request.route, engine.outstanding, 0.0
+        held = route.held if route is not None and engine is route.decode else 0
+        tokens = request.tokens
+        work = engine.pace.moving if is_loaded else engine.pace.computing
+        with work.doing(max(0, tokens - held)) as done:
+            async with aclosing(replies):
+                async for reply in replies:
+                    if not reply.choices:
+                        continue
+                    if not first_at:
+                        first_at = time.monotonic()
+                        cached = held if reply.usage is None else reply.cached_tokens
+                        done(max(0, tokens - cached))
+                        if self.chooser is not None:
+                            self.chooser.missed(held - cached)
+                    request.tell_usage(reply)
+                    yield reply
+            if first_at:
+                engine.pace.drew(outstanding, time.monotonic() - first_at)
 
 
 def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
@@ -265,12 +336,17 @@ def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, An
 
 
 async def _by_prefill(
-    pool: EnginePool, request: _Tries, work: Callable[[Engine], Awaitable[T]]
+    pool: EnginePool,
+    request: _Tries,
+    work: Callable[[Engine], Awaitable[T]],
+    chosen: Engine | None = None,
 ) -> T | None:
-    """What a prefill engine makes of the request; ``None`` where the decode engine computes all."""
+    """What a prefill engine makes of the request, the chosen one if it can; ``None`` where the
+    decode engine computes all.
+    """
     while True:
         try:
-            engine = await pool.pick(request.tried)
+            engine = await pool.pick(request.tried, chosen)
         except NoEngineError:
             if pool.dispensable:
                 return None
@@ -288,8 +364,7 @@ def _take_first(reply: Reply, request: TokenRequest) -> bool:
         raise ApiError(
             502, f"a prefill engine returned {len(reply.token_ids)} tokens where one was asked for"
         )
-    if request.attempt > 1:
-        reply.usage = None  # the first prefill engine has told of the prompt
+    request.tell_usage(reply)
     request.drawn += reply.token_ids
     ended = reply.finish_reason == "stop" or request.tokens_left == 0
     if not ended:

@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
+from kvferry.cluster.choice import Chooser
 from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
@@ -60,11 +61,12 @@ class Router:
         self._client = EngineClient(web.bearer(settings.api_key))
         self.members = members = Members(settings, self._client, lists)
         """The engines that it knows."""
-        self._prefill_decode = PrefillDecode(members.prefill, members.decode)
+        self._metrics = RouterMetrics(members, members.index)
+        chooser = Chooser(members, self._metrics, settings.direct_tokens, settings.explain)
+        self._prefill_decode = PrefillDecode(members.prefill, members.decode, chooser)
         self._pass_through = PassThrough(
             members.prefill, members.decode, settings.request_timeout_s
         )
-        self._metrics = RouterMetrics(members)
         self._watch = ClusterWatch(members, self._client, settings.curve)
 
     def app(self) -> Starlette:
@@ -143,14 +145,22 @@ class Router:
             count = len(prompts) * generation.n
             work = _collect(deltas, shape, answer, count)
             body = await web.until_disconnect(request.receive, work)
-            return web.json_response(body, headers=headers)
+            return web.json_response(body, headers=headers | self._why(answer))
         # The first delta is awaited here, so that an early failure still has its status code.
         try:
             first = await web.until_disconnect(request.receive, _next(deltas))
         except BaseException:
             await deltas.aclose()
             raise
-        return web.EventStream(self._events(first, deltas, shape, answer), headers)
+        return web.EventStream(
+            self._events(first, deltas, shape, answer), headers | self._why(answer)
+        )
+
+    def _why(self, answer: Answer) -> dict[str, str]:
+        """The header that says which engines were chosen, and why."""
+        if not self._settings.explain or not answer.routes:
+            return {}
+        return {"x-kvferry-route": ", ".join(answer.routes[:_ROUTES])}
 
     async def _events(
         self,
@@ -320,6 +330,8 @@ def _taken_apart(
     return None if sampling.seed is not None and sampling.temperature > 0 else generation
 
 
+_ROUTES = 8
+"""Choices of one request whose routes are told in its header."""
 _LONG_TEXT = 100_000
 """Characters of a text that are tokenized beside the event loop: it takes longer than 10 ms."""
 

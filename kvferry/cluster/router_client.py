@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from kvferry.cluster import web
+from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.snapshot import Snapshot
 from kvferry.errors import KVFerryError, PeerLostError
 
@@ -38,9 +39,22 @@ class RouterClient:
         engines: list[dict[str, Any]] = self._ask("GET", "")["engines"]
         return engines
 
-    def put(self, role: str, name: str, url: str, control: str = "") -> dict[str, Any]:
-        """Enters an engine; ``control`` is ``host:port`` of a foreign one's control channel."""
-        place = {"url": url, "control": control} if control else {"url": url}
+    def put(
+        self,
+        role: str,
+        name: str,
+        url: str,
+        control: str = "",
+        kv_events: KVEventsPlace | None = None,
+    ) -> dict[str, Any]:
+        """Enters an engine. Of a foreign one it tells ``host:port`` of its control channel, and
+        where it publishes its KV cache events.
+        """
+        place: dict[str, Any] = {"url": url}
+        if control:
+            place["control"] = control
+        if kv_events is not None:
+            place["kv_events"] = msgspec.to_builtins(kv_events)
         return self._ask("PUT", f"/{role}/{quote(name, safe='')}", place)
 
     def delete(self, role: str, name: str) -> dict[str, Any]:

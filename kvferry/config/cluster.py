@@ -299,6 +299,14 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     has sent nothing for go to another, where there is another."""
     decode_only: Literal["fallback", "never"] = "fallback"
     """Whether decode engines compute prompts themselves while no prefill engine is healthy."""
+    route_by: Literal["cost", "requests"] = "cost"
+    """How engines are chosen: by the seconds that a prompt costs there, where engines publish their
+    KV cache events; or always by the requests under way."""
+    direct_tokens: int = 512
+    """Tokens that a decode engine computes at most of a prompt that it has the beginning of, where
+    that costs less than a prefill engine; 0 for never."""
+    explain: bool = False
+    """Whether the router logs why it chose the engines, and answers with ``x-kvferry-route``."""
     max_connections: int = 1000
     """Connections of clients at a time; a quarter of the files that it may open at most."""
     max_request_bytes: int = 16 << 20
@@ -314,6 +322,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("max_connections", "max_request_bytes"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
+        if self.direct_tokens < 0:
+            raise ValueError(f"direct_tokens: {self.direct_tokens} is less than 0")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,6 +153,11 @@ class Engine(Closing):
         if self.connector is not None:
             self.connector.take_back(kv_transfer_params)
 
+    @property
+    def events(self) -> CacheEventPublisher | None:
+        """Who is told what the prefix cache holds."""
+        return self._events
+
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do, be it only to hear of loads and leases."""
         return self._scheduler.has_work()

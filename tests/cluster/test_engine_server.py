@@ -174,6 +174,7 @@ def test_the_model_and_its_longest_sequence_are_named(served):
         "waiting_for_ranks": [],
         "kv_role": "kv_both",
         "control": None,
+        "kv_events": None,
         "drain": None,
         "silent_peers": [],
     }

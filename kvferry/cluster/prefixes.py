@@ -1,0 +1,280 @@
+"""Who has the beginning of a prompt: what engines tell of their prefix caches, kept for look-ups.
+
+Engines publish what enters and leaves their caches (:mod:`kvferry.control.cache_events`). Each has
+hashes of its own and blocks of its own size, so neither can be compared. A block gets a key here,
+made of its tokens and of the key of the block before it. The keys of a prompt are made once for
+each block size, and looked up at all engines whose blocks have that size::
+
+    events of an engine ──▶ thread ──▶ its blocks: hash → key, by group
+                                             ▲
+    prompt ──▶ keys, by block size ──────────┘ how many tokens from the start?
+
+What is found is a guess: the engine may evict the blocks before it is asked. But nothing is guessed
+beyond the events. Where some of them are lost, or an engine was started again, all that was known
+of it is forgotten. A wrong guess costs a computed prompt, and never changes a token.
+
+An engine's blocks belong to the thread that listens to it. Look-ups come from the router's thread
+and take no lock: each is of one key, and at worst they see half of what the thread does.
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+
+from kvferry.cache.events import MEDIUM, BlockHash, BlockRemoved, BlockStored
+from kvferry.cluster.messages import KVEventsPlace
+from kvferry.control.cache_events import CacheEventSubscriber, ReceivedEvents
+from kvferry.errors import KVFerryError
+from kvferry.lifetimes import Closing
+
+logger = logging.getLogger(__name__)
+
+MOST_BLOCKS = 1_000_000
+"""Blocks that an index keeps of all engines; of more it knows nothing. They take some 160 MB."""
+LISTEN_S = 0.5
+"""Seconds after which a listener looks whether it is still wanted."""
+RETRY_S = 5.0
+"""Seconds after which a listener that could not listen tries again."""
+
+_MOST_GROUPS = 64
+"""KV cache groups of an engine."""
+_BITS = (1 << 60) - 1  # Python keeps a number of 60 bits in 32 bytes, a longer one in 48
+_START = secrets.randbits(60)
+"""Key before the first block: random, so that nobody can make prompts whose keys are the same."""
+
+
+def _keys(key: int, tokens: tuple[int, ...], size: int) -> list[int]:
+    """The keys of the whole blocks of ``tokens``, which come behind the block of ``key``."""
+    return [
+        key := hash((key, tokens[start : start + size])) & _BITS
+        for start in range(0, len(tokens) - size + 1, size)
+    ]
+
+
+class Prompt:
+    """A prompt that is looked up."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tuple(tokens)
+        self._keys: dict[int, list[int]] = {}
+
+    def keys(self, size: int) -> list[int]:
+        """Of its whole blocks of ``size`` tokens."""
+        keys = self._keys.get(size)
+        if keys is None:
+            keys = self._keys[size] = _keys(_START, self.tokens, size)
+        return keys
+
+
+@dataclass(slots=True)
+class _Group:
+    """The blocks of one KV cache group."""
+
+    size: int
+    """Tokens per block."""
+    by_hash: dict[int, int] = field(default_factory=dict)
+    """The engine's hash → key."""
+    keys: set[int] = field(default_factory=set)
+
+    def count(self, prompt: Prompt) -> int:
+        """Blocks of a prompt that are here, all from the start on."""
+        if not self.keys:
+            return 0
+        return sum(1 for _ in takewhile(self.keys.__contains__, prompt.keys(self.size)))
+
+    def ends_at(self, prompt: Prompt, tokens: int) -> bool:
+        """Whether the block of a prompt is here that ends behind so many tokens."""
+        if not self.keys or tokens % self.size:
+            return False
+        return prompt.keys(self.size)[tokens // self.size - 1] in self.keys
+
+
+class CachedBlocks:
+    """What one engine's events say that its prefix cache holds.
+
+    A beginning counts as held where one group has all its blocks and every other group the last
+    one: a group with a window, or with states, keeps no more of it. Blocks whose hash comes from
+    more than tokens (a LoRA adapter, a salt, an image) are left out, and with them what follows
+    them; so are blocks outside of the memory that the engine computes in.
+    """
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+        """How often all was forgotten because of what was lost."""
+        self._groups: dict[int | None, _Group] = {}
+
+    def __len__(self) -> int:
+        """Blocks that are known."""
+        return sum(len(group.by_hash) for group in tuple(self._groups.values()))
+
+    def forget(self) -> None:
+        """Knows nothing any more."""
+        if len(self):
+            self.forgotten += 1
+        self._clear()
+
+    def apply(self, received: ReceivedEvents, most: int = MOST_BLOCKS) -> None:
+        """Takes in a batch; of stored blocks only until ``most`` are known."""
+        if not received.is_gapless:
+            self.forget()
+        for event in received.batch.events:
+            if isinstance(event, BlockStored):
+                self._store(event, most - len(self))
+            elif isinstance(event, BlockRemoved):
+                self._remove(event)
+            else:
+                self._clear()
+
+    def held(self, prompt: Prompt) -> int:
+        """Tokens from the start of a prompt that the engine has."""
+        groups = tuple(self._groups.values())
+        if not groups:
+            return 0
+        longest = max(groups, key=lambda group: group.size * group.count(prompt))
+        others = [group for group in groups if group is not longest]
+        for count in range(longest.count(prompt), 0, -1):
+            tokens = count * longest.size
+            if all(group.ends_at(prompt, tokens) for group in others):
+                return tokens
+        return 0
+
+    def _clear(self) -> None:
+        # That there are these groups still holds: nothing is held that one of them lacks.
+        self._groups = {number: _Group(group.size) for number, group in self._groups.items()}
+
+    def _store(self, event: BlockStored, room: int) -> None:
+        size, tokens = event.block_size, tuple(event.token_ids)
+        is_plain = (
+            event.lora_id is None and event.lora_name is None and not any(event.extra_keys or ())
+        )
+        is_whole = size > 0 and len(tokens) == size * len(event.block_hashes)
+        parent = event.parent_block_hash
+        key = _START if parent is None else self._key(parent, size)
+        is_here = event.medium in (None, MEDIUM)
+        if room <= 0 or key is None or not (is_here and is_plain and is_whole):
+            return
+        group = self._groups.get(event.group_idx)
+        if group is None or group.size != size:
+            if group is None and len(self._groups) >= _MOST_GROUPS:
+                return
+            group = self._groups[event.group_idx] = _Group(size)
+        new = zip(event.block_hashes, _keys(key, tokens, size), strict=True)
+        for block_hash, each in islice(new, room):
+            number = _number(block_hash)
+            if (known := group.by_hash.get(number)) is not None:
+                group.keys.discard(known)
+            group.by_hash[number] = each
+            group.keys.add(each)
+
+    def _key(self, block_hash: BlockHash, size: int) -> int | None:
+        """Of a block that any group has: the same tokens have the same hash in all groups, and one
+        with a window may no longer have the block before a new one.
+        """
+        number = _number(block_hash)
+        found = (group.by_hash.get(number) for group in self._groups.values() if group.size == size)
+        return next((key for key in found if key is not None), None)
+
+    def _remove(self, event: BlockRemoved) -> None:
+        if event.medium not in (None, MEDIUM):
+            return
+        group = self._groups.get(event.group_idx)
+        if group is None:
+            if len(self._groups) < _MOST_GROUPS:
+                self._groups[event.group_idx] = _Group(1)  # it is there, and lacks something
+            return
+        for block_hash in event.block_hashes:
+            if (key := group.by_hash.pop(_number(block_hash), None)) is not None:
+                group.keys.discard(key)
+
+
+def _number(block_hash: BlockHash) -> int:
+    if isinstance(block_hash, bytes):
+        block_hash = int.from_bytes(block_hash[-8:], "big")
+    return block_hash & _BITS
+
+
+class _Listener(threading.Thread):
+    """Takes in what one engine publishes, until it is told to stop."""
+
+    def __init__(self, place: KVEventsPlace, index: "PrefixIndex") -> None:
+        super().__init__(name=f"events {place.endpoint}", daemon=True)
+        self.blocks = CachedBlocks()
+        self._place = place
+        self._index = index
+        self._ended = threading.Event()
+        self.start()
+
+    def stop(self) -> None:
+        """Has it end, within :data:`LISTEN_S`."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """The thread."""
+        while not self._ended.is_set():
+            try:
+                self._listen()
+            except KVFerryError as error:
+                logger.warning("KV cache events of %s: %s", self._place.endpoint, error)
+                self._ended.wait(RETRY_S)
+
+    def _listen(self) -> None:
+        place = self._place
+        try:
+            with CacheEventSubscriber(
+                place.endpoint, replay_endpoint=place.replay_endpoint, topic=place.topic
+            ) as subscriber:
+                while not self._ended.is_set():
+                    received = subscriber.receive(LISTEN_S)
+                    if received is not None and not self._ended.is_set():
+                        self.blocks.apply(received, self._index.room_for(self.blocks))
+        finally:
+            self.blocks.forget()  # what comes next is not heard
+
+
+class PrefixIndex(Closing):
+    """What all engines of a router have."""
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._listeners: dict[KVEventsPlace, _Listener] = {}
+        self._forgotten = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no engine tells anything."""
+        return not self._listeners
+
+    @property
+    def forgotten(self) -> int:
+        """How often all that was known of an engine was forgotten."""
+        return self._forgotten + sum(each.blocks.forgotten for each in self._listeners.values())
+
+    def follow(self, places: Collection[KVEventsPlace]) -> None:
+        """Listens to these from now on, and forgets all others."""
+        for gone in self._listeners.keys() - set(places):
+            listener = self._listeners.pop(gone)
+            listener.stop()
+            self._forgotten += listener.blocks.forgotten + bool(len(listener.blocks))
+        for place in places:
+            if place not in self._listeners:
+                self._listeners[place] = _Listener(place, self)
+
+    def blocks(self, place: KVEventsPlace | None) -> CachedBlocks | None:
+        """What is known of an engine; ``None`` where nobody listens to it."""
+        listener = None if place is None else self._listeners.get(place)
+        return None if listener is None else listener.blocks
+
+    def room_for(self, blocks: CachedBlocks) -> int:
+        """Blocks that may be known of one engine beside what is known of the others."""
+        known = sum(len(each.blocks) for each in tuple(self._listeners.values()))
+        return self._most_blocks - known + len(blocks)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        listeners = tuple(self._listeners.values())
+        self.follow(())
+        for listener in listeners:
+            listener.join()

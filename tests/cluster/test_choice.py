@@ -1,0 +1,361 @@
+"""Engines are chosen by what they have, where they tell it, and by what the rest costs."""
+
+import logging
+
+import pytest
+
+from kvferry.cache.events import BlockRemoved, BlockStored
+from kvferry.cluster import pace
+from kvferry.cluster.choice import Chooser
+from kvferry.cluster.engines import Engine
+from kvferry.cluster.members import EnginePool
+from kvferry.cluster.metrics import RouterMetrics
+from kvferry.cluster.pace import HALF_LIFE_S, Line, Pace
+from kvferry.config import KVEventsConfig
+from kvferry.control.cache_events import CacheEventPublisher
+from tests.load import until
+
+PROMPT = "a prompt of forty-two characters, to route"
+TOKENS = list(PROMPT.encode())
+
+
+# ---- what is measured ---------------------------------------------------------------------------
+
+
+def test_line_begins_with_its_guess_and_follows_what_it_sees():
+    line = Line(1.0, 0.5)
+    assert (line.seconds(4), line.is_known(0.0)) == (3.0, False)
+    for count in (10, 20, 40):
+        line.note(count, 0.1 + 0.01 * count, now=0.0)
+    assert line.is_known(0.0)
+    assert line.seconds(100) == pytest.approx(1.1)
+
+
+def test_line_forgets_after_a_while_and_is_no_longer_known():
+    line = Line(1.0, 0.5)
+    line.note(10, 5.0, now=0.0)
+    for _ in range(3):
+        line.note(10, 1.0, now=10 * HALF_LIFE_S)
+        line.note(20, 2.0, now=10 * HALF_LIFE_S)
+    assert line.seconds(10) == pytest.approx(1.0, abs=0.01)
+    assert line.is_known(11 * HALF_LIFE_S)
+    assert not line.is_known(20 * HALF_LIFE_S)
+
+
+def test_counts_that_are_all_alike_leave_the_guess_of_each():
+    line = Line(1.0, 0.01)
+    for _ in range(3):
+        line.note(100, 1.5, now=0.0)
+    assert line.both == (pytest.approx(0.5), 0.01)
+
+
+@pytest.mark.parametrize("samples", [[(10, 3.0), (20, 1.0)], [(0, 0.0), (10, 9.0), (11, 30.0)]])
+def test_no_line_is_negative(samples):
+    line = Line(1.0, 0.01)
+    for count, seconds in samples:
+        line.note(count, seconds, now=0.0)
+    assert min(line.both) >= 0
+
+
+def test_what_is_under_way_is_waited_for():
+    work = Pace().computing
+    _, alone = work.cost(100)
+    with work.doing(50) as done:
+        queue, own = work.cost(100)
+        assert own == alone
+        assert queue > 0
+        done(50)
+        assert work.under_way == 0
+    with pytest.raises(RuntimeError), work.doing(50):
+        raise RuntimeError
+    assert work.under_way == 0
+
+
+def test_engine_that_was_not_measured_is_taken_to_be_like_the_others(monkeypatch):
+    monkeypatch.setattr(pace, "HALF_LIFE_S", 1e9)
+    shared = Pace()
+    first, second = Pace(shared), Pace(shared)
+    guess = second.computing.cost(1000)
+    for count in (100, 200):
+        first.computing._shared.note(count, 7.0)
+        first.computing._own.note(count, 7.0)
+    assert first.computing.cost(1000) == pytest.approx(second.computing.cost(1000))
+    assert second.computing.cost(1000) != guess
+    second.computing._own.note(1, 100.0)
+    assert second.computing.cost(1000)[1] > first.computing.cost(1000)[1]
+
+
+def test_requests_under_way_always_count_for_something(monkeypatch):
+    monkeypatch.setattr(pace, "HALF_LIFE_S", 1e9)
+    seen = Pace()
+    for outstanding in (1, 2, 3):
+        seen.drew(outstanding, 2.0)
+    assert seen.slowing(0) == 0
+    assert 0 < seen.slowing(1) < seen.slowing(2)
+
+
+# ---- what is chosen -----------------------------------------------------------------------------
+
+
+class Members:
+    """Two pools of healthy engines, and an index by hand."""
+
+    def __init__(self, prefills, decodes, has):
+        self.prefill = EnginePool("prefill", 1.0)
+        self.decode = EnginePool("decode", 1.0)
+        for pool, count in ((self.prefill, prefills), (self.decode, decodes)):
+            for number in range(count):
+                engine = Engine(f"{pool.role[0]}{number}", "http://e", pool.role, None)
+                engine.up()
+                engine.kv_events = engine.name
+                pool.engines.append(engine)
+        self.has = has
+        self.index = self
+
+    is_empty = False
+
+    def blocks(self, name):
+        return Holding(self.has.get(name, 0))
+
+    def __getitem__(self, name):
+        return next(e for e in (*self.prefill.engines, *self.decode.engines) if e.name == name)
+
+
+class Holding:
+    def __init__(self, count):
+        self.count = count
+
+    def held(self, _prompt):
+        return self.count
+
+
+def choose(has, *, prefills=2, decodes=2, tokens=1000, direct_tokens=512, change=lambda _: None):
+    members = Members(prefills, decodes, has)
+    change(members)
+    chooser = Chooser(members, RouterMetrics(()), direct_tokens)
+    route = chooser.choose("r", range(tokens), set())
+    return route and (route.prefill and route.prefill.name, route.decode.name)
+
+
+def test_nobody_has_anything_so_it_goes_in_turn():
+    assert choose({}) == ("p0", "d0")
+
+
+def test_longest_beginning_is_used_on_either_side():
+    assert choose({"p1": 800, "d1": 400}) == ("p1", "d1")
+
+
+def test_short_rest_goes_to_the_decode_engine_that_has_the_beginning():
+    assert choose({"p0": 600, "d1": 900}) == (None, "d1")
+
+
+@pytest.mark.parametrize("direct_tokens", [0, 99])
+def test_rest_that_is_not_short_is_computed_by_a_prefill_engine(direct_tokens):
+    assert choose({"d1": 900}, direct_tokens=direct_tokens) == ("p0", "d1")
+
+
+def test_prefill_engine_that_has_more_computes_where_that_is_cheaper():
+    assert choose({"p1": 999, "d0": 500}) == ("p1", "d0")
+
+
+def test_engine_without_a_beginning_computes_nothing_directly():
+    assert choose({}, tokens=10) == ("p0", "d0")
+
+
+def test_busy_engine_is_left_once_its_queue_costs_more_than_the_prompt():
+    def make_busy(members):
+        members["p1"].pace.computing.under_way = 10_000
+
+    assert choose({"p1": 900}, change=make_busy) == ("p0", "d0")
+
+
+def test_session_leaves_a_decode_engine_that_answers_many():
+    def make_busy(members):
+        members["d1"].outstanding = 100
+
+    assert choose({"d1": 600, "p0": 600}, change=make_busy) == ("p0", "d0")
+
+
+def test_engines_that_are_not_fit_are_not_chosen():
+    def leave(members):
+        members["p1"].is_leaving = True
+        members["d1"].down("gone", reached=True)
+
+    assert choose({"p1": 800, "d1": 999}, change=leave) == ("p0", "d0")
+
+
+def test_nothing_is_chosen_without_engines_of_both_roles():
+    assert choose({"d1": 999}, prefills=0) is None
+    assert choose({"p1": 999}, decodes=0) is None
+
+
+def test_last_token_is_computed_even_if_it_is_cached():
+    members = Members(1, 1, {"d0": 1000})
+    route = Chooser(members, RouterMetrics(()), 512).choose("r", range(1000), set())
+    assert (route.prefill, route.cached, route.computed, route.moved) == (None, 999, 1, 0)
+
+
+# ---- behind HTTP --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def publish():
+    """Has a fake engine publish that it has so many tokens of the prompt."""
+    opened = []
+
+    def publish(setup, fake, count, size=2):
+        free = "tcp://127.0.0.1:0"
+        publisher = CacheEventPublisher(KVEventsConfig(endpoint=free, replay_endpoint=free))
+        opened.append(publisher)
+        event = BlockStored(
+            block_hashes=list(range(count // size)),
+            parent_block_hash=None,
+            token_ids=TOKENS[:count],
+            block_size=size,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
+        publisher.publish([event])
+        place = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[fake.role]
+        fake.tells = {"kv_role": role, "drain": None, "kv_events": place}
+        known = f'prefix_blocks{{engine="{fake.name}",role="{fake.role}"}} {count / size}'
+
+        def is_heard():
+            publisher.publish([BlockRemoved(block_hashes=[-1], medium="GPU")])
+            return known in setup.client.get("/metrics").text
+
+        until(is_heard)
+        return publisher
+
+    yield publish
+    for publisher in opened:
+        publisher.close()
+
+
+def ask(setup, **body):
+    setup.says("Hello", prompt=PROMPT)
+    response = setup.complete(prompt=PROMPT, max_tokens=5, **body)
+    assert response.json()["choices"][0]["text"] == "Hello"
+    return response
+
+
+def test_prompt_goes_to_the_prefill_engine_that_has_its_beginning(make_setup, publish):
+    setup = make_setup(2, 1, explain=True)
+    publish(setup, setup.prefill[1], 40)
+    for _ in range(3):
+        response = ask(setup)
+    assert [len(fake.bodies) for fake in setup.engines] == [0, 3, 3]
+    assert response.headers["x-kvferry-route"].startswith(
+        "prefill=p1; decode=d0; cached=40; computed=2; moved=42; seconds="
+    )
+    text = setup.client.get("/metrics").text
+    assert 'kvferry_router_prefix_tokens_total{source="prefill"} 120.0' in text
+    assert 'kvferry_router_prefix_tokens_total{source="computed"} 6.0' in text
+    # The fake engine says that it had 3.
+    assert "kvferry_router_prefix_missed_tokens_total 111.0" in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_decode_engine_that_has_the_beginning_computes_the_rest(make_setup, publish, stream):
+    setup = make_setup(1, 2)
+    publish(setup, setup.decode[1], 40)
+    setup.says("Hello", prompt=PROMPT)
+    if stream:
+        events = setup.stream(prompt=PROMPT, max_tokens=5)
+        assert "".join(e["choices"][0]["text"] for e in events if e != "[DONE]") == "Hello"
+    else:
+        assert "x-kvferry-route" not in ask(setup).headers  # nobody asked why
+    assert [len(fake.bodies) for fake in setup.engines] == [0, 0, 1]
+    (body,) = setup.decode[1].bodies
+    assert (body["prompt"], body["max_tokens"]) == (TOKENS, 5)
+    assert "kv_transfer_params" not in body
+
+
+def test_what_was_chosen_and_what_not_is_logged(make_setup, publish, caplog):
+    setup = make_setup(1, 1, explain=True)
+    publish(setup, setup.decode[0], 40)
+    with caplog.at_level(logging.INFO, logger="kvferry.cluster.choice"):
+        response = ask(setup)
+    (text,) = [r.message for r in caplog.records if r.name == "kvferry.cluster.choice"]
+    assert text.startswith(f"request {response.headers['x-request-id']}: directly d0: 40 of 42")
+    assert "\n    not p0 > d0: 0 of 42 tokens cached, 42 computed, 2 moved; queue " in text
+
+
+def test_decode_engine_that_dies_directly_is_replaced_by_a_way_over_prefill(make_setup, publish):
+    setup = make_setup(1, 2)
+    publish(setup, setup.decode[1], 40)
+    setup.decode[1].break_after = 2
+    ask(setup)
+    assert [len(fake.bodies) for fake in setup.engines] == [1, 1, 1]
+    assert setup.prefill[0].bodies[0]["prompt"] == [*TOKENS, *b"He"]
+
+
+def test_chosen_engine_that_refuses_is_replaced(make_setup, publish):
+    setup = make_setup(2, 1)
+    publish(setup, setup.prefill[1], 40)
+    setup.prefill[1].refuse = (503, "no room")
+    ask(setup)
+    assert [len(fake.bodies) for fake in setup.engines] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("settings", [{"direct_tokens": 0}, {"route_by": "requests"}])
+def test_what_is_not_wanted_is_not_done(make_setup, publish, settings):
+    setup = make_setup(1, 1, **settings)
+    if settings.get("route_by"):
+        setup.decode[0].tells = {
+            "kv_role": "kv_consumer",
+            "kv_events": {"endpoint": "tcp://127.0.0.1:9"},
+        }
+    else:
+        publish(setup, setup.decode[0], 40)
+    ask(setup)
+    assert [len(fake.bodies) for fake in setup.engines] == [1, 1]
+
+
+def test_clusters_that_publish_nothing_have_no_routes(make_setup):
+    setup = make_setup(1, 1, explain=True)
+    assert "x-kvferry-route" not in ask(setup).headers
+    text = setup.client.get("/metrics").text
+    assert "kvferry_router_prefix_tokens_total{" not in text
+
+
+def test_engine_that_tells_nonsense_of_its_events_is_heard_otherwise(make_setup):
+    setup = make_setup(1, 1)
+    setup.decode[0].tells = {"kv_events": {"endpoint": "file:///etc/passwd"}}
+    ask(setup)
+
+
+def test_engine_that_is_gone_is_forgotten(make_setup, publish):
+    setup = make_setup(2, 1)
+    publish(setup, setup.prefill[1], 40)
+    setup.stop(setup.prefill[1])
+    until(lambda: "kvferry_router_prefix_blocks{" not in setup.client.get("/metrics").text)
+    assert "kvferry_router_prefix_forgotten_total 1.0" in setup.client.get("/metrics").text
+
+
+def test_operator_may_say_where_a_foreign_engine_publishes(make_setup, publish):
+    setup = make_setup(2, 1)
+    publisher = publish(setup, setup.prefill[1], 40)
+    setup.prefill[1].tells = {}  # as a server of vLLM
+    url = setup.prefill[1].url
+    assert setup.client.delete("/kvferry/engines/prefill/p1").status_code == 200
+    place = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    entered = setup.client.put(
+        "/kvferry/engines/prefill/other", json={"url": url, "kv_events": place}
+    )
+    assert entered.status_code == 200
+    refused = setup.client.put(
+        "/kvferry/engines/prefill/p9", json={"url": url, "kv_events": {"endpoint": "here"}}
+    )
+    assert (refused.status_code, "tcp://host:port" in refused.text) == (400, True)
+    known = 'prefix_blocks{engine="other",role="prefill"} 20.0'
+
+    def is_heard():
+        publisher.publish([BlockRemoved(block_hashes=[-1], medium="GPU")])
+        return known in setup.client.get("/metrics").text
+
+    until(is_heard)
+    ask(setup)
+    assert [len(fake.bodies) for fake in setup.engines] == [0, 1, 1]
