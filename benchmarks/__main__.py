@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import managers, planning, postprocess
+from benchmarks import managers, planning, postprocess, prefixes
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
@@ -38,6 +38,7 @@ class Part(enum.StrEnum):
     MANAGERS = "managers"
     POSTPROCESS = "postprocess"
     PLANNING = "planning"
+    PREFIXES = "prefixes"
     LOADS = "loads"
 
 
@@ -53,7 +54,7 @@ def main(
 ) -> None:
     """Compares the transports with NIXL and memcpy, the cache manager with vLLM's, the
     postprocessor with the known three passes, and short loads with NIXL and an older commit; times
-    planning, bind and the confirm.
+    planning, bind, the confirm and the router's choices.
     """
     console = Console()
     if not console.is_terminal:
@@ -142,6 +143,16 @@ def _compare_postprocessors(
     postprocess.write(results, out)
 
 
+def _measure_prefixes(
+    console: Console, command: str, machine: Machine, rounds: int, quick: bool, out: Path
+) -> None:
+    with _saying(console) as say:
+        results = prefixes.measure(command, machine, rounds, quick, say)
+    prefixes.show(results, console)
+    prefixes.write(results, out)
+    console.print(f"written to {out}")
+
+
 def _measure_loads(
     console: Console,
     command: str,
@@ -165,6 +176,7 @@ _ALONE = {
     Part.MANAGERS: _compare_managers,
     Part.POSTPROCESS: _compare_postprocessors,
     Part.PLANNING: _measure_planning,
+    Part.PREFIXES: _measure_prefixes,
 }
 
 

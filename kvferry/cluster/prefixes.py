@@ -20,9 +20,10 @@ and take no lock: each is of one key, and at worst they see half of what the thr
 import logging
 import secrets
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from operator import itemgetter
 
 from kvferry.cache.events import MEDIUM, BlockHash, BlockRemoved, BlockStored
 from kvferry.cluster.messages import KVEventsPlace
@@ -39,6 +40,8 @@ LISTEN_S = 0.5
 RETRY_S = 5.0
 """Seconds after which a listener that could not listen tries again."""
 
+_RUN = 64
+"""Blocks of a prompt whose keys are made at a time."""
 _MOST_GROUPS = 64
 """KV cache groups of an engine."""
 _BITS = (1 << 60) - 1  # Python keeps a number of 60 bits in 32 bytes, a longer one in 48
@@ -59,14 +62,24 @@ class Prompt:
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tuple(tokens)
-        self._keys: dict[int, list[int]] = {}
+        self._keys: dict[int, list[list[int]]] = {}
 
-    def keys(self, size: int) -> list[int]:
-        """Of its whole blocks of ``size`` tokens."""
-        keys = self._keys.get(size)
-        if keys is None:
-            keys = self._keys[size] = _keys(_START, self.tokens, size)
-        return keys
+    def key(self, size: int, index: int) -> int:
+        """Of one of its whole blocks of ``size`` tokens."""
+        found = next(islice(self.keys(size), index // _RUN, None))
+        return found[index % _RUN]
+
+    def keys(self, size: int) -> Iterator[list[int]]:
+        """Of its whole blocks of ``size`` tokens, :data:`_RUN` at a time. They are made once, and
+        only as far as somebody looks.
+        """
+        runs = self._keys.setdefault(size, [])
+        for number in range(-(-(len(self.tokens) // size) // _RUN)):
+            if number == len(runs):
+                first = number * _RUN * size
+                key = runs[-1][-1] if runs else _START
+                runs.append(_keys(key, self.tokens[first : first + _RUN * size], size))
+            yield runs[number]
 
 
 @dataclass(slots=True)
@@ -81,15 +94,19 @@ class _Group:
 
     def count(self, prompt: Prompt) -> int:
         """Blocks of a prompt that are here, all from the start on."""
-        if not self.keys:
-            return 0
-        return sum(1 for _ in takewhile(self.keys.__contains__, prompt.keys(self.size)))
+        count = 0
+        if self.keys:
+            for run in prompt.keys(self.size):
+                if not self.keys.issuperset(run):
+                    return count + sum(1 for _ in takewhile(self.keys.__contains__, run))
+                count += len(run)
+        return count
 
     def ends_at(self, prompt: Prompt, tokens: int) -> bool:
         """Whether the block of a prompt is here that ends behind so many tokens."""
         if not self.keys or tokens % self.size:
             return False
-        return prompt.keys(self.size)[tokens // self.size - 1] in self.keys
+        return prompt.key(self.size, tokens // self.size - 1) in self.keys
 
 
 class CachedBlocks:
@@ -133,10 +150,11 @@ class CachedBlocks:
         groups = tuple(self._groups.values())
         if not groups:
             return 0
-        longest = max(groups, key=lambda group: group.size * group.count(prompt))
+        longest_tokens, longest = max(
+            ((group.size * group.count(prompt), group) for group in groups), key=itemgetter(0)
+        )
         others = [group for group in groups if group is not longest]
-        for count in range(longest.count(prompt), 0, -1):
-            tokens = count * longest.size
+        for tokens in range(longest_tokens, 0, -longest.size):
             if all(group.ends_at(prompt, tokens) for group in others):
                 return tokens
         return 0
