@@ -18,6 +18,7 @@ from benchmarks.kvferry_side import KvferrySource
 from benchmarks.machine import describe_machine
 from benchmarks.nixl_side import merged_blocks, why_missing
 from benchmarks.planning import PlanningResults
+from benchmarks.prefixes import PrefixResults
 from benchmarks.remote import Remote, RemoteError
 from benchmarks.report import Results, markdown, missed
 from benchmarks.samples import Sample
@@ -182,7 +183,8 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
     # The managers are in test_managers.py.
-    parts = [f"--only={part}" for part in ("transports", "bind", "confirm", "planning")]
+    names = ("transports", "bind", "confirm", "planning", "prefixes")
+    parts = [f"--only={name}" for name in names]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *parts],
         cwd=ROOT,
@@ -213,6 +215,10 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert all(plan.pieces >= plan.pairs >= plan.ranks for plan in planned.plans)
     assert {bind.tokens for bind in planned.binds} == {1024, 4096}
     assert (tmp_path / "planning.png").stat().st_size > 10_000
+    known = msgspec.json.decode((tmp_path / "prefixes.json").read_bytes(), type=PrefixResults)
+    assert known.blocks > 0
+    assert {choice.tokens for choice in known.choices} == {1024, 4096, 16_384, 32_768}
+    assert len(known.delays) == 3
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(str(case) in page for case in all_cases())
     assert "A quick run" in page
