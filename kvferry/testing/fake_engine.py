@@ -253,7 +253,7 @@ class FakeEngine:
             return
         request.num_computed_tokens = local
         for rank in self.ranks:
-            rank.write_hit(request, salt=0)
+            rank.write_hit(request)
         self.scheduler.update_state_after_alloc(request, request, 0)
         self._end(request, "length")
 

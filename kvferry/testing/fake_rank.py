@@ -69,6 +69,11 @@ class FakeRequest:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def hit_salt(self) -> int:
+        """Salt of the cells of its local hit: those that are lent on must be the true ones."""
+        return 0 if (self.kv_transfer_params or {}).get("do_remote_decode") else LOCAL
+
+    @property
     def finished_cleanly(self) -> bool:
         """Whether it ended by length."""
         return self.finish_reason == "length"
@@ -195,10 +200,11 @@ class FakeRank:
         self._check_report(report, requests)
         return report
 
-    def write_hit(self, request: FakeRequest, salt: int = LOCAL) -> None:
+    def write_hit(self, request: FakeRequest) -> None:
         """Writes the cells of a request's local prefix hit."""
+        end, salt = request.local_tokens, request.hit_salt
         for cache, table in zip(self.caches, request.tables, strict=True):
-            cache.write(table, request.prompt_token_ids, 0, request.local_tokens, salt)
+            cache.write(table, request.prompt_token_ids, 0, end, salt)
 
     def _compute(self, request: FakeRequest) -> None:
         if not request.failed:
@@ -213,7 +219,7 @@ class FakeRank:
         Raises:
             ContractBrokenError: some are not what they must be.
         """
-        for line in self._wrong(request, self._windows, LOCAL):
+        for line in self._wrong(request, self._windows, of_hit=True):
             promise(False, f"{request.request_id}: the load changed the local hit: {line}")
         for line in self._wrong(request, self._windows):
             promise(False, f"{request.request_id}: the load is not what the source held: {line}")
@@ -242,18 +248,19 @@ class FakeRank:
         self,
         request: FakeRequest,
         windows: Mapping[int, int],
-        salt: int = 0,
+        of_hit: bool = False,
         partial: Collection[int] = (),
         filled: Sequence[int] | None = None,
     ) -> Iterable[str]:
-        """Wrong cells of a request's local hit (salt ``LOCAL``) or of what was loaded behind it."""
+        """Wrong cells of a request's local hit, or of what was loaded behind it."""
+        salt = request.hit_salt if of_hit else 0
         local, end = request.local_tokens, request.local_tokens + request.external_tokens
         for group, cache in enumerate(self.caches):
             if group in partial:
                 continue
             for needed, layers in _by_first_token(cache, end, windows).items():
                 first = needed if filled is None else min(needed, filled[group])
-                span = (min(first, local), local) if salt == LOCAL else (max(first, local), end)
+                span = (min(first, local), local) if of_hit else (max(first, local), end)
                 tokens, table = request.prompt_token_ids, request.tables[group]
                 lines = cache.wrong_cells(table, tokens, *span, salt, layers)
                 yield from (f"group {group}, {line}" for line in lines)

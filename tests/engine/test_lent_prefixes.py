@@ -4,6 +4,7 @@ Engines over the toy model, whose tokens follow from the KV that it reads, with 
 ships: a prefix that arrives wrong shows as a wrong token.
 """
 
+import random
 import secrets
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def opened() -> Any:
         world_size: int = 1,
         windows: Any = (None,),
         role: str = "kv_both",
+        policy: Any = "fail",
         **extra: Any,
     ) -> Engine:
         config = KVTransferConfig(
@@ -42,6 +44,7 @@ def opened() -> Any:
             kv_role=role,  # type: ignore[arg-type]
             engine_id=f"e-{secrets.token_hex(4)}",
             kv_port=0,
+            kv_load_failure_policy=policy,
             kv_connector_extra_config={"cluster_key": "k" * 32, "lease_duration_s": 600.0, **extra},
         )
         engine, _ = open_connected(
@@ -88,7 +91,8 @@ def answered(engine: Engine, name: str, *others: Engine) -> EngineOutput:
             if output.request_id == name:
                 answer += output
         for other in others:
-            other.step()
+            if other is not engine:
+                other.step()
         return answer.finish_reason is not None
 
     until(is_over)
@@ -296,3 +300,71 @@ def test_what_nobody_wants_can_be_taken_back(opened: Callable[..., Engine]) -> N
     lender.take_back(lent(lender, prompt(41)))
     lender.take_back(NOTHING)
     settled(lender)
+
+
+def test_what_an_engine_lends_itself_it_has(opened: Callable[..., Engine]) -> None:
+    engine = opened()
+    asked(engine, prompt(40))
+    answer = asked(engine, prompt(44), max_tokens=4, **lent(engine, prompt(44)))
+    assert answer.token_ids == reference_tokens(prompt(44), 4, VOCAB)
+    assert (answer.num_cached_tokens, answer.num_external_tokens) == (40, 0)
+    assert engine.stats().scheduler.failed_loads == 0
+    settled(engine)
+
+
+# ---- conversations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "windows"),
+    [
+        ("plain", ((None,), (None,), (None,))),
+        ("hybrid", ((None, 6), (None, 6), (None, 6))),
+        ("window", ((7,), (7,), (7,))),
+    ],
+    ids=["plain", "hybrid", "window"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_go_from_engine_to_engine(
+    opened: Callable[..., Engine], seed: int, shapes: str, windows: Any
+) -> None:
+    """Each turn borrows the history from an engine that may have some of it, is computed on another
+    one, and answered on a third: D to P to D. Pools are small, so that prefixes are evicted.
+    """
+    rng = random.Random(seed)
+    engines = [
+        opened(
+            num_blocks=rng.randint(40, 70) * len(kept),
+            block_size=rng.choice((2, 3, 4, 8)),
+            world_size=rng.randint(1, 3),
+            windows=kept,
+            policy="recompute",
+        )
+        for kept in windows
+    ]
+    histories = [prompt(rng.randint(5, 30), salt) for salt in range(4)]
+    borrowed = 0
+    for turn in range(24):
+        history = histories[turn % len(histories)]
+        history += prompt(rng.randint(1, 9), turn)
+        lender, first, second = rng.choices(engines, k=3)
+        params = asked(lender, history, *engines, **ONLY_CACHED).kv_transfer_params
+        assert params is not None
+        if rng.random() < 0.1:
+            params = {}  # nobody comes for it
+        computed = asked(first, history, *engines, **(params | {"do_remote_decode": True}))
+        borrowed += computed.num_external_tokens
+        assert computed.token_ids == reference_tokens(history, 1, VOCAB)
+        history += computed.token_ids
+        rest = rng.randint(1, 6)
+        answer = asked(
+            second, history, *engines, max_tokens=rest, **(computed.kv_transfer_params or {})
+        )
+        assert answer.token_ids == reference_tokens(history, rest, VOCAB)
+        history += answer.token_ids
+        if len(history) > 80:
+            del history[20:]
+    assert borrowed > 0
+    for engine in engines:
+        engine.connector.revoke_leases()  # type: ignore[union-attr]
+    settled(*engines)

@@ -249,6 +249,12 @@ class PullScheduler(SchedulerConnector):
             record.fail(self._clock(), f"{type(error).__name__}: {error}")
             self._records.end(record, "refused")
             raise
+        if ticket.incarnation == self._context.incarnation:
+            # It leads back here: what it lends is in our own prefix cache.
+            self._tickets.retire(ticket)
+            self.take_back(params)
+            record.loads = False
+            return
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
         self._loads[request.request_id] = self._sources.add(record, ticket)
 
