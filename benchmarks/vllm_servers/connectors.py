@@ -56,6 +56,8 @@ class Nixl:
     name: str = "nixl"
     ucx_tls: str | None = None
     """UCX's transports; its own choice if left out."""
+    conv: str | None = None
+    """Layout of the states of convolutions, whatever a shape says: it starts with ``DS`` only."""
 
     def config(self, role: Role, engine: str) -> dict[str, Any]:
         """See :class:`Connector`."""
@@ -68,5 +70,6 @@ class Nixl:
 
     def environment(self) -> Mapping[str, str]:
         """See :class:`Connector`."""
-        port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-        return port if self.ucx_tls is None else {**port, "UCX_TLS": self.ucx_tls}
+        wanted = {"UCX_TLS": self.ucx_tls, "VLLM_SSM_CONV_STATE_LAYOUT": self.conv}
+        given = {name: value for name, value in wanted.items() if value is not None}
+        return {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()), **given}

@@ -113,7 +113,7 @@ def pair_options(
             pp=shape.pp,
             dp=shape.dp,
             transfer=transfer,
-            environment={**connector.environment(), "VLLM_SSM_CONV_STATE_LAYOUT": shape.conv},
+            environment={"VLLM_SSM_CONV_STATE_LAYOUT": shape.conv, **connector.environment()},
             arguments=shape.arguments,
             **options,
         )
