@@ -173,7 +173,8 @@ def test_a_load_is_overtaken_by_an_update(
     for _ in range(steps):
         if not decode.scheduler.running:  # what runs goes on with the KV that it has, as in vLLM
             decode.step()
-    begun = {request.request_id for request in decode.scheduler.running}
+    # vLLM adds a random part to our ids.
+    begun = {request.request_id.partition("-")[0] for request in decode.scheduler.running}
     reload(decode, other_model)
     ended = decode.finish(*ids)
     right = answers_of(other_model, prompts)
