@@ -553,6 +553,17 @@ class PullScheduler(SchedulerConnector):
         self._counters["prefixes_withdrawn"] += is_withdrawn
         return is_withdrawn
 
+    @property
+    def lends_prefixes(self) -> bool:
+        """Whether any cached prefix is lent."""
+        return bool(self._prefixes)
+
+    def withdraw_oldest(self) -> bool:
+        """Withdraws the cached prefix that has been lent for longest and that nobody has fetched,
+        and says whether there is one.
+        """
+        return any(self.withdraw(request_id) for request_id in list(self._prefixes))
+
     def counters(self) -> Mapping[str, float]:
         """See :meth:`SchedulerConnector.counters`."""
         return self._counters

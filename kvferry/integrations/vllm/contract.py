@@ -116,7 +116,11 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "new_step_starts()",
     ),
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator": ("single_type_managers",),
-    "vllm.v1.core.block_pool:BlockPool": ("blocks", "hash_block_size"),
+    "vllm.v1.core.block_pool:BlockPool": (
+        "blocks",
+        "get_num_free_blocks()",
+        "hash_block_size",
+    ),
     "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager": (
         "block_size",
         "num_cached_block",

@@ -24,6 +24,9 @@ from kvferry.topology import GroupGeometry
 
 logger = logging.getLogger(__name__)
 
+SPARE = 16
+"""Cached prefixes are withdrawn while less than one of so many blocks is free."""
+
 _NOTHING = StepMetadata()
 """For the many steps without news; nobody changes it."""
 
@@ -49,6 +52,7 @@ class SchedulerHalf:
         self._groups: tuple[CacheGroup, ...] = ()
         self._pull: PullScheduler | None = None
         self._has_windows = False
+        self._has_states = False
         self._kv_cache_manager: Any = None
         self._beside = Beside()
         self._leaves_out = False
@@ -60,6 +64,11 @@ class SchedulerHalf:
         """Requests whose load failed on a rank, until every rank is done with it."""
         self._loaded: dict[str, Any] = {}
         """Request id → the request, for those that were given blocks to load into."""
+        self._num_cached: dict[str, int] = {}
+        """Request id → tokens that the prefix cache had of it, for those of which only these are
+        lent."""
+        self._without_blocks: set[str] = set()
+        """Requests that could have been admitted in the last step, and were not."""
         self._overtaken: set[str] = set()
         """Requests that were loading when the weights changed."""
         self._stats: LoadStats | None = None
@@ -97,6 +106,19 @@ class SchedulerHalf:
     def _begin_step(self) -> None:
         self._look_at_weights()
         self._beside.look()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Withdraws a cached prefix that is lent and nobody has fetched, where vLLM lacks blocks.
+
+        Its blocks come back in the next step or the one after it: vLLM frees what its ranks report.
+        """
+        lacks, self._without_blocks = bool(self._without_blocks), set()
+        if self._pull is None or not self._pull.lends_prefixes:
+            return
+        free, usable = compat.free_blocks(self._kv_cache_manager)
+        if (lacks or free < usable // SPARE) and self._pull.withdraw_oldest():
+            self._news_for_stats().note_withdrawal()
 
     def open(self, handshakes: Iterable[RankHandshake]) -> None:
         """Starts the control channel; from now on other engines may connect.
@@ -138,6 +160,7 @@ class SchedulerHalf:
             ),
         )
         self._has_windows = any(keeps_a_part(group.geometry) for group in first.groups)
+        self._has_states = any(group.geometry.is_recurrent for group in first.groups)
         self._pull = PullScheduler.open(context)
         self._pull.set_worker_handshakes([each.handshake for each in ranks])
         logger.info(
@@ -214,7 +237,10 @@ class SchedulerHalf:
         if not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
             self._news_for_stats().note_plain()
         is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
-        if self._has_windows and is_lent:
+        loads, lends = params.get("do_remote_prefill"), params.get("do_remote_decode")
+        if params.get("only_cached") and lends and not loads:  # what contradicts it is refused
+            self._prepare_prefix(request)
+        elif self._has_windows and is_lent:
             # Decode computes the last token of the same prompt: it looks one token further back
             # than vLLM keeps of a window once that token is computed, and needs recurrent states
             # from before it. (Where the first token of the answer is kept, decode's prompt is
@@ -229,9 +255,22 @@ class SchedulerHalf:
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """See :meth:`PullScheduler.get_num_new_matched_tokens`."""
+        found = self._num_new_matched_tokens(request, num_computed_tokens)
+        if found[0] is not None:
+            self._without_blocks.add(request.request_id)
+        return found
+
+    def _num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         if request.get_skip_reading_prefix_cache():
             # The prompt's log-probabilities are wanted, which come with computing it; before 0.31
             # vLLM would load it all the same.
+            return 0, False
+        if request.request_id in self._num_cached:
+            # So vLLM computes one token more than it has: it cannot end a request without any.
+            self._num_cached[request.request_id] = num_computed_tokens
+            compat.cut_prompt(request, num_computed_tokens + 1)
             return 0, False
         if request.request_id not in self._refused:
             try:
@@ -243,8 +282,30 @@ class SchedulerHalf:
         tokens = request.num_tokens - 1 - num_computed_tokens
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
 
+    def _prepare_prefix(self, request: Any) -> None:
+        """Notes a request of which only what is cached is to be lent.
+
+        Where that cannot be told, nothing is: of its recurrent layers vLLM may hit a part of a
+        block, which it then copies; where log-probabilities of the prompt are wanted it hits none.
+        An image must not be cut, and another connector may bring more of the prompt than we lend,
+        so there all of it is computed, and lent.
+        """
+        if request.mm_features or self._beside:
+            if self._has_windows:
+                compat.drop_last_prompt_token(request)
+            return
+        if self._has_states:
+            logger.info(
+                "request %s: no cached prefix is lent: vLLM keeps recurrent states of parts of "
+                "blocks; have the prompt computed here, without only_cached",
+                request.request_id,
+            )
+        self._num_cached[request.request_id] = 0
+        if self._has_states or request.get_skip_reading_prefix_cache():
+            compat.cut_prompt(request, 1)
+
     def _view(self, request: Any) -> RequestView:
-        return RequestView(request, self._content)
+        return RequestView(request, self._content, self._num_cached.get(request.request_id))
 
     def _refuse(self, request: Any, error: KVFerryError) -> None:
         logger.error(
@@ -265,6 +326,7 @@ class SchedulerHalf:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """See :meth:`PullScheduler.update_state_after_alloc`."""
+        self._without_blocks.discard(request.request_id)
         refused = self._refused.pop(request.request_id, None)
         if refused is not None and num_external_tokens:
             self._refused_now[request.request_id] = self._last_loaded_block(request, blocks)
@@ -313,7 +375,11 @@ class SchedulerHalf:
         self._overtaken.discard(request.request_id)
         self._beside.request_finished(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
-        return self.pull.request_finished(self._view(request), tables)
+        view = self._view(request)
+        keep, params = self.pull.request_finished(view, tables)
+        if self._num_cached.pop(request.request_id, None) is not None and keep:
+            self._news_for_stats().note_prefix(view.num_computed_tokens)
+        return keep, params
 
     # ---- every step ---------------------------------------------------------------------------
 

@@ -14,9 +14,11 @@ from kvferry.integrations.vllm.compat import (
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
+_TOKENS = tuple(float(1 << power) for power in range(4, 21, 2))
 _COPIES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
 
-#: Field of the data → (metric, what it says, buckets). One observation per load and rank.
+#: Field of the data → (metric, what it says, buckets). One observation per load and rank, or per
+#: prefix that is lent.
 _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "seconds": (
         "vllm:kvferry_load_seconds",
@@ -29,6 +31,11 @@ _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
         "Contiguous copies of a load on one rank, after merging.",
         _COPIES,
     ),
+    "prefix_tokens": (
+        "vllm:kvferry_lent_prefix_tokens",
+        "Tokens of a cached prefix that was lent (only_cached).",
+        _TOKENS,
+    ),
 }
 #: Field of the data → (metric, what it says). Each entry of the field counts once.
 _COUNTERS: Mapping[str, tuple[str, str]] = {
@@ -40,6 +47,10 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "plain": (
         "vllm:kvferry_plain_requests",
         "Requests without kv_transfer_params, whose KV is neither loaded nor lent.",
+    ),
+    "withdrawn": (
+        "vllm:kvferry_withdrawn_prefixes",
+        "Cached prefixes that were lent, not fetched, and withdrawn because blocks were lacking.",
     ),
 }
 
@@ -72,6 +83,14 @@ class LoadStats(KVConnectorStats):
     def note_plain(self) -> None:
         """A request came without parameters."""
         self.data["plain"].append(1)
+
+    def note_prefix(self, num_tokens: int) -> None:
+        """A cached prefix was lent."""
+        self.data["prefix_tokens"].append(num_tokens)
+
+    def note_withdrawal(self) -> None:
+        """A cached prefix that was lent, and that nobody had fetched, was withdrawn."""
+        self.data["withdrawn"].append(1)
 
     def aggregate(self, other: KVConnectorStats) -> "LoadStats":
         """This and another's, in this."""

@@ -13,11 +13,15 @@ _CLEAN = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 class RequestView:
     """A request of vLLM's as a :class:`kvferry.connectors.base.RequestView`."""
 
-    __slots__ = ("_content", "_request")
+    __slots__ = ("_content", "_num_cached", "_request")
 
-    def __init__(self, request: Any, content: ContentKeys) -> None:
+    def __init__(self, request: Any, content: ContentKeys, num_cached: int | None = None) -> None:
+        """``num_cached`` is how many tokens were found in the prefix cache, for a request of which
+        only these are lent.
+        """
         self._request = request
         self._content = content
+        self._num_cached = num_cached
 
     @property
     def request_id(self) -> str:
@@ -44,7 +48,8 @@ class RequestView:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens whose KV is in this engine's cache."""
-        return int(self._request.num_computed_tokens)
+        computed = int(self._request.num_computed_tokens)
+        return computed if self._num_cached is None else self._num_cached
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:

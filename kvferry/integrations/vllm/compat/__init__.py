@@ -114,16 +114,22 @@ def drop_last_prompt_token(request: Any) -> None:
 
     Not where it has a single token, or asks for the prompt's log-probabilities.
     """
-    if request.num_prompt_tokens < 2 or request.get_skip_reading_prefix_cache():
-        return
+    if request.num_prompt_tokens > 1 and not request.get_skip_reading_prefix_cache():
+        cut_prompt(request, request.num_prompt_tokens - 1)
+
+
+def cut_prompt(request: Any, num_tokens: int) -> None:
+    """Makes a request that has computed nothing one of its first tokens, at least one, and of one
+    token to generate.
+    """
     if request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-1]
+        del request.prompt_token_ids[num_tokens:]
     if request.prompt_embeds is not None:
-        request.prompt_embeds = request.prompt_embeds[:-1]
+        request.prompt_embeds = request.prompt_embeds[:num_tokens]
     if request.prompt_is_token_ids is not None:
-        del request.prompt_is_token_ids[-1]
-    del request._all_token_ids[-1]  # noqa: SLF001 (there is no other way to its copy of them)
-    request.num_prompt_tokens -= 1
+        del request.prompt_is_token_ids[num_tokens:]
+    del request._all_token_ids[num_tokens:]  # noqa: SLF001 (there is no other way to its copy)
+    request.num_prompt_tokens = num_tokens
     request.max_tokens = 1
 
 
@@ -322,6 +328,12 @@ def before_each_step(kv_cache_manager: Any, look: Callable[[], None]) -> None:
         begin()
 
     kv_cache_manager.new_step_starts = new_step_starts
+
+
+def free_blocks(kv_cache_manager: Any) -> tuple[int, int]:
+    """How many blocks nobody holds, and how many there are."""
+    pool = kv_cache_manager.block_pool
+    return int(pool.get_num_free_blocks()), len(pool.blocks)
 
 
 def begin_anew(kv_cache_manager: Any, request: Any) -> None:
