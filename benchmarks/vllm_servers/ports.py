@@ -1,22 +1,23 @@
 """Ports of the loopback interface."""
 
 import contextlib
+import secrets
 import socket
+
+_FIRST, _END = 20_000, 32_000
+"""Linux gives none of these to connections, which may take any other port at any time."""
 
 
 def free_port() -> int:
     """A port that nothing listens on now; another process may take it before the caller does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)
 
 
 def free_ports(number: int) -> int:
     """The first of so many ports in a row that nothing listens on now."""
     while True:
-        first = free_port()
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+        first = _FIRST + secrets.randbelow(_END - _FIRST - number)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for port in range(first, first + number):
                 probe = stack.enter_context(socket.socket())
                 probe.bind(("127.0.0.1", port))

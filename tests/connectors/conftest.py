@@ -1,6 +1,5 @@
 """A package outside the tree that offers a connector, as an installed plugin would."""
 
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.vllm_servers import ports
 from kvferry.config import KVTransferConfig
 from kvferry.testing.fake_engine import FakeEngine, Groups
 from tests.connectors.engines import pull_config
@@ -77,10 +77,7 @@ def outside_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that nothing listened on a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return ports.free_port()
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ The toy model reads its tokens back from the cache, so that one wrong cell is a 
 
 import random
 import secrets
-import socket
 import time
 from contextlib import suppress
 
 import pytest
 
 import kvferry.layouts.copier as copier
+from benchmarks.vllm_servers.ports import free_port
 from kvferry.config import KVTransferConfig
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import FinishAnswer
@@ -25,12 +25,6 @@ from tests.engine.toy_cache import reference_tokens
 PROMPTS = 50
 TIMEOUT_S = 240.0
 PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Member:

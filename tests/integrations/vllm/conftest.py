@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.vllm_servers.ports import free_port
 
 HERE = Path(__file__).parent
 VOCABULARY = 1024
@@ -125,12 +126,6 @@ def write_tiny_hybrid(
     values["architectures"] = ["Gemma3ForCausalLM"]
     (folder / "config.json").write_text(json.dumps(values))
     return folder
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Engine:
