@@ -35,7 +35,6 @@ from kvferry.control.messages import (
     Finishes,
     Handshake,
     HandshakeReply,
-    LeaseAnswer,
     Refused,
     Release,
     Released,
@@ -115,9 +114,16 @@ class ControlClient(Closing):
         """Replaced by others, and not closed yet."""
         self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
         """Calls whose futures somebody has to complete."""
+        self._listener: Callable[[str, Renewed], None] = lambda *_: None
         self._wakes_at = math.inf
         """Clock reading at which the thread wakes though nothing has come."""
         self._mailbox = mailbox("client", self._turn, poller=select.poll()).start()
+
+    def listen(self, listener: Callable[[str, Renewed], None]) -> None:
+        """``listener`` is told, with its address, what a source says of leases without being asked:
+        that they have grown, or were revoked. It runs where futures are completed.
+        """
+        self._listener = listener
 
     def handshake(
         self, address: str, description: EngineDescription
@@ -145,7 +151,7 @@ class ControlClient(Closing):
 
     def renew(
         self, address: str, source_incarnation: str, leases: Mapping[str, bytes]
-    ) -> "Future[dict[str, LeaseAnswer]]":
+    ) -> "Future[Renewed]":
         """Takes leases, or extends those this engine holds, all in one message.
 
         Args:
@@ -154,7 +160,7 @@ class ControlClient(Closing):
             leases: lease id → the secret of its ticket; at most ``messages.MAX_ITEMS``.
 
         Returns:
-            A future of the answer per lease. It raises ``HandshakeNeededError`` when either side
+            A future of the answer, per lease. It raises ``HandshakeNeededError`` when either side
             was started again since the handshake.
         """
         said = (self._engine_id, self._incarnation, source_incarnation)
@@ -164,15 +170,16 @@ class ControlClient(Closing):
             incarnation=self._incarnation,
             source_incarnation=source_incarnation,
             leases=_proofs("Renew", leases, *said),
+            grows=True,
         )
 
-        def read(reply: Reply) -> dict[str, LeaseAnswer]:
-            states = expect(reply, Renewed).states
-            if states.keys() != request.leases.keys():
+        def read(reply: Reply) -> Renewed:
+            renewed = expect(reply, Renewed)
+            if renewed.states.keys() != request.leases.keys():
                 raise ProtocolError(
-                    f"renewed: answers for {len(states)} leases, asked for {len(leases)}"
+                    f"renewed: answers for {len(renewed.states)} leases, asked for {len(leases)}"
                 )
-            return states
+            return renewed
 
         return self._ask(address, Call(request, read))
 
@@ -358,7 +365,13 @@ class ControlClient(Closing):
                 if not is_address(host):
                     return None
                 link = self._network.connect(address, host)
-                connection = Connection(link, address, self._options, self._clock)
+                connection = Connection(
+                    link,
+                    address,
+                    self._options,
+                    self._clock,
+                    self._told,
+                )
                 self._connections[address] = connection
                 self._mailbox.post(partial(self._watch, connection))
             return connection
@@ -384,6 +397,9 @@ class ControlClient(Closing):
             except KVFerryError as failed:
                 self._ended.append((call, failed))
         self._complete()
+
+    def _told(self, address: str, news: Renewed) -> None:
+        self._listener(address, news)
 
     def _receive(self, connection: Connection) -> None:
         with connection.lock:

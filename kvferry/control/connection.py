@@ -21,8 +21,10 @@ from kvferry.control.messages import (
     FinishAnswer,
     Finishes,
     FinishReply,
+    Renewed,
     Reply,
     Request,
+    StatusRequest,
 )
 from kvferry.control.options import ControlOptions
 from kvferry.errors import (
@@ -101,12 +103,14 @@ class Connection:
         address: str,
         options: ControlOptions,
         clock: Callable[[], float] = time.monotonic,
+        listener: Callable[[str, Renewed], None] = lambda *_: None,
     ) -> None:
         """Args:
         link: to the server; from now on ours.
         address: ``host:port`` as the caller knows it.
         options: timeouts, limits, keys.
         clock: seconds that never run backwards.
+        listener: is told what the server says of leases without being asked.
         """
         self.link = link
         self.address = address
@@ -122,6 +126,7 @@ class Connection:
         """When something was first seen to be overdue; infinite if nothing is."""
         self._options = options
         self._clock = clock
+        self._listener = listener
         self._ids = itertools.count(1)
 
     # ---- sending ------------------------------------------------------------------------------
@@ -186,11 +191,20 @@ class Connection:
                 reply = messages.decode_reply(payload)
             except DecodeError:
                 continue  # whose answer it was cannot be told; that call runs into its timeout
+            if reply.id == 0 and isinstance(reply, Renewed):
+                ended.append((self._news(), reply))
+                continue
             call = self.calls.pop(reply.id, None)
             if call is not None:  # else it came after its timeout
                 ended.append((call, reply))
                 ended += self._send_waiting()
         return ended
+
+    def _news(self) -> Call[Renewed]:
+        """A call that nobody made, for what the server says without being asked."""
+        call = Call(StatusRequest(id=0), lambda reply: expect(reply, Renewed))
+        call.future.add_done_callback(lambda told: self._listener(self.address, told.result()))
+        return call
 
     @property
     def is_lost(self) -> bool:

@@ -16,8 +16,12 @@ for time in which a target did not run: it waits :data:`SLOW` durations for the 
 it, and for a holder that does not renew and whose connection lives, which needs nothing of the
 holder's interpreter. A renewed lease expires all the same once it is ``max_age_s`` old.
 
-A lease of blocks that cannot be read yet stays untaken until :meth:`LeaseTable.ready`: nobody takes
-it, and nothing that was read under it counts.
+A lease may be granted before its tokens are written: it *grows* until every rank of the source has
+reported all of them to :meth:`LeaseTable.written`. Until then it does not expire, it may be taken
+by a target that knows such leases, which reads no token before it was told that every rank has
+written it, and nothing that was read under it counts: whoever reports success before it is whole
+has lost it. A written token stays as it is while the lease is open. Where that cannot be kept, as
+the source's request is preempted or aborted, the source revokes the lease first.
 
 An ended lease never comes back to life, and a target (an engine and its incarnation) that has lost
 a lease never gets it again: what it read before and what it would read after could not be told
@@ -142,8 +146,10 @@ class _Open:
     granted: float
     deadline: float
     """Clock reading at which it expires."""
-    ready: bool
-    """Whether its blocks can be read; of a claim, its lease says so."""
+    num_tokens: int = 0
+    """Tokens that are to be written before it is whole."""
+    written: dict[int, int] = field(default_factory=dict)
+    """Rank of the source that writes them → how many it has written."""
     holder: Target | None = None
     taken: float | None = None
     """Clock reading at which the holder took it."""
@@ -159,11 +165,6 @@ class _Open:
     """Of a shared lease, the open claims on it, by id."""
     served: EndedLease | None = None
     """Of a shared lease, the last claim on it that was done."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether its blocks can be read."""
-        return (self.base or self).ready
 
     def take(self, target: Target, now: float) -> None:
         self.holder = target
@@ -186,6 +187,12 @@ def check_rank(engine_id: str, rank: int, world_size: int) -> None:
             f"rank: engine {engine_id!r} reports rank {rank}, its description has ranks "
             f"0 to {world_size - 1}"
         )
+
+
+def _holders(entry: _Open) -> list[tuple[Target, str]]:
+    """Who holds a lease, or claims on it, and under which ids."""
+    held = [entry, *entry.claims.values()]
+    return [(one.holder, one.lease.lease_id) for one in held if one.holder is not None]
 
 
 class LeaseTable:
@@ -241,12 +248,23 @@ class LeaseTable:
         )
 
     def grant(
-        self, request_id: str, num_blocks: int, *, ready: bool = True, shared: bool = False
+        self,
+        request_id: str,
+        num_blocks: int,
+        *,
+        shared: bool = False,
+        num_tokens: int = 0,
+        writers: Iterable[int] = (),
     ) -> Lease | LeaseRefusal:
-        """Promises to keep ``num_blocks`` blocks of a request, or says why not. Never waits.
+        """Promises to keep blocks of a request, or says why not. Never waits.
 
-        One that is not ``ready`` is taken by nobody before :meth:`ready`. A ``shared`` one serves
-        any number of requests; its blocks are kept for :data:`SLOW` durations at least.
+        Args:
+            request_id: the source's request.
+            num_blocks: how many blocks.
+            shared: whether it serves any number of requests; it is kept for :data:`SLOW` durations
+                at least.
+            num_tokens: tokens that are still to be written; none unless there are ``writers``.
+            writers: ranks of the source that write them, see :meth:`written`.
         """
         if num_blocks < 0:
             raise ValueError(f"num_blocks: {num_blocks} is negative")
@@ -257,7 +275,8 @@ class LeaseTable:
             lease = Lease(secrets.token_hex(16), request_id, num_blocks, self.duration_s, shared)
             now = self._clock()
             deadline = now + min(SLOW * self.duration_s, self._max_age_s)
-            self._open[lease.lease_id] = _Open(lease, now, deadline, ready)
+            written = dict.fromkeys(writers, 0)
+            self._open[lease.lease_id] = _Open(lease, now, deadline, num_tokens, written)
             self._pinned += num_blocks
             return lease
 
@@ -275,14 +294,37 @@ class LeaseTable:
             "max_leased_blocks or add decode capacity"
         )
 
-    def ready(self, lease_id: str) -> None:
-        """The blocks of a lease can be read from now on, and its time begins; ended ones and
-        unknown ids are ignored.
+    def written(self, lease_id: str, rank: int, num_tokens: int) -> list[tuple[Target, str]]:
+        """A rank of the source has written the first ``num_tokens`` tokens of a lease; ended ones
+        and unknown ids are ignored. Once the lease is whole its time begins.
+
+        Returns:
+            Who holds it, or a claim on it, and under which id, if more can be read now.
         """
         with self._lock:
-            if (entry := self._open.get(lease_id)) is not None:
-                entry.ready = True
-                self._extend(entry, self._clock(), SLOW * self.duration_s)
+            entry = self._open.get(lease_id)
+            if entry is None or rank not in entry.written:
+                return []
+            before = self._readable(entry)
+            entry.written[rank] = max(entry.written[rank], num_tokens)
+            if self._readable(entry) == before:
+                return []
+            if self._readable(entry) is None:
+                seconds = self.duration_s if entry.holder else SLOW * self.duration_s
+                self._extend(entry, self._clock(), seconds)
+            return _holders(entry)
+
+    def readable(self, lease_ids: Iterable[str]) -> dict[str, int]:
+        """How many tokens every rank of the source has written, for the leases that grow."""
+        with self._lock:
+            found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
+            grown = [(lease_id, self._readable(entry)) for lease_id, entry in found if entry]
+            return {lease_id: tokens for lease_id, tokens in grown if tokens is not None}
+
+    def is_held(self, target: Target, lease_id: str) -> bool:
+        """Whether a target holds a lease, or a claim."""
+        entry = self._open.get(lease_id)
+        return entry is not None and entry.holder == target
 
     def renew(
         self,
@@ -290,6 +332,7 @@ class LeaseTable:
         incarnation: str,
         lease_ids: Iterable[str],
         *,
+        grows: bool = False,
         lives: Callable[[Target], bool] = lambda _: True,
     ) -> dict[str, LeaseAnswer]:
         """Takes leases for a target, or extends those it holds by one duration.
@@ -298,12 +341,16 @@ class LeaseTable:
             engine_id: the target.
             incarnation: the engine's current one; the caller has made sure of that.
             lease_ids: the leases.
+            grows: whether the target knows leases that grow; if not it gets none that does.
             lives: whether the connection of a target lives; called with this table's lock held.
         """
         target = (engine_id, incarnation)
         with self._lock:
             now = self._clock()
-            return {lease_id: self._renew(lease_id, target, now, lives) for lease_id in lease_ids}
+            return {
+                lease_id: self._renew(lease_id, target, now, lives, grows=grows)
+                for lease_id in lease_ids
+            }
 
     def finish(
         self,
@@ -341,10 +388,13 @@ class LeaseTable:
             entry = self._named(lease_id, now)
             if entry is None:
                 return self._late_finish(lease_id, target, rank, (ok, nonce))
-            if not entry.is_ready or target in entry.former or entry.holder not in (None, target):
+            if target in entry.former or entry.holder not in (None, target):
                 return FinishAnswer.REVOKED
             if entry.holder is None:
                 entry.take(target, now)
+            if ok and not self._is_whole(entry):
+                entry.drop_holder()
+                return FinishAnswer.REVOKED
             answer = self._report(entry, rank, (ok, nonce))
             if self._is_done(entry, world_size):
                 self._end(entry, LeaseOutcome.DONE)
@@ -391,13 +441,20 @@ class LeaseTable:
             self._end(entry, LeaseOutcome.RELEASED)
             return True
 
-    def revoke(self, lease_ids: Iterable[str]) -> None:
-        """The source takes leases back; unknown ids are ignored."""
+    def revoke(self, lease_ids: Iterable[str]) -> list[tuple[Target, str]]:
+        """The source takes leases back; unknown ids are ignored.
+
+        Returns:
+            Who held them, or claims on them, and under which ids.
+        """
         with self._lock:
+            lost: list[tuple[Target, str]] = []
             for lease_id in lease_ids:
                 entry = self._open.get(lease_id)
                 if entry is not None:
+                    lost += _holders(entry)
                     self._end(entry, LeaseOutcome.REVOKED)
+            return lost
 
     def revoke_all(self) -> None:
         """The source takes every lease back."""
@@ -493,7 +550,7 @@ class LeaseTable:
         lives: Callable[[Target], bool],
     ) -> bool:
         """Whether somebody may want a lease who cannot say so: we ourselves, or its holder."""
-        if not entry.is_ready:
+        if not self._is_whole(entry):
             return True
         if entry.holder is None or now - entry.heard >= SLOW * self.duration_s:
             return False
@@ -510,13 +567,28 @@ class LeaseTable:
         claim = base.claims.get(claim_id)
         if claim is None and claim_id not in self._ended and len(base.claims) < MAX_CLAIMS:
             lease = Lease(claim_id, base.lease.request_id, 0, base.lease.duration_s)
-            claim = _Open(lease, base.granted, now, ready=True, base=base)
+            claim = _Open(lease, base.granted, now, base=base)
             self._extend(claim, now, SLOW * self.duration_s)
             self._open[claim_id] = base.claims[claim_id] = claim
         return claim
 
+    def _readable(self, entry: _Open) -> int | None:
+        """How many tokens every rank of the source has written; ``None`` once that is all."""
+        base = entry.base or entry
+        tokens = min(base.written.values(), default=base.num_tokens)
+        return tokens if tokens < base.num_tokens else None
+
+    def _is_whole(self, entry: _Open) -> bool:
+        return self._readable(entry) is None
+
     def _renew(
-        self, lease_id: str, target: Target, now: float, lives: Callable[[Target], bool]
+        self,
+        lease_id: str,
+        target: Target,
+        now: float,
+        lives: Callable[[Target], bool],
+        *,
+        grows: bool,
     ) -> LeaseAnswer:
         entry = self._named(lease_id, now)
         if entry is None:
@@ -524,7 +596,7 @@ class LeaseTable:
             return LeaseAnswer.DONE if is_done else LeaseAnswer.REVOKED
         if target in entry.former:
             return LeaseAnswer.REVOKED
-        if not entry.is_ready:
+        if not (grows or self._is_whole(entry)):
             return LeaseAnswer.PENDING
         if entry.holder is not None and entry.holder != target:
             # Another start of the same engine was given the same request: the one before is gone,

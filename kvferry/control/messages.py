@@ -16,10 +16,12 @@ request             who sends it                        answer
 :class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
-A request about leases proves for each of them that its sender was given the ticket, see
-:mod:`kvferry.control.proofs`. Any request may be answered by :class:`ErrorReply`, whose ``name``
-is a class of :mod:`kvferry.errors`. ``engine_id`` and ``incarnation`` always speak of the target
-(the engine whose blocks are filled), ``source_incarnation`` of the engine whose blocks are read.
+A source whose lease grows, or is revoked, tells its holder at once, with a :class:`Renewed` that
+answers nothing (its id is 0). A request about leases proves for each of them that its sender was
+given the ticket, see :mod:`kvferry.control.proofs`. Any request may be answered by
+:class:`ErrorReply`, whose ``name`` is a class of :mod:`kvferry.errors`. ``engine_id`` and
+``incarnation`` always speak of the target (the engine whose blocks are filled),
+``source_incarnation`` of the engine whose blocks are read.
 """
 
 import enum
@@ -49,7 +51,8 @@ class LeaseAnswer(enum.StrEnum):
     HELD = "held"
     """The blocks are kept for this target for one more lease duration."""
     PENDING = "pending"
-    """The blocks are kept, and cannot be read yet; ask again in a moment."""
+    """The blocks are kept, and cannot be read yet; ask again in a moment. For targets that do not
+    know leases that grow."""
     TAKEN = "taken"
     """Another target engine holds the lease now."""
     DONE = "done"
@@ -82,6 +85,8 @@ class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     incarnation: Id
     source_incarnation: Id
     leases: Proofs
+    grows: bool = False
+    """Whether the sender knows leases that grow."""
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,10 +161,13 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers a :class:`Renew`, lease by lease."""
+    """Answers a :class:`Renew`, lease by lease; with id 0, tells of leases without being asked."""
 
     id: int
     states: dict[str, LeaseAnswer]
+    written: dict[str, int] = {}
+    """For each lease that grows, the tokens that can be read so far, from token 0; the others are
+    whole."""
 
 
 class FinishReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

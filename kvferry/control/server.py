@@ -6,10 +6,12 @@ the one ROUTER socket that requests arrive at; that thread answers each by itsel
 is handed on between the arrival of a request and its reply.
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -173,6 +175,25 @@ class ControlService:
         """What the ticket of a lease carries, so that its bearer may speak of the lease."""
         return self._key.secret(lease_id)
 
+    def written(self, lease_id: str, rank: int, num_tokens: int) -> None:
+        """See :meth:`LeaseTable.written`; who holds the lease is told."""
+        self._tell(self.leases.written(lease_id, rank, num_tokens))
+
+    def revoke(self, lease_ids: Iterable[str]) -> None:
+        """See :meth:`LeaseTable.revoke`; who held the leases is told."""
+        self._tell(self.leases.revoke(lease_ids))
+
+    def news(self, target: Target, lease_id: str) -> bytes:
+        """What a target is told, without having asked, of a lease that it holds or has lost."""
+        # In this order: of one that ends in between it is not said that it is whole.
+        written = self.leases.readable([lease_id])
+        is_held = self.leases.is_held(target, lease_id)
+        states = {lease_id: LeaseAnswer.HELD if is_held else LeaseAnswer.REVOKED}
+        return messages.encode(Renewed(id=0, states=states, written=written))
+
+    def _tell(self, holders: Iterable[tuple[Target, str]]) -> None:
+        """Sends :meth:`news`; what is lost comes with the answer to the next renewal."""
+
     def note_error(self, kind: str, message: str) -> None:
         """Adds an error to the counters and to the last errors of the status."""
         self._errors.note(kind, message)
@@ -223,10 +244,16 @@ class ControlService:
                     peer = self.peers.current(request.engine_id, request.incarnation)
                     peer.connection = connection
                 states = self.leases.renew(
-                    request.engine_id, request.incarnation, held, lives=self._lives
+                    request.engine_id,
+                    request.incarnation,
+                    held,
+                    grows=request.grows,
+                    lives=self._lives,
                 )
                 lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
-                return Renewed(id=request.id, states=lost | states)
+                # After the leases were taken: who took one is told of what is written from now on.
+                written = self.leases.readable(states)
+                return Renewed(id=request.id, states=lost | states, written=written)
             case Finishes():
                 return FinishReply(id=request.id, answers=self._finish(request))
             case Release():
@@ -468,6 +495,17 @@ class ControlServer(ControlService, Closing):
         except zmq.ZMQError:
             return False
         return bool(connection)
+
+    def _tell(self, holders: Iterable[tuple[Target, str]]) -> None:
+        for target, lease_id in holders:
+            self._mailbox.post(partial(self._send_news, target, lease_id))
+
+    def _send_news(self, target: Target, lease_id: str) -> None:
+        connection = self.peers.connection(*target)
+        if connection:
+            with contextlib.suppress(zmq.ZMQError):  # gone, or it takes nothing just now
+                news = self.news(target, lease_id)
+                self._router.send_multipart((connection, news), zmq.NOBLOCK)
 
     def _serve(self) -> None:
         """Answers what has come; on the thread."""

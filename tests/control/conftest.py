@@ -12,7 +12,7 @@ import pytest
 
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
-from kvferry.control.messages import FinishAnswer, LeaseAnswer
+from kvferry.control.messages import FinishAnswer, LeaseAnswer, Renewed
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import ControlServer
 from kvferry.topology import EngineGeometry, ParallelShape
@@ -147,7 +147,17 @@ class Served:
 
     def renew(self, client: ControlClient, *lease_ids: str) -> "Future[dict[str, LeaseAnswer]]":
         """A client renews leases of which it has the tickets."""
-        return client.renew(self.address, self.incarnation, self.keys(*lease_ids))
+        states: Future[dict[str, LeaseAnswer]] = Future()
+
+        def pass_on(renewed: "Future[Renewed]") -> None:
+            if (error := renewed.exception()) is not None:
+                states.set_exception(error)
+            else:
+                states.set_result(renewed.result().states)
+
+        asked = client.renew(self.address, self.incarnation, self.keys(*lease_ids))
+        asked.add_done_callback(pass_on)
+        return states
 
     def finish(
         self,

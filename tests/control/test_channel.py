@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import queue
 import socket
 import threading
 import time
@@ -46,6 +47,26 @@ def renew(client, served, *lease_ids):
 def finish(client, served, lease_id, rank=0, ok=True):
     future = served.finish(client, lease_id, rank=rank, ok=ok)
     return future.result(WAIT)
+
+
+def test_the_holder_of_a_lease_is_told_unasked_that_it_has_grown_or_is_revoked(serve, describe):
+    served, told = serve(), queue.Queue()
+    client = target(served, describe)
+    client.listen(lambda address, news: news.states and told.put((address, news)))
+    lease_id = served.leases.grant("r", 1, num_tokens=8, writers=(0, 1)).lease_id
+    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT)
+    held = {lease_id: LeaseAnswer.HELD}
+    assert (renewed.states, renewed.written) == (held, {lease_id: 0})
+    served.server.written(lease_id, 0, 5)
+    served.server.written(lease_id, 1, 8)
+    address, news = told.get(timeout=WAIT)
+    assert (address, news.states, news.written) == (served.address, held, {lease_id: 5})
+    served.server.written(lease_id, 0, 8)
+    _, news = told.get(timeout=WAIT)
+    assert (news.states, news.written) == (held, {})
+    served.server.revoke([lease_id])
+    _, news = told.get(timeout=WAIT)
+    assert (news.states, news.written) == ({lease_id: LeaseAnswer.REVOKED}, {})
 
 
 def test_the_life_of_a_lease(serve, describe):
@@ -182,7 +203,7 @@ def test_a_handshake_under_the_name_of_a_living_engine_takes_nothing_from_it(ser
     stranger = target(served, describe, incarnation="fresh", tp=2)
     assert renew(real, served, lease_id) == {lease_id: LeaseAnswer.HELD}
     forged = stranger.renew(served.address, served.incarnation, {lease_id: b"guessed"})
-    assert forged.result(WAIT) == {lease_id: LeaseAnswer.REVOKED}
+    assert forged.result(WAIT).states == {lease_id: LeaseAnswer.REVOKED}
     (status,) = [peer for peer in served.server.status().peers if peer.incarnation == "d1"]
     assert "give each engine its own engine_id" in status.last_error
     assert finish(real, served, lease_id) == FinishAnswer.HELD

@@ -38,6 +38,10 @@ from kvferry.control.server import ControlService
 
 DURATION = 30.0
 ENGINES = {"x": 2, "y": 3}  # engine id -> ranks
+WRITERS = (0, 1)
+"""Ranks of the source that write leases which grow."""
+TOKENS = 3
+"""Tokens of each lease."""
 
 engines = st.sampled_from(sorted(ENGINES))
 picks = st.integers(0, 3)
@@ -53,7 +57,11 @@ class Read:
     lease_id: str
     began: int
     """Number of the step."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Token → number of the step in which it was read."""
     ended: int | None = None
+    counts: bool = False
+    """Whether its rank has reported success."""
 
 
 @dataclass
@@ -68,6 +76,12 @@ class Kept:
     """Number of the step in which the blocks were freed."""
     withdrawn: bool = False
     revoked: bool = False
+    written: dict[int, list[int]] = field(default_factory=dict)
+    """Of a lease that grows, rank of the source → the steps in which it wrote each token."""
+
+    @property
+    def is_whole(self):
+        return all(len(steps) == TOKENS for steps in self.written.values())
 
 
 @dataclass
@@ -117,6 +131,8 @@ class World(RuleBasedStateMachine):
         self.reads: list[Read] = []
         self.leases: list[Granted] = []
         self.given_up: set[tuple[tuple[str, str], str]] = set()
+        self.readable: dict[tuple[tuple[str, str], str], int] = {}
+        """Target and lease → tokens that the target was told that it may read."""
         self.boot_source()
         for engine in ENGINES:
             self.shake_hands(engine)
@@ -186,13 +202,26 @@ class World(RuleBasedStateMachine):
                     or self.clock() - claim.heard >= DURATION
                 ), "a taker of a shared lease may still be reading"
 
-    def grant(self, shared=False):
-        lease = self.table.grant("request", 10, shared=shared)
+    def grant(self, shared=False, grows=False):
+        writers = WRITERS if grows else ()
+        lease = self.table.grant(
+            "request", 10, shared=shared, num_tokens=TOKENS * grows, writers=writers
+        )
         secret = self.service.secret(lease.lease_id)
         kept = Kept(lease.lease_id, self.clock(), shared)
+        kept.written = {rank: [] for rank in writers}
         # Two loads under one ticket, of a release before there were shared leases and of ours.
         for name in ("", "/claim") if shared else ("",):
             self.leases.append(Granted(lease.lease_id + name, self.incarnation, secret, kept))
+
+    @rule(pick=picks, rank=st.sampled_from(WRITERS), count=st.integers(1, TOKENS))
+    def write(self, pick, rank, count):
+        """A rank of the source writes the next tokens of a lease that grows, and reports them."""
+        kept = self.pick_lease(pick).kept
+        steps = kept.written.get(rank)
+        if steps is not None and kept.freed is None and not kept.revoked:
+            steps += [self.step] * min(count, TOKENS - len(steps))
+            self.service.written(kept.lease_id, rank, len(steps))
 
     def restart_source(self):
         self.boot_source()
@@ -200,7 +229,7 @@ class World(RuleBasedStateMachine):
             if lease.kept.freed is None:
                 lease.kept.freed = self.step
 
-    @rule(pick=picks, revokes=seldom)
+    @rule(pick=picks, revokes=st.booleans())
     def take_back(self, pick, revokes):
         """The router will not have it fetched, or the source itself needs the blocks."""
         kept = self.pick_lease(pick).kept
@@ -213,11 +242,11 @@ class World(RuleBasedStateMachine):
 
     # ---- the targets -----------------------------------------------------------------------
 
-    @rule(engine=engines, pick=picks, late=seldom, lives=st.booleans())
-    def renew(self, engine, pick, late, lives):
+    @rule(engine=engines, pick=picks, late=seldom, lives=st.booleans(), grows=st.booleans())
+    def renew(self, engine, pick, late, lives, grows):
         self.lives = lives
         lease, target = self.pick_lease(pick), self.target(engine)
-        self.post(self.renewal(lease, target), target, late=late)
+        self.post(self.renewal(lease, target, grows=grows), target, late=late)
 
     @rule(engine=engines, pick=picks, keep=st.booleans(), late=seldom)
     def release(self, engine, pick, keep, late):
@@ -236,6 +265,7 @@ class World(RuleBasedStateMachine):
         ):
             read = Read(target, rank, lease.lease_id, self.step)
             self.reads.append(read)
+            self.read_on(read)
             if at_once:
                 self.finish(read, ok=True, late=False)
 
@@ -245,12 +275,27 @@ class World(RuleBasedStateMachine):
         running = [read for read in self.reads if read.ended is None]
         self.finish(running[pick % len(running)], ok=not fails, late=late)
 
+    def read_on(self, read):
+        """Reads the tokens that can be read: the target's other duty."""
+        kept = self.find(read.lease_id).kept
+        known = TOKENS if not kept.written else 0
+        known = self.readable.get((read.target, read.lease_id), known)
+        for token in range(len(read.tokens), known):
+            read.tokens[token] = self.step
+
     def finish(self, read, *, ok, late):
+        """The rank reports, and does not say that it has read what it was not told to read."""
         self.step += 1
+        self.read_on(read)
         read.ended = self.step
         lease, nonce = self.find(read.lease_id), f"{read.target}{read.rank}".encode()
-        message = self.report(lease, read.target, read.rank, ok, nonce)
-        self.post(message, read.target, read, late=late)
+        lies = ok and len(read.tokens) < TOKENS
+        read.counts = ok and not (lies and lease.kept.is_whole)
+        message = self.report(lease, read.target, read.rank, read.counts, nonce)
+        if lies and read.counts:  # unless that shows, because not all of it is written yet
+            self.hand_over(Sent(messages.encode(message), read.target, read))
+        else:
+            self.post(message, read.target, read, late=late)
 
     def shake_hands(self, engine, late=False):
         target = self.target(engine)
@@ -295,7 +340,17 @@ class World(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(
-            ("restart target", "late handshake", "restart source", "lose", "grant", "share")
+            (
+                "restart target",
+                "late handshake",
+                "restart source",
+                "lose",
+                "grant",
+                "share",
+                "share",
+                "grow",
+                "grow",
+            )
         ),
         engine=engines,
         pick=picks,
@@ -316,7 +371,7 @@ class World(RuleBasedStateMachine):
             case "lose" if self.network:
                 del self.network[pick % len(self.network)]
             case _:
-                self.grant(shared=kind == "share")
+                self.grant(shared=kind == "share", grows=kind == "grow")
 
     @precondition(lambda self: self.network)
     @rule(pick=picks, keep=st.booleans())
@@ -343,6 +398,7 @@ class World(RuleBasedStateMachine):
                 if answer is LeaseAnswer.HELD:
                     self.check_held(lease_id, sent.target)
                     self.find(lease_id).heard = self.clock()
+                    self.check_readable(lease_id, sent, reply.written.get(lease_id))
         elif isinstance(reply, messages.FinishReply):
             (answer,) = reply.answers
             if answer is FinishAnswer.HELD and sent.read is not None:
@@ -358,7 +414,25 @@ class World(RuleBasedStateMachine):
             f"read from step {read.began} to {read.ended} was confirmed, "
             f"its blocks were freed in step {freed}"
         )
+        for token in range(TOKENS if read.counts else 0):
+            assert token in read.tokens, "a read of a part was confirmed"
+            for steps in lease.kept.written.values():
+                written = steps[token] if token < len(steps) else self.step
+                assert written < read.tokens[token], (
+                    f"token {token} was read in step {read.tokens[token]} and confirmed, "
+                    f"and a rank wrote it in step {written}"
+                )
         self.check_held(read.lease_id, sent.target)
+
+    def check_readable(self, lease_id, sent, readable):
+        """A target is told how many tokens of a lease it may read."""
+        kept = self.find(lease_id).kept
+        grows = messages.decode_request(sent.payload).grows
+        assert grows or kept.is_whole, "an old release is given a lease that grows"
+        least = min(map(len, kept.written.values()), default=TOKENS)
+        told = TOKENS if readable is None else readable
+        assert told <= least, "tokens were published that a rank has not written"
+        self.readable[sent.target, lease_id] = told
 
     def check_held(self, lease_id, target):
         """A target that has lost a lease to another never gets it back."""
@@ -376,8 +450,9 @@ class World(RuleBasedStateMachine):
             "source_incarnation": lease.incarnation,
         }
 
-    def renewal(self, lease, target):
-        return Renew(**self.header(lease, target), leases=self.proofs("Renew", lease, target))
+    def renewal(self, lease, target, *, grows=True):
+        proofs = self.proofs("Renew", lease, target)
+        return Renew(**self.header(lease, target), leases=proofs, grows=grows)
 
     def giving_up(self, lease, target, keep):
         proofs = self.proofs("Release", lease, target, keep)
@@ -406,6 +481,9 @@ class World(RuleBasedStateMachine):
     def teardown(self):
         """Left alone, every lease ends within three durations: no block stays pinned for ever."""
         if hasattr(self, "table"):
+            self.table.revoke([lease.lease_id for lease in self.leases if not lease.kept.is_whole])
+            for lease in self.leases:
+                lease.kept.revoked |= not lease.kept.is_whole
             self.now += 3 * DURATION / 0.8 + 1
             self.sweep_and_free()
             assert self.table.pinned_blocks == self.table.num_open == 0
@@ -480,10 +558,10 @@ class KeepsReports(LeaseTable):
 class GivesBack(LeaseTable):
     """Mutation: a target that has lost a lease may have it again."""
 
-    def _renew(self, lease_id, target, now, lives):
+    def _renew(self, lease_id, *said, **more):
         if lease_id in self._open:
             self._open[lease_id].former.clear()
-        return super()._renew(lease_id, target, now, lives)
+        return super()._renew(lease_id, *said, **more)
 
 
 class FreesAtRelease(LeaseTable):
@@ -545,6 +623,42 @@ class KeepsClaims(LeaseTable):
         super()._end_claim(base, ended)
 
 
+class PublishesTheFastestRank(LeaseTable):
+    """Mutation: tokens can be read as soon as one rank has written them."""
+
+    def _readable(self, entry):
+        base = entry.base or entry
+        tokens = max(base.written.values(), default=base.num_tokens)
+        return tokens if tokens < base.num_tokens else None
+
+
+class ConfirmsAPart(LeaseTable):
+    """Mutation: a report counts although tokens are still to be written."""
+
+    def finish(self, lease_id, *said, ok, **more):
+        entry = self._open.get(lease_id)
+        if entry is not None:
+            entry.written = {}
+        return super().finish(lease_id, *said, ok=ok, **more)
+
+
+class ConfirmsWhatIsRevoked(LeaseTable):
+    """Mutation: a report is confirmed although the source has taken the lease back."""
+
+    def _late_finish(self, lease_id, target, rank, report):
+        ended = self._ended.get(lease_id)
+        if ended is not None and ended.outcome is LeaseOutcome.REVOKED and ended.target == target:
+            return FinishAnswer.HELD
+        return super()._late_finish(lease_id, target, rank, report)
+
+
+class GivesPartsToAnybody(LeaseTable):
+    """Mutation: targets that know no leases that grow are given them."""
+
+    def _renew(self, *said, grows):
+        return super()._renew(*said, grows=True)
+
+
 class BelievesAnybody(ControlService):
     """Mutation: nobody has to prove anything."""
 
@@ -566,6 +680,10 @@ class BelievesAnybody(ControlService):
         ((ForgetsOpenClaims,), "a taker of a shared lease may still be reading"),
         ((EndsWithItsLastTaker,), "a shared lease ended before its time"),
         ((KeepsClaims,), "was confirmed, its blocks were freed"),
+        ((PublishesTheFastestRank,), "published that a rank has not written|read of a part"),
+        ((ConfirmsAPart,), "a read of a part was confirmed"),
+        ((ConfirmsWhatIsRevoked,), "was confirmed, its blocks were freed"),
+        ((GivesPartsToAnybody,), "an old release is given a lease that grows"),
         ((LeaseTable, BelievesAnybody), "a stranger was believed|nobody gave it up"),
     ],
 )

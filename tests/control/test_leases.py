@@ -165,28 +165,93 @@ def test_a_lease_that_its_holder_passes_over_when_it_renews_others_expires(table
     assert [ended.lease_id for ended in table.sweep()] == [forgotten]
 
 
-def test_a_lease_of_blocks_that_cannot_be_read_yet_is_had_by_nobody(table, clock):
-    lease_id = table.grant("request", 10, ready=False).lease_id
-    assert renew(table, D1, lease_id) == LeaseAnswer.PENDING
+def grow(table, *, writers=(0, 1), **how):
+    """A lease of 40 tokens, none of which is written."""
+    return table.grant("request", 10, num_tokens=40, writers=writers, **how).lease_id
+
+
+def take(table, target, lease_id):
+    """Takes a lease that grows; what is answered."""
+    return table.renew(*target, [lease_id], grows=True)[lease_id]
+
+
+def test_a_lease_grows_with_the_slowest_of_its_writers_and_its_holder_is_to_be_told(table):
+    lease_id = grow(table)
+    assert take(table, D1, lease_id) == LeaseAnswer.HELD
+    assert table.readable([lease_id, "unknown"]) == {lease_id: 0}
+    assert table.written(lease_id, 0, 32) == []
+    assert table.written(lease_id, 1, 16) == [(D1, lease_id)]
+    assert table.readable([lease_id]) == {lease_id: 16}
+    for rank, tokens in ((1, 8), (1, 16), (0, 40), (7, 40)):  # it never shrinks
+        assert table.written(lease_id, rank, tokens) == []
+    assert table.written(lease_id, 1, 40) == [(D1, lease_id)]
+    assert table.readable([lease_id]) == {}
+    assert table.written("unknown", 0, 1) == []
+
+
+def test_nothing_counts_before_a_lease_is_whole_and_who_says_so_has_lost_it(table):
+    lease_id = grow(table, writers=(0,))
+    table.written(lease_id, 0, 39)
+    assert take(table, D1, lease_id) == LeaseAnswer.HELD
     assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
-    assert table.snapshot()[0].target == ""
-    table.ready(lease_id)
-    table.ready("unknown")
+    table.written(lease_id, 0, 40)
+    assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
+    assert take(table, D1, lease_id) == LeaseAnswer.REVOKED
     assert renew(table, D2, lease_id) == LeaseAnswer.HELD
     assert finish(table, D2, lease_id) == FinishAnswer.HELD
 
 
-def test_a_lease_waits_for_its_owner_until_it_is_ready_and_then_its_time_begins(table, clock):
-    lease_id = table.grant("request", 10, ready=False).lease_id
-    clock.now += 1000.0
+def test_a_target_whose_ranks_have_failed_ends_a_lease_that_grows(table):
+    lease_id = grow(table)
+    for rank in (0, 1):
+        assert finish(table, D1, lease_id, rank, ok=False) == FinishAnswer.HELD
+    assert outcomes(table) == [LeaseOutcome.DONE]
+
+
+def test_an_engine_that_knows_no_leases_that_grow_gets_them_when_they_are_whole(table):
+    lease_id = grow(table, writers=(0,))
     assert renew(table, D1, lease_id) == LeaseAnswer.PENDING
+    assert table.snapshot()[0].target == ""
+    table.written(lease_id, 0, 40)
+    assert renew(table, D1, lease_id) == LeaseAnswer.HELD
+
+
+def test_a_lease_that_grows_does_not_expire_and_passes_on_as_any_other(table, clock):
+    lease_id = grow(table, writers=(0,))
+    assert take(table, D1, lease_id) == LeaseAnswer.HELD
+    assert take(table, D2, lease_id) == LeaseAnswer.TAKEN
+    clock.now += 1000.0
     assert outcomes(table) == []
-    table.ready(lease_id)
+    assert take(table, D2, lease_id) == LeaseAnswer.HELD
+    assert take(table, D1, lease_id) == LeaseAnswer.REVOKED
+    table.written(lease_id, 0, 40)
+    clock.now += 29.9
+    assert outcomes(table) == []
+    clock.now += 0.1
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_the_time_of_a_lease_that_nobody_has_taken_begins_when_it_is_whole(table, clock):
+    lease_id = grow(table, writers=(0,))
+    clock.now += 1000.0
+    table.written(lease_id, 0, 40)
     clock.now += 89.9
     assert outcomes(table) == []
     clock.now += 0.1
     assert outcomes(table) == [LeaseOutcome.EXPIRED]
     assert renew(table, D1, lease_id) == LeaseAnswer.REVOKED
+
+
+def test_who_holds_a_lease_that_is_revoked_is_to_be_told(table):
+    lease_id, shared = grow(table), grow(table, shared=True)
+    take(table, D1, lease_id)
+    for name in "ab":
+        take(table, D2, f"{shared}/{name}")
+    told = table.revoke([lease_id, shared, "unknown"])
+    assert told == [(D1, lease_id), (D2, f"{shared}/a"), (D2, f"{shared}/b")]
+    assert not table.is_held(D1, lease_id)
+    assert table.written(lease_id, 0, 40) == []
+    assert finish(table, D1, lease_id) == FinishAnswer.REVOKED
 
 
 def test_one_target_at_a_time_holds_a_lease(table):
@@ -438,12 +503,16 @@ def test_a_shared_lease_ends_at_its_greatest_age_with_all_its_claims(clock):
     assert finish(table, D1, f"{shared}/a") == FinishAnswer.REVOKED
 
 
-def test_a_shared_lease_is_had_by_nobody_before_it_is_ready(table):
-    lease_id = table.grant("request", 10, ready=False, shared=True).lease_id
-    assert renew(table, D1, f"{lease_id}/a") == LeaseAnswer.PENDING
-    assert finish(table, D1, f"{lease_id}/a") == FinishAnswer.REVOKED
-    table.ready(lease_id)
-    assert renew(table, D1, f"{lease_id}/a") == LeaseAnswer.HELD
+def test_a_shared_lease_may_grow_and_every_taker_is_to_be_told(table):
+    lease_id = grow(table, writers=(0,), shared=True)
+    a, b = f"{lease_id}/a", f"{lease_id}/b"
+    assert take(table, D1, a) == take(table, D2, b) == LeaseAnswer.HELD
+    assert renew(table, D2, f"{lease_id}/c") == LeaseAnswer.PENDING
+    assert table.written(lease_id, 0, 8) == [(D1, a), (D2, b)]
+    assert table.readable([a, b]) == {a: 8, b: 8}
+    assert finish(table, D2, b) == FinishAnswer.REVOKED
+    assert table.written(lease_id, 0, 40) == [(D1, a)]
+    assert finish(table, D1, a) == FinishAnswer.HELD
 
 
 def test_for_an_engine_that_knows_no_claims_a_shared_lease_is_one_as_any_other(table, shared):

@@ -77,7 +77,7 @@ def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_
 
     client.handshake(address, describe("d", "d1")).result(WAIT)
     held = dict.fromkeys((kept, early), LeaseAnswer.HELD)
-    assert client.renew(address, "p1", secrets).result(WAIT) == held
+    assert client.renew(address, "p1", secrets).result(WAIT).states == held
     assert finish(early).result(WAIT) == FinishAnswer.HELD
     os.kill(process.pid, signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)  # till then one of its threads may still answer

@@ -115,11 +115,11 @@ with ControlClient(**ids, options=options) as client:
     print("met", flush=True)
     lease, secret = sys.stdin.readline().split()
     leases = {lease: bytes.fromhex(secret)}
-    print(client.renew(address, incarnation, leases).result()[lease], flush=True)
+    print(client.renew(address, incarnation, leases).result().states[lease], flush=True)
     sys.stdin.readline()
     asked = [client.renew(address, incarnation, leases) for _ in range(3)]
     hold(round(float(hold_s) * 1e6))
-    print(*(call.result()[lease] for call in asked), flush=True)
+    print(*(call.result().states[lease] for call in asked), flush=True)
     sys.stdin.readline()
 """
 

@@ -481,7 +481,7 @@ class PullScheduler(SchedulerConnector):
         if num_blocks == 0:
             return False, None
         mirrored = self._mirrored_ranks
-        lease = self._granted(request, num_blocks)
+        lease = self._granted(request, num_blocks, num_tokens)
         if isinstance(lease, LeaseRefusal):
             return self._not_lent(request, lease.reason)
         if self.lends_only_cached(request):
@@ -521,12 +521,12 @@ class PullScheduler(SchedulerConnector):
             )
         )
 
-    def _granted(self, request: RequestView, num_blocks: int) -> Lease | LeaseRefusal:
+    def _granted(
+        self, request: RequestView, num_blocks: int, num_tokens: int
+    ) -> Lease | LeaseRefusal:
         """A lease of a request's blocks, if the caps allow it. Prompts that were computed to be
         lent go before cached prefixes that nobody has fetched yet.
         """
-        ready = not self._mirrored_ranks
-        shared = bool((request.kv_transfer_params or {}).get("shared"))
         if self.lends_only_cached(request):
             cap = self._extra.max_lent_prefix_blocks
             if cap is None:
@@ -537,14 +537,23 @@ class PullScheduler(SchedulerConnector):
                     f"max_lent_prefix_blocks: the prefix has {num_blocks} blocks, and cached "
                     f"prefixes that are lent hold {pinned} of {cap}; raise max_lent_prefix_blocks"
                 )
-            return self._leases.grant(request.request_id, num_blocks, ready=ready, shared=shared)
-        room = self._leases.max_blocks - num_blocks
+        else:
+            self._make_room(self._leases.max_blocks - num_blocks)
+        return self._leases.grant(
+            request.request_id,
+            num_blocks,
+            shared=bool((request.kv_transfer_params or {}).get("shared")),
+            num_tokens=num_tokens,
+            writers=self._mirrored_ranks,
+        )
+
+    def _make_room(self, room: int) -> None:
+        """Withdraws untaken prefixes until leases pin so many blocks at most, if that can be."""
         for name in list(self._prefixes):
             if room < 0 or self._leases.pinned_blocks <= room:
-                break
+                return
             if self.withdraw(name):
                 self._sweep()
-        return self._leases.grant(request.request_id, num_blocks, ready=ready, shared=shared)
 
     def withdraw(self, request_id: str) -> bool:
         """See :meth:`SchedulerConnector.withdraw`."""
@@ -673,13 +682,13 @@ class PullScheduler(SchedulerConnector):
     def _mirrored(self, record: TransferRecord) -> None:
         """A rank has copied the blocks of a lease to where they are read, or could not."""
         if not record.ok:
-            self._leases.revoke([record.lease_id])
+            self._server.revoke([record.lease_id])
             return
+        self._server.written(record.lease_id, record.rank, record.tokens)
         missing = self._mirroring[record.lease_id]
         missing.discard(record.rank)
         if not missing:
             del self._mirroring[record.lease_id]
-            self._leases.ready(record.lease_id)
 
     def _note_progress(self, reported: dict[str, tuple[int, int]]) -> None:
         """Notes since when each load has stood where it stands."""

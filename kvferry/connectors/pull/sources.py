@@ -21,7 +21,7 @@ from functools import partial
 from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.connectors.pull.record import RequestRecord
 from kvferry.control.client import ControlClient
-from kvferry.control.messages import MAX_ITEMS, LeaseAnswer
+from kvferry.control.messages import MAX_ITEMS, LeaseAnswer, Renewed
 from kvferry.control.tickets import Ticket, check_incarnation
 from kvferry.errors import (
     HandshakeNeededError,
@@ -46,7 +46,8 @@ LOOK_S = 1.0
 RETRY_S = 0.5
 """Pause after a handshake or a renewal that failed."""
 PENDING_RETRY_S = 0.01
-"""Pause after a lease was not to be had yet: its source is copying the blocks to host memory."""
+"""Pause after a lease was not to be had yet: its source, of a release before leases could grow, is
+copying the blocks to host memory."""
 NAMED_S = 600.0
 """Seconds for which a source is named as silent after it was last asked in vain: one that no
 request names any more may have left for good."""
@@ -127,6 +128,8 @@ class Load:
     """Clock reading of the next Renew."""
     is_asked: bool = False
     """Whether a Renew for it is under way."""
+    readable: int | None = None
+    """Tokens that can be read under its lease so far; ``None`` where that is all, or unknown."""
     taken_until: float | None = None
     """Clock reading until which it waits for a lease that another target holds; ``None`` while
     nobody is known to."""
@@ -197,6 +200,7 @@ class Sources:
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
         self._lock = threading.RLock()  # an answer may be there before who asks has let go
+        client.listen(self._told)
         self._thread = mailbox("sources", self._turn, survives=False)
         self._thread.start()  # its turn asks it whether it ran
 
@@ -430,9 +434,7 @@ class Sources:
             self._note_error("load", f"request {load.request_id}: {error}")
             raise error
 
-    def _renewed(
-        self, source: Source, loads: list[Load], future: "Future[dict[str, LeaseAnswer]]"
-    ) -> None:
+    def _renewed(self, source: Source, loads: list[Load], future: "Future[Renewed]") -> None:
         """A Renew was answered; runs on the thread that took the answer."""
         with self._lock:
             for load in loads:
@@ -440,9 +442,8 @@ class Sources:
             error = future.exception()
             if error is None:
                 source.error = None
-                answers = future.result()
                 for load in loads:
-                    self._answered(load, answers[load.lease_id])
+                    self._answered(load, future.result())
             else:
                 # The lease may live on: ask again soon, where the source has forgotten us as soon
                 # as it knows us again. The load's deadline bounds it.
@@ -455,11 +456,21 @@ class Sources:
                         load.next_renewal = self._clock() + (0.0 if forgotten else RETRY_S)
                 self._wake()
 
-    def _answered(self, load: Load, answer: LeaseAnswer) -> None:
+    def _told(self, address: str, news: Renewed) -> None:
+        """A source tells of leases that have grown, or were revoked; on any thread."""
+        with self._lock:
+            loads = [self._loads[lease_id] for lease_id in news.states if lease_id in self._loads]
+            for load in loads:
+                if load.source.address == address:
+                    self._answered(load, news)
+
+    def _answered(self, load: Load, renewed: Renewed) -> None:
         if load.lease_id not in self._loads:
             return  # dropped or released while the Renew was under way, which ended the lease
+        answer = renewed.states[load.lease_id]
         if answer is LeaseAnswer.HELD:
-            if load.state is LoadState.WAITING:
+            load.readable = renewed.written.get(load.lease_id)
+            if load.state is LoadState.WAITING and load.readable is None:
                 load.state = LoadState.READY
                 load.record.note("taken", self._clock())
         elif answer is LeaseAnswer.PENDING:

@@ -44,10 +44,10 @@ class CountsReports(LeaseTable):
 class ForgetsFormerHolders(LeaseTable):
     """A target that has lost a lease may have it again."""
 
-    def _renew(self, lease_id, target, now, lives):
+    def _renew(self, lease_id, target, now, lives, **more):
         if (entry := self._open.get(lease_id)) is not None:
             entry.former.clear()
-        return super()._renew(lease_id, target, now, lives)
+        return super()._renew(lease_id, target, now, lives, **more)
 
 
 class SweepsBeforeEveryRank(LeaseTable):
@@ -67,11 +67,11 @@ class ChargesPauses(LeaseTable):
 class RefusesLateRenewals(LeaseTable):
     """A renewal after the deadline is refused, though the blocks are there."""
 
-    def _renew(self, lease_id, target, now, lives):
+    def _renew(self, lease_id, target, now, lives, **more):
         entry = self._open.get(lease_id)
         if entry is not None and now >= entry.deadline:
             self._end(entry, LeaseOutcome.EXPIRED)
-        return super()._renew(lease_id, target, now, lives)
+        return super()._renew(lease_id, target, now, lives, **more)
 
 
 class ExpectsTargetsAtOnce(LeaseTable):
@@ -95,10 +95,10 @@ class SweepsTwice(LeaseTable):
 class KeepsReports(LeaseTable):
     """The reports of a former holder count for the next one."""
 
-    def _renew(self, lease_id, target, now, lives):
+    def _renew(self, lease_id, target, now, lives, **more):
         entry = self._open.get(lease_id)
         reports = {} if entry is None else entry.reports
-        answer = super()._renew(lease_id, target, now, lives)
+        answer = super()._renew(lease_id, target, now, lives, **more)
         if entry is not None:
             entry.reports = reports
         return answer
@@ -123,6 +123,15 @@ class KeepsClaims(FreesAfterTheFirstTaker):
     def _end_claim(self, base, ended):
         base.claims[ended.lease_id] = ended
         super()._end_claim(base, ended)
+
+
+class PublishesTheFastestRank(LeaseTable):
+    """A lease is whole as soon as one rank of its source has written it."""
+
+    def _readable(self, entry):
+        base = entry.base or entry
+        tokens = max(base.written.values(), default=base.num_tokens)
+        return tokens if tokens < base.num_tokens else None
 
 
 class NeverExpires(LeaseTable):
@@ -331,6 +340,7 @@ DEFECTS: dict[Build, Found] = {
     Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
     Build(table=FreesAfterTheFirstTaker): (_SHARED, ()),
     Build(table=KeepsClaims): (_FREED, ()),
+    Build(table=PublishesTheFastestRank): ("no load counts that read other blocks", ()),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
     Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
     Build(table=RefusesLateRenewals): (_SLOW, (SLOWNESS,)),

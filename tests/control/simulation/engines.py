@@ -8,7 +8,7 @@ then, and the engine around them, which gives out blocks and runs one step after
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import LOOK_S, ControlService
-from kvferry.control.tickets import verify
+from kvferry.control.tickets import Ticket, verify
 from kvferry.errors import KVFerryError
 from kvferry.topology.description import (
     EngineDescription,
@@ -51,18 +51,22 @@ class Cluster:
     """How often a thread gets to run late, of all times."""
     stutter: float = 0.0
     """How often a rank repeats its report."""
+    preempts: float = 0.0
+    """How often a request is preempted while it is lent and still written."""
 
 
 @functools.cache
 def watching_table(table: type[LeaseTable]) -> type[LeaseTable]:
-    """The same table, which says what it sweeps, and is told which leases are shared."""
+    """The same table, which says what it sweeps, and is told which leases are shared or grow."""
 
     class Watching(table):  # type: ignore[valid-type, misc]
         told: Callable[[Any], None]
         shares: Callable[[], bool]
+        writers: Callable[[], Iterable[int]]
 
-        def grant(self, request_id: str, num_blocks: int, **how: bool) -> Any:
-            return super().grant(request_id, num_blocks, **how | {"shared": self.shares()})
+        def grant(self, request_id: str, num_blocks: int, **how: Any) -> Any:
+            drawn = {"shared": self.shares(), "writers": self.writers()}
+            return super().grant(request_id, num_blocks, **how | drawn)
 
         def sweep(self) -> list[Any]:
             swept: list[Any] = super().sweep()
@@ -99,6 +103,11 @@ def listening(service: type[ControlService]) -> type[ControlService]:
 
     class Listening(service):  # type: ignore[valid-type, misc]
         port = 14579
+        tells: Callable[[Any, str], None]
+
+        def _tell(self, holders: Any) -> None:
+            for target, lease_id in holders:
+                self.tells(target, lease_id)
 
         def close(self) -> None:
             pass
@@ -163,6 +172,8 @@ class Start:
         self.table = watching_table(self.build.table).from_options(options, NUM_BLOCKS, clock)
         table: Any = self.table
         table.shares = lambda: self.world.chance(0.3)
+        every_rank = range(self.shape.world_size)
+        table.writers = lambda: every_rank if self.world.chance(0.3) else ()
         table.told = lambda ended: self.oracle.swept(ended, self.cluster.world_sizes)
         server: Any = listening(self.build.service)(
             engine_id=self.shape.name,
@@ -173,6 +184,7 @@ class Start:
             clock=clock,
         )
         self.server = server
+        server.tells = lambda *news: self.process.run(0.0, partial(self._send_news, *news))
         self.port = Port(self.process, server, partial(self.oracle.answered, self))
         self.internet.ports[self.shape.address] = self.port
         if self.shape.lends:
@@ -192,6 +204,10 @@ class Start:
         self.scheduler = self.build.scheduler(
             context, extra, extra.key(), self.table, server, client, self.sources, clock
         )
+
+    def _send_news(self, target: Any, lease_id: str) -> None:
+        connection = self.server.peers.connection(*target)
+        self.port.tell(connection, self.server.news(target, lease_id))
 
     def _look_at_leases(self) -> float:
         """As the product's server does, which looks at its ROUTER socket."""
@@ -265,7 +281,33 @@ class Start:
         self.lent[request_id] = ticket.lease_id
         self.wants[request_id] = want
         want.outcome = "lent"
+        if self.table.readable([ticket.lease_id]):
+            self._write(ticket, blocks)
         return params
+
+    def _write(self, ticket: Ticket, blocks: list[int]) -> None:
+        """The ranks are still writing what a lease that grows lends; it may be taken from them."""
+        name, missing = self.pool.content[blocks[0]], set(range(self.shape.world_size))
+        self.pool.fill(blocks, f"{name}, half written")
+        self.world.note(f"{self.incarnation} is still writing {ticket.request_id}")
+
+        def write(rank: int) -> None:
+            missing.discard(rank)
+            if not missing and self.lent.get(ticket.request_id) == ticket.lease_id:
+                self.pool.fill(blocks, name)
+            said = self.server.written, ticket.lease_id, rank, ticket.num_tokens
+            self.process.run(0.0002, partial(*said))
+
+        for rank in self.ranks:
+            rank.process.run(self.world.between(0.001, 8.0), partial(write, rank.rank))
+        if self.world.chance(self.cluster.preempts):
+            self.process.run(self.world.between(0.001, 8.0), partial(self._preempt, ticket))
+
+    def _preempt(self, ticket: Ticket) -> None:
+        if self.table.readable([ticket.lease_id]):
+            self.world.note(f"{self.incarnation} preempts {ticket.request_id}")
+            self.oracle.leases[ticket.lease_id].kept.is_revoked = True
+            self.server.revoke([ticket.lease_id])
 
     def take_back(self, params: dict[str, Any]) -> None:
         """The router will not have it fetched."""

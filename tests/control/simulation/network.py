@@ -57,11 +57,18 @@ class Port:
         self.watch = watch
         """Sees every request with its reply."""
         self._arrived: deque[Arrived] = deque()
+        self._answers: dict[bytes, Callable[[bytes], None]] = {}
         self._is_awake = False
+
+    def tell(self, connection: bytes, news: bytes) -> None:
+        """The server says something unasked."""
+        if connection in self._answers:
+            self._answers[connection](news)
 
     def arrive(self, payload: bytes, connection: bytes, answer: Callable[[bytes], None]) -> None:
         """A message has come on a connection; ``answer`` takes the reply."""
         self._arrived.append((payload, connection, answer))
+        self._answers[connection] = answer
         self._wake()
 
     def _wake(self) -> None:

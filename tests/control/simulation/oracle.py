@@ -73,6 +73,7 @@ class Kept:
     """Step in which they were freed."""
     is_swept: bool = False
     is_taken_back: bool = False
+    is_revoked: bool = False
 
 
 @dataclass
@@ -173,7 +174,7 @@ class Oracle:
 
     def _check_claim(self, claim: Lent, world_sizes: dict[str, int]) -> None:
         """The lease that a claim is on has ended."""
-        if not claim.holders:
+        if not claim.holders or claim.kept.is_revoked:
             return
         target = claim.holders[-1]
         reported = {rank for who, rank in claim.reported if who == target}

@@ -356,6 +356,7 @@ def plan_faults(run: Run, certain: tuple[str, ...]) -> None:
         (faults, "names_fail", 0.5),
         (run.cluster, "slow_reads", 0.8),
         (run.cluster, "stutter", 0.5),
+        (run.cluster, "preempts", 0.8),
         (run.cluster, "lateness", 0.02),
     ):
         if dice.random() < 0.3 or name in certain:
@@ -443,6 +444,7 @@ def be_quiet(run: Run) -> None:
     run.world.note("the faults are over")
     run.cluster.internet.faults = NetworkFaults()
     run.cluster.slow_reads = run.cluster.stutter = run.cluster.lateness = 0.0
+    run.cluster.preempts = 0.0
     run.cluster.internet.listener = None
 
 

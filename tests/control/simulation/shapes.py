@@ -109,14 +109,17 @@ class Pool:
         if count > len(self._free):
             return None
         blocks = [self._free.pop() for _ in range(count)]
+        self.fill(blocks, content)
+        return blocks
+
+    def fill(self, blocks: list[int], content: str) -> None:
+        """Whose tokens some blocks hold from now on."""
         for block in blocks:
             self.content[block] = content
-        return blocks
 
     def free(self, blocks: list[int]) -> None:
         """Gives them back; the next one to take any takes these."""
-        for block in blocks:
-            self.content[block] = "nothing"
+        self.fill(blocks, "nothing")
         self._free.extend(blocks)
 
     def forget(self, content: str) -> None:
