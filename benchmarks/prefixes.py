@@ -21,7 +21,7 @@ from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.members import Members
 from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role, RouterSettings
 from kvferry.cluster.metrics import RouterMetrics
-from kvferry.cluster.prefixes import CachedBlocks, PrefixIndex
+from kvferry.cluster.prefixes import PAUSE_S, CachedBlocks, PrefixIndex
 from kvferry.control.cache_events import ReceivedEvents
 
 GOAL_BYTES = 200_000_000
@@ -287,7 +287,7 @@ def _choices(
                     route = chooser.choose("r", one, set())
                     seconds.append(time.thread_time() - began)
                     assert route is not None
-                    assert bool(route.cached) == is_known
+                    assert bool(route.begin.cached) == is_known
                 samples.append(
                     ChoiceSample(
                         tokens=tokens,
@@ -319,7 +319,7 @@ def _delays(rng: random.Random, rounds: int) -> tuple[DelaySample, ...]:
     for case, wait_s in (
         ("none", None),
         ("100 per second (100,000 tokens)", 0.01),
-        ("one after the other, as in a replay", 0.0),
+        ("one after the other, as in a replay", PAUSE_S),
     ):
         ended = threading.Event()
         thread = threading.Thread(target=listen, args=(ended, wait_s))

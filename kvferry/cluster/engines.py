@@ -162,6 +162,8 @@ class Engine:
     """``host:port`` of its control channel, where it is known; see :mod:`kvferry.cluster.watch`."""
     kv_events: KVEventsPlace | None = None
     """Where it publishes what its prefix cache holds, where it is known."""
+    kv_role: str | None = None
+    """What it told of itself."""
     pace: Pace = field(default_factory=Pace)
     """How fast it was seen to be."""
     outstanding: int = 0
@@ -314,6 +316,7 @@ class Engine:
         self.drain = drain
         if health.control and _is_place(health.control):
             self.control = health.control
+        self.kv_role = health.kv_role
         if health.kv_role is not None:  # it is one of ours, and tells all that there is
             self.kv_events = health.kv_events
         self.silent_peers = tuple(
@@ -327,6 +330,16 @@ class Engine:
             reached=True,
         )
         return False
+
+    @property
+    def lends(self) -> bool:
+        """Whether it may be asked for what is cached of a prompt; only engines of ours tell."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it may load what another engine lends; only engines of ours tell."""
+        return self.kv_role in ("kv_consumer", "kv_both")
 
     @property
     def is_new(self) -> bool:
@@ -420,8 +433,9 @@ class Engine:
     async def _post(
         self, path: str, body: Mapping[str, Any], request_id: str, traceparent: str
     ) -> httpx.Response:
-        # What a decode engine is told to load serves one request: brought twice, it is refused.
-        once = self.role == "decode" and "kv_transfer_params" in body
+        # What an engine is told to load serves one request: brought twice, it is refused.
+        params = body.get("kv_transfer_params") or {}
+        once = bool(params.get("do_remote_prefill") or (params and self.role == "decode"))
         response = await self.client.post(
             f"{self.url}{path}", body, request_id, once=once, traceparent=traceparent
         )

@@ -214,6 +214,10 @@ class RouterMetrics:
             "kvferry_router_prefix_missed_tokens",
             "Prompt tokens that an engine was expected to have, and had not",
         )
+        self.borrowed_tokens = counter(
+            "kvferry_router_borrowed_tokens",
+            "Prompt tokens that engines lent of their caches to whoever computed the rest",
+        )
         self.registry.register(_EngineGauges(engines, index))
 
     def render(self) -> bytes:

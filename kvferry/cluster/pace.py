@@ -86,18 +86,20 @@ class Work:
         return each * self.under_way, base + each * tokens
 
     @contextmanager
-    def doing(self, tokens: int) -> Iterator[Callable[[int], None]]:
+    def doing(self, tokens: int) -> Iterator[Callable[[int | None], None]]:
         """While the tokens are under way. What it gives is called as soon as they are done, with
-        how many they were indeed.
+        how many they were indeed; with ``None`` where the time was not theirs alone.
         """
         ahead, began, is_done = self.under_way, time.monotonic(), False
         self.under_way += tokens
 
-        def done(count: int) -> None:
+        def done(count: int | None) -> None:
             nonlocal is_done
-            if not is_done:
-                is_done = True
-                self.under_way -= tokens
+            if is_done:
+                return
+            is_done = True
+            self.under_way -= tokens
+            if count is not None:
                 for line in (self._own, self._shared):
                     line.note(ahead + count, time.monotonic() - began)
 
@@ -116,6 +118,8 @@ class Pace:
         self.shared = shared
         self.drawing = Line(1.0, 0.02)
         """From an answer's first token to its last, over the requests under way at its start."""
+        self.asking = Line(0.01, 0.0)
+        """To be told what it lends."""
         # The guesses: 1,000 tokens are computed, or 100,000 moved, in a second.
         self.computing: Work = Work(shared.computing.line if shared else Line(0.02, 1e-3))
         self.moving: Work = Work(shared.moving.line if shared else Line(0.02, 1e-5))

@@ -6,8 +6,12 @@ Either way the prefill engine computes the prompt and keeps its KV, and the deco
 token, which is passed on at once. The decode engine gets the prompt plus that token and draws the
 rest. Where the first token is the last one, no decode engine is asked, and the prefill engine is
 not asked to keep anything. Where engines tell what they have, they are chosen by cost
-(:mod:`kvferry.cluster.choice`), and a decode engine that has most of the prompt may compute the
-rest itself.
+(:mod:`kvferry.cluster.choice`), a decode engine that has most of the prompt may compute the rest
+itself, and whoever computes may first load what a third engine lends of its cache::
+
+    router ── prompt, only_cached ──▶ lender
+       │◀────── kv_transfer_params ─────┘
+       └─────── prompt, kv_transfer_params (and do_remote_decode) ──▶ prefill engine
 
 :class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
 more than this router does: tools, structured output, log probabilities. Such a body is not taken
@@ -20,6 +24,7 @@ first one included, and its answer is relayed byte for byte::
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, aclosing
@@ -45,6 +50,8 @@ from kvferry.control.tracing import RequestSpan
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 REMOTE_DECODE: dict[str, Any] = {
@@ -62,6 +69,10 @@ it that its token counts: where that one ends the answer, nothing has to be kept
 
 class _StartAgainError(Exception):
     """What the prefill engine lent is of no use any more: prefill anew."""
+
+
+ONLY_CACHED: dict[str, Any] = {"do_remote_decode": True, "only_cached": True}
+"""What asks an engine to lend what it has of a prompt in its cache, and to compute nothing."""
 
 
 MOST_FAILED_LOADS = 2
@@ -102,10 +113,15 @@ class _Tries:
         if len(self.died) > 1:
             raise error
 
-    def give_back(self, kv_transfer_params: Mapping[str, Any] | None) -> None:
-        """What the lender lent may not have been fetched, and will not be."""
-        if kv_transfer_params and self.lender is not None:
-            self.lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
+    def give_back(
+        self, kv_transfer_params: Mapping[str, Any] | None, lender: Engine | None = None
+    ) -> None:
+        """What the lender lent, the last one unless given, may not have been fetched, and will not
+        be.
+        """
+        lender = lender or self.lender
+        if kv_transfer_params and lender is not None:
+            lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
 
     def lending(self, kv_transfer_params: Mapping[str, Any] | None) -> ExitStack:
         """Until it is closed, the lender must not end: what it lent is not fetched yet."""
@@ -204,10 +220,18 @@ class PrefillDecode:
         while request.tokens_left:
             if self.chooser is not None:
                 request.route = self.chooser.choose(
-                    request.engine_request_id, (*request.prompt, *request.drawn), request.tried
+                    request.engine_request_id,
+                    (*request.prompt, *request.drawn) if request.drawn else request.prompt,
+                    request.tried,
+                    borrow=not request.failed_loads,
                 )
-            reply = await self._prefill(request)
-            params = reply.kv_transfer_params if reply is not None else None
+            loan = await self._borrow(request)
+            try:
+                reply = await self._prefill(request, loan)
+            except _StartAgainError:
+                request.attempt += 1
+                continue
+            params = reply.kv_transfer_params if reply is not None else loan
             fetched = False
             with request.lending(params) as lent:
                 try:
@@ -233,25 +257,73 @@ class PrefillDecode:
         # All tokens were drawn by an engine that died before it said so.
         yield Reply.ended("length")
 
-    async def _prefill(self, request: TokenRequest) -> Reply | None:
-        # With one token left nothing follows, so nothing has to be kept.
+    async def _borrow(self, request: TokenRequest) -> dict[str, Any] | None:
+        """What the engine that computes the prompt is to load; ``None`` where nobody is to lend, or
+        has anything.
+        """
+        begin = None if request.route is None else request.route.begin
+        if self.chooser is None or begin is None or begin.lender is None:
+            return None
+        lender, began = begin.lender, time.monotonic()
+        body = request.body(1, ONLY_CACHED)
+        try:
+            reply = await lender.complete(body, f"{request.engine_request_id}-lend", request.span)
+        except EngineDownError as error:
+            request.failed(lender, error)
+            return None
+        except ApiError as error:
+            logger.warning("%r lends nothing: %s", lender.name, error)
+            return None
+        lender.pace.asking.note(1, time.monotonic() - began)
+        loan = reply.kv_transfer_params or {}
+        lent = _count(loan.get("remote_num_tokens")) if loan.get("do_remote_prefill") else 0
+        self.chooser.borrowed(max(0, lent - begin.cached), begin.borrowed)
+        request.lender = lender
+        return loan if lent else None
+
+    async def _prefill(self, request: TokenRequest, loan: dict[str, Any] | None) -> Reply | None:
+        """The prefill engine's reply; ``None`` where the decode engine computes all.
+
+        Raises:
+            _StartAgainError: it could not load what it was lent.
+        """
         route, tokens = request.route, request.tokens
         if route is not None and route.prefill is None:
             return None
-        body = request.body(1, REMOTE_DECODE if request.tokens_left > 1 else None)
+        # With one token left nothing follows, so nothing has to be kept.
+        asks = REMOTE_DECODE if request.tokens_left > 1 else None
+        borrows = loan and {
+            **loan,
+            **{name: value for name, value in (asks or {}).items() if value},
+        }
+        is_used = False
 
         async def work(engine: Engine) -> Reply:
-            is_chosen = route is not None and engine is route.prefill
-            cached = route.cached if route is not None and is_chosen else 0
-            with engine.pace.computing.doing(tokens - cached) as done:
+            nonlocal is_used
+            begin = route.begin if route is not None and engine is route.prefill else None
+            is_used = loan is not None and begin is not None
+            body = request.body(1, borrows if is_used else asks)
+            cached, computed = (begin.cached, begin.computed) if begin else (0, tokens)
+            with engine.pace.computing.doing(computed) as done:
                 reply = await engine.complete(body, request.engine_request_id, request.span)
-                done(max(0, tokens - reply.cached_tokens))
-            if self.chooser is not None and is_chosen:
+                done(None if is_used else max(0, tokens - reply.cached_tokens))
+            if self.chooser is not None:
                 self.chooser.missed(cached - reply.cached_tokens)
             return reply
 
-        chosen = None if route is None else route.prefill
-        return await _by_prefill(self.prefill, request, work, chosen)
+        chosen, lender = None if route is None else route.prefill, request.lender
+        with request.lending(loan):
+            try:
+                reply = await _by_prefill(self.prefill, request, work, chosen)
+            except BaseException as error:
+                request.give_back(loan, lender)
+                if not isinstance(error, ApiError) or not _tells_of_a_failed_load(error, loan):
+                    raise
+                request.failed_loads += 1
+                raise _StartAgainError from error
+        if not is_used:  # the one for which it was is down
+            request.give_back(loan, lender)
+        return reply
 
     async def _decode(
         self, request: TokenRequest, kv_transfer_params: dict[str, Any] | None
@@ -300,7 +372,8 @@ class PrefillDecode:
         route, outstanding, first_at = request.route, engine.outstanding, 0.0
         held = route.held if route is not None and engine is route.decode else 0
         tokens = request.tokens
-        work = engine.pace.moving if is_loaded else engine.pace.computing
+        is_direct = route is not None and route.prefill is None
+        work = engine.pace.moving if is_loaded and not is_direct else engine.pace.computing
         with work.doing(max(0, tokens - held)) as done:
             async with aclosing(replies):
                 async for reply in replies:
@@ -309,13 +382,17 @@ class PrefillDecode:
                     if not first_at:
                         first_at = time.monotonic()
                         cached = held if reply.usage is None else reply.cached_tokens
-                        done(max(0, tokens - cached))
+                        done(None if is_loaded and is_direct else max(0, tokens - cached))
                         if self.chooser is not None:
                             self.chooser.missed(held - cached)
                     request.tell_usage(reply)
                     yield reply
             if first_at:
                 engine.pace.drew(outstanding, time.monotonic() - first_at)
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:

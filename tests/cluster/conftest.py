@@ -83,6 +83,8 @@ class FakeEngine:
     """Send nothing more after so many tokens, until the client goes away."""
     hang: bool = False
     """Take requests and never answer, unless released."""
+    lends: int = 0
+    """Tokens that it lends of its cache to who asks for nothing else."""
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
@@ -166,6 +168,8 @@ class FakeEngine:
             status, message = self.refuse
             error = {"message": message, "code": self.refuse_code}
             return JSONResponse({"error": error}, status)
+        if (body.get("kv_transfer_params") or {}).get("only_cached"):
+            return JSONResponse(self._lend())
         tokens, reason = self._draw(body)
         if body["stream"]:
             return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
@@ -175,6 +179,13 @@ class FakeEngine:
         if body.get("kv_transfer_params", {}).get("do_remote_decode") and reason == "length":
             reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}
         return JSONResponse(reply)
+
+    def _lend(self) -> dict[str, Any]:
+        lent = {"do_remote_prefill": bool(self.lends), "remote_num_tokens": self.lends}
+        if self.lends:
+            lent["ticket"] = f"lent by {self.name}"
+        choice = {"index": 0, "token_ids": [], "finish_reason": "length"}
+        return {"choices": [choice], "kv_transfer_params": lent}
 
     def _draw(self, body: dict[str, Any]) -> tuple[list[int], str]:
         assert body["prompt"][: len(self.prompt)] == self.prompt

@@ -100,14 +100,15 @@ def test_requests_under_way_always_count_for_something(monkeypatch):
 class Members:
     """Two pools of healthy engines, and an index by hand."""
 
-    def __init__(self, prefills, decodes, has):
+    def __init__(self, prefills, decodes, has, kv_role=None):
         self.prefill = EnginePool("prefill", 1.0)
         self.decode = EnginePool("decode", 1.0)
         for pool, count in ((self.prefill, prefills), (self.decode, decodes)):
             for number in range(count):
-                engine = Engine(f"{pool.role[0]}{number}", "http://e", pool.role, None)
+                name = f"{pool.role[0]}{number}"
+                engine = Engine(name, f"http://{name}", pool.role, None)
                 engine.up()
-                engine.kv_events = engine.name
+                engine.kv_events, engine.kv_role = engine.name, kv_role
                 pool.engines.append(engine)
         self.has = has
         self.index = self
@@ -192,7 +193,66 @@ def test_nothing_is_chosen_without_engines_of_both_roles():
 def test_last_token_is_computed_even_if_it_is_cached():
     members = Members(1, 1, {"d0": 1000})
     route = Chooser(members, RouterMetrics(()), 512).choose("r", range(1000), set())
-    assert (route.prefill, route.cached, route.computed, route.moved) == (None, 999, 1, 0)
+    assert (route.prefill, route.begin.cached, route.begin.computed, route.moved) == (
+        None,
+        999,
+        1,
+        0,
+    )
+
+
+def route_of(has, tokens=1000, direct_tokens=512, change=lambda _: None):
+    members = Members(2, 2, has, "kv_both")
+    change(members)
+    chooser = Chooser(members, RouterMetrics(()), direct_tokens)
+    return chooser.choose("r", range(tokens), set())
+
+
+def test_what_only_another_engine_has_is_borrowed_where_that_costs_less():
+    route = route_of({"d1": 900}, direct_tokens=0)
+    begin = route.begin
+    assert (begin.engine.name, begin.lender.name) == ("p0", "d1")
+    assert (begin.cached, begin.borrowed, begin.computed) == (0, 900, 100)
+    assert (route.decode.name, route.moved) == ("d1", 100)
+    assert "900 borrowed of d1, 100 computed" in str(route)
+    assert "borrowed=900; lender=d1; computed=100" in route.header
+
+
+def test_nothing_is_borrowed_where_computing_costs_less():
+    assert route_of({"d1": 20}, direct_tokens=0).begin.lender is None
+
+
+def test_only_what_the_borrower_has_not_is_moved():
+    begin = route_of({"p0": 300, "d1": 900}, direct_tokens=0).begin
+    assert (begin.engine.name, begin.cached, begin.borrowed) == ("p0", 300, 600)
+
+
+def test_busy_prefill_engine_lends_what_it_has_to_a_decode_engine():
+    def make_busy(members):
+        for name in ("p0", "p1"):
+            members[name].pace.computing.under_way = 10_000
+
+    route = route_of({"p1": 900}, change=make_busy)
+    assert (route.prefill, route.begin.lender.name, route.begin.computed) == (None, "p1", 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "role"), [("d1", "kv_consumer"), ("d1", None), ("p0", "kv_producer"), ("p0", None)]
+)
+def test_only_engines_that_may_lend_and_load_do_so(name, role):
+    def change(members):
+        members["p1"].is_leaving = True
+        members[name].kv_role = role
+
+    assert route_of({"d1": 900}, direct_tokens=0, change=change).begin.lender is None
+
+
+def test_engine_borrows_nothing_of_itself():
+    def are_one(members):
+        for engine in (*members.prefill.engines, *members.decode.engines):
+            engine.url = "http://one"
+
+    assert route_of({"d1": 900}, direct_tokens=0, change=are_one).begin.lender is None
 
 
 # ---- behind HTTP --------------------------------------------------------------------------------
@@ -219,7 +279,8 @@ def publish():
         publisher.publish([event])
         place = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
         role = {"prefill": "kv_producer", "decode": "kv_consumer"}[fake.role]
-        fake.tells = {"kv_role": role, "drain": None, "kv_events": place}
+        tells = {"kv_role": fake.tells.get("kv_role", role), "drain": None, "kv_events": place}
+        fake.tells = tells
         known = f'prefix_blocks{{engine="{fake.name}",role="{fake.role}"}} {count / size}'
 
         def is_heard():
@@ -248,7 +309,7 @@ def test_prompt_goes_to_the_prefill_engine_that_has_its_beginning(make_setup, pu
         response = ask(setup)
     assert [len(fake.bodies) for fake in setup.engines] == [0, 3, 3]
     assert response.headers["x-kvferry-route"].startswith(
-        "prefill=p1; decode=d0; cached=40; computed=2; moved=42; seconds="
+        "prefill=p1; decode=d0; cached=40; borrowed=0; lender=-; computed=2; moved=42; seconds="
     )
     text = setup.client.get("/metrics").text
     assert 'kvferry_router_prefix_tokens_total{source="prefill"} 120.0' in text
@@ -359,3 +420,80 @@ def test_operator_may_say_where_a_foreign_engine_publishes(make_setup, publish):
     until(is_heard)
     ask(setup)
     assert [len(fake.bodies) for fake in setup.engines] == [0, 1, 1]
+
+
+@pytest.fixture
+def lending(make_setup, publish):
+    """Two prefill engines that may borrow, and a decode engine that has the beginning."""
+    setup = make_setup(2, 1, direct_tokens=0, explain=True)
+    for fake in setup.engines:
+        fake.tells = {"kv_role": "kv_both"}
+    setup.decode[0].lends = 40
+    publish(setup, setup.decode[0], 40)
+    until(lambda: all(fake.probes.total() > 1 for fake in setup.engines))
+    return setup
+
+
+def asked(fake):
+    return [body.get("kv_transfer_params") for body in fake.bodies]
+
+
+LOAN = {"do_remote_prefill": True, "remote_num_tokens": 40, "ticket": "lent by d0"}
+
+
+def test_prefill_engine_loads_what_a_decode_engine_lends(lending):
+    response = ask(lending)
+    lent, loaded = lending.decode[0].bodies
+    assert lent["kv_transfer_params"] == {"do_remote_decode": True, "only_cached": True}
+    assert (lent["prompt"], lent["max_tokens"], lent["stream"]) == (TOKENS, 1, False)
+    assert asked(lending.prefill[0]) == [
+        LOAN | {"do_remote_decode": True, "keep_first_token": True}
+    ]
+    assert lending.prefill[0].bodies[0]["prompt"] == TOKENS
+    assert loaded["kv_transfer_params"] == {"ticket": "from p0"}
+    assert "borrowed=40; lender=d0" in response.headers["x-kvferry-route"]
+    text = lending.client.get("/metrics").text
+    assert "kvferry_router_borrowed_tokens_total 40.0" in text
+    assert 'kvferry_router_prefix_tokens_total{source="borrowed"} 40.0' in text
+    assert lending.decode[0].taken_back == []
+    assert lending.decode[0].ids[0].endswith("-lend")
+
+
+def test_nothing_is_lent_so_all_is_computed(lending):
+    lending.decode[0].lends = 0
+    ask(lending)
+    (params,) = asked(lending.prefill[0])
+    assert "ticket" not in params
+    text = lending.client.get("/metrics").text
+    assert "kvferry_router_borrowed_tokens_total 0.0" in text
+    assert "kvferry_router_prefix_missed_tokens_total 40.0" in text
+
+
+def test_loan_that_cannot_be_loaded_is_given_back_and_the_prompt_computed(lending):
+    fake = lending.prefill[0]
+    fake.refuse, fake.refuse_code, fake.refusals = (500, "the lender is gone"), "TransferError", 1
+    ask(lending)
+    first, second = asked(lending.prefill[0]) + asked(lending.prefill[1])
+    assert first["ticket"] == "lent by d0"
+    assert "ticket" not in second
+    until(lambda: lending.decode[0].taken_back)
+    assert lending.decode[0].taken_back == [LOAN]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_lender_that_refuses_is_done_without(lending, status):
+    fake = lending.decode[0]
+    fake.refuse, fake.refusals = (status, "not now"), 1
+    lending.says("Hello", prompt=PROMPT)
+    response = lending.complete(prompt=PROMPT, max_tokens=1)
+    assert response.status_code == 200
+    (params,) = asked(lending.prefill[0])
+    assert params is None
+
+
+def test_loan_of_a_prefill_engine_that_is_down_is_given_back(lending):
+    lending.prefill[0].refuse = (503, "not now")
+    ask(lending)
+    assert "ticket" not in asked(lending.prefill[1])[0]
+    until(lambda: lending.decode[0].taken_back)
+    assert lending.decode[0].taken_back == [LOAN]

@@ -1,10 +1,17 @@
 """A conversation over a cluster whose engines say what they have."""
 
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+
 import httpx
 import pytest
 import torch
 
+from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.prefixes import Prompt
+from kvferry.cluster.router import Router
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
@@ -26,19 +33,71 @@ def engine(name, role, **values):
     }
 
 
-@pytest.fixture
-def cluster(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
     config = ClusterConfig.from_mapping(
         {
             "model": {"source": "tiny", "dtype": "float64"},
-            "prefill": [engine("p0", "kv_producer", block_size=16)],
-            "decode": [engine("d0", "kv_consumer", block_size=24, layout="HND")],
+            "prefill": [engine("p0", "kv_both", block_size=16, tp=2)],
+            "decode": [engine("d0", "kv_both", block_size=24, layout="HND")],
             "router": {"port": 0, "explain": True},
         }
     )
-    with Cluster.open(config, logs=tmp_path / "logs", timeout_s=WAIT_S) as cluster:
-        yield cluster
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        logs = tmp_path_factory.mktemp("logs")
+        with Cluster.open(config, logs=logs, timeout_s=WAIT_S) as cluster:
+            yield cluster
+
+
+class Conversation:
+    """Turns of token ids, each with what was said before."""
+
+    def __init__(self, client):
+        self.client = client
+        self.prompts, self.answers, self.routes = [], [], []
+
+    def turn(self, new):
+        """Says something new; returns how many tokens of the prompt were cached."""
+        prompt = [*(self.prompts[-1] + self.answers[-1] if self.prompts else []), *new]
+        body = {
+            "prompt": prompt,
+            "max_tokens": ANSWER,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        response = self.client.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+        self.prompts.append(prompt)
+        self.answers.append(response.json()["choices"][0]["token_ids"])
+        self.routes.append(response.headers.get("x-kvferry-route", ""))
+        return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def metric(self, name):
+        """Of the router; ``None`` where it has no such series."""
+        lines = self.client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(name)]
+        return float(found[0].split()[-1]) if found else None
+
+    def until_known(self, **blocks):
+        """Waits until the router knows so many blocks of engines."""
+        for name, count in blocks.items():
+            series = f'kvferry_router_prefix_blocks{{engine="{name}"'
+            until(lambda series=series, count=count: (self.metric(series) or -1) >= count)
+
+
+@pytest.fixture
+def converse():
+    with ExitStack() as opened:
+
+        def converse(url):
+            client = httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False)
+            conversation = Conversation(opened.enter_context(client))
+            until(lambda: conversation.metric("kvferry_router_prefix_blocks") is not None)
+            return conversation
+
+        yield converse
 
 
 def answers_of_one_engine(cluster, prompts):
@@ -53,44 +112,81 @@ def answers_of_one_engine(cluster, prompts):
 
 
 @pytest.mark.slow
-def test_next_turn_is_computed_where_the_last_one_was_answered(cluster):
-    prompts, answers, routes = [], [], []
-    with httpx.Client(base_url=cluster.url, timeout=WAIT_S, trust_env=False) as client:
+def test_next_turn_is_computed_where_the_last_one_was_answered(cluster, converse):
+    chat = converse(cluster.url)
+    assert chat.turn(range(1, 101)) == 0
+    # What D has: the prompt, which it loaded, and its answer without the last token.
+    chat.until_known(d0=(100 + ANSWER - 1) // 24, p0=100 // 16)
+    assert chat.turn(range(101, 121)) == 120
+    chat.turn(range(121, 141))
+    start = "cached=0; borrowed=0; lender=-; computed=100; moved=100; "
+    assert chat.routes[0].startswith(f"prefill=p0; decode=d0; {start}")
+    start = "cached=120; borrowed=0; lender=-; computed=30; moved=0; "
+    assert chat.routes[1].startswith(f"prefill=-; decode=d0; {start}")
+    assert chat.metric('kvferry_router_prefix_tokens_total{source="decode"}') >= 120
+    assert chat.metric("kvferry_router_prefix_missed_tokens_total") == 0
+    assert chat.answers == answers_of_one_engine(cluster, chat.prompts)
 
-        def turn(new):
-            prompt = [*(prompts[-1] + answers[-1] if prompts else []), *new]
-            body = {
-                "prompt": prompt,
-                "max_tokens": ANSWER,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            }
-            response = client.post("/v1/completions", json=body)
-            prompts.append(prompt)
-            answers.append(response.json()["choices"][0]["token_ids"])
-            routes.append(response.headers.get("x-kvferry-route", ""))
-            return response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
-        def knows(name, blocks):
-            return f'prefix_blocks{{engine="{name}",' in (
-                text := client.get("/metrics").text
-            ) and any(
-                line.startswith(f'kvferry_router_prefix_blocks{{engine="{name}"')
-                and float(line.split()[-1]) >= blocks
-                for line in text.splitlines()
-            )
+class Fixed:
+    """Work that always takes as long, so that a choice is the same on any machine."""
 
-        until(lambda: knows("p0", 0) and knows("d0", 0))
-        assert turn(range(1, 101)) == 0
-        # What D has: the prompt, which it loaded, and its answer without the last token.
-        until(lambda: knows("d0", (100 + ANSWER - 1) // 24) and knows("p0", 100 // 16))
-        assert turn(range(101, 121)) == 120
-        turn(range(121, 141))
-        metrics = client.get("/metrics").text
-    assert routes[0].startswith("prefill=p0; decode=d0; cached=0; computed=100; moved=100; ")
-    assert routes[1].startswith("prefill=-; decode=d0; cached=120; computed=30; moved=0; ")
-    assert 'kvferry_router_prefix_tokens_total{source="decode"}' in metrics
-    # A prefill engine counts its prompt up to the last token, which is always computed.
-    assert "kvferry_router_prefix_missed_tokens_total 0.0" in metrics
-    assert answers == answers_of_one_engine(cluster, prompts)
+    under_way = 0
+
+    def __init__(self, each_s):
+        self.each_s = each_s
+
+    def cost(self, tokens):
+        return 0.0, self.each_s * tokens
+
+    def doing(self, _tokens):
+        return nullcontext(lambda _count: None)
+
+
+@pytest.fixture
+def saving_router(cluster, server_thread):
+    """Another router of the cluster, to which computing is dear and loading is cheap."""
+    addresses = tuple(
+        EngineAddress(name=one.name, role=one.role, url=one.url) for one in cluster.engines
+    )
+    settings = RouterSettings(
+        engines=addresses,
+        model_folder=cluster.model_folder,
+        model_name="tiny",
+        direct_tokens=0,
+        explain=True,
+    )
+    router = Router(settings, TextCodec.open(cluster.model_folder))
+    for one in router.members:
+        one.pace.computing, one.pace.moving = Fixed(1000.0), Fixed(0.001)
+    url = server_thread.start(router.app())
+    yield SimpleNamespace(url=url, members=router.members)
+    server_thread.end_all()
+
+
+@pytest.mark.slow
+def test_prefill_engine_borrows_the_answer_that_only_the_decode_engine_has(
+    cluster, saving_router, converse
+):
+    chat = converse(saving_router.url)
+    assert chat.turn(range(30, 130)) == 0
+    prompt = Prompt(chat.prompts[0] + chat.answers[0])
+    held = {"p0": 96, "d0": 120}  # six blocks of 16 tokens of the prompt, five of 24 of it all
+
+    def are_known():
+        index = saving_router.members.index
+        blocks = {one.name: index.blocks(one.kv_events) for one in saving_router.members}
+        return {name: each.held(prompt) for name, each in blocks.items() if each} == held
+
+    until(are_known)
+    assert chat.turn(range(130, 150)) == 96
+    assert chat.routes[1].startswith(
+        "prefill=p0; decode=d0; cached=96; borrowed=24; lender=d0; computed=30; moved=30; "
+    )
+    assert chat.metric("kvferry_router_borrowed_tokens_total") == 24
+    assert chat.metric("kvferry_router_prefix_missed_tokens_total") == 0
+    (prefill,) = [one for one in cluster.engines if one.name == "p0"]
+    told = httpx.get(f"{prefill.url}/metrics", timeout=WAIT_S, trust_env=False).text
+    assert 'kvferry_engine_prompt_tokens_total{source="peer"} 24.0' in told
+    chat.turn(range(150, 170))
+    assert chat.answers == answers_of_one_engine(cluster, chat.prompts)

@@ -275,6 +275,11 @@ def test_blocks_that_are_more_than_tokens_or_elsewhere_are_left_out(changes):
     assert held(blocks, [1, 2, 3, 4]) == 0
 
 
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_numbers_that_are_no_tokens_are_left_out(token):
+    assert len(known(stored([1], [1, token]))) == 0
+
+
 def test_extra_keys_that_are_none_change_nothing():
     assert held(known(stored([1], [1, 2], extra_keys=[None])), [1, 2]) == 2
 
