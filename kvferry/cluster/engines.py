@@ -96,9 +96,16 @@ class Reply(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that the engine had in its cache."""
+        """Tokens of the prompt that the engine had in its cache; 0 where it does not tell."""
+        return self.cached_or(0)
+
+    def cached_or(self, expected: int) -> int:
+        """The same, or what was expected where it does not tell: vLLM's servers do so only with
+        ``--enable-prompt-tokens-details``.
+        """
         details = (self.usage or {}).get("prompt_tokens_details") or {}
-        return int(details.get("cached_tokens") or 0)
+        told = details.get("cached_tokens")
+        return expected if told is None else int(told)
 
 
 class Forwarded:
@@ -163,7 +170,7 @@ class Engine:
     kv_events: KVEventsPlace | None = None
     """Where it publishes what its prefix cache holds, where it is known."""
     kv_role: str | None = None
-    """What it told of itself."""
+    """What it told of itself, or an operator of it."""
     pace: Pace = field(default_factory=Pace)
     """How fast it was seen to be."""
     outstanding: int = 0
@@ -316,9 +323,8 @@ class Engine:
         self.drain = drain
         if health.control and _is_place(health.control):
             self.control = health.control
-        self.kv_role = health.kv_role
         if health.kv_role is not None:  # it is one of ours, and tells all that there is
-            self.kv_events = health.kv_events
+            self.kv_role, self.kv_events = health.kv_role, health.kv_events
         self.silent_peers = tuple(
             printable(peer[:_NAME_LENGTH]) for peer in health.silent_peers[:_PEERS]
         )
@@ -333,12 +339,12 @@ class Engine:
 
     @property
     def lends(self) -> bool:
-        """Whether it may be asked for what is cached of a prompt; only engines of ours tell."""
+        """Whether it may be asked for what is cached of a prompt."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def borrows(self) -> bool:
-        """Whether it may load what another engine lends; only engines of ours tell."""
+        """Whether it may load what another engine lends."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
     @property

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role
+from kvferry.config import KVRole
 from kvferry.errors import ConfigError
 from kvferry.zeromq import join_address
 
@@ -27,10 +28,14 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``host:port`` of its control channel."""
     kv_events: KVEventsPlace | None = None
     """Where it publishes its KV cache events."""
+    kv_role: KVRole | None = None
+    """Whether it lends and loads."""
 
     def address(self, role: Role) -> EngineAddress:
         """Where the router finds it."""
-        return EngineAddress.of(role, self.url, self.name, self.control, self.kv_events)
+        return EngineAddress.of(
+            role, self.url, self.name, self.control, self.kv_events, self.kv_role
+        )
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +50,8 @@ def engines_in(path: Path) -> EngineList:
 
     Each table has a ``url``, and a ``name`` unless the URL's ``host:port`` will do. That of a
     foreign engine may tell what one of ours tells itself: its ``control`` channel, for people who
-    look at the cluster, and the table ``kv_events``, where it publishes what its cache holds.
+    look at the cluster, the table ``kv_events``, where it publishes what its cache holds, and its
+    ``kv_role``, whether it lends that.
     """
 
     async def look() -> list[EngineAddress]:

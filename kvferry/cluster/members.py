@@ -7,7 +7,8 @@ HTTP API below, and lists that are looked at again and again (:mod:`kvferry.clus
     PUT    /kvferry/engines/ROLE/NAME          enters it: {"url": "http://host:port"}, and where
                                                people ask it, {"control": "host:port"}, and where
                                                it publishes its KV cache events,
-                                               {"kv_events": {"endpoint": "tcp://host:port"}}
+                                               {"kv_events": {"endpoint": "tcp://host:port"}},
+                                               and whether it lends, {"kv_role": "kv_both"}
     POST   /kvferry/engines/ROLE/NAME/drain    gives it nothing new; see the state
     DELETE /kvferry/engines/ROLE/NAME/drain    gives it requests again
     DELETE /kvferry/engines/ROLE/NAME          forgets it; what it works on goes on
@@ -40,7 +41,7 @@ from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role, RouterS
 from kvferry.cluster.openai import ApiError, parse_body
 from kvferry.cluster.pace import Pace
 from kvferry.cluster.prefixes import PrefixIndex
-from kvferry.config import shown
+from kvferry.config import KVRole, shown
 from kvferry.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,7 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     url: str
     control: str = ""
     kv_events: KVEventsPlace | None = None
+    kv_role: KVRole | None = None
 
 
 class Members:
@@ -188,6 +190,7 @@ class Members:
             known.is_leaving = known.is_leaving and known.tells_of_draining
             known.control = address.control or known.control
             known.kv_events = address.kv_events or known.kv_events
+            known.kv_role = address.kv_role or known.kv_role
             return known
         if known is None and sum(1 for _ in self) >= MOST_ENGINES:
             raise ApiError(
@@ -202,6 +205,7 @@ class Members:
             self._client,
             control=address.control,
             kv_events=address.kv_events,
+            kv_role=address.kv_role,
             pace=Pace(self._pace),
         )
         self._pool(engine.role).engines.append(engine)
@@ -355,7 +359,9 @@ class Members:
         role, name = _role(request), request.path_params["name"]
         place = parse_body(_Place, await web.BodyReader(_PLACE_BYTES).json(request))
         try:
-            address = EngineAddress.of(role, place.url, name, place.control, place.kv_events)
+            address = EngineAddress.of(
+                role, place.url, name, place.control, place.kv_events, place.kv_role
+            )
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return told(self.add(address))

@@ -5,7 +5,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.config import EngineConfig, RouterConfig, shown, split_endpoint
+from kvferry.config import EngineConfig, KVRole, RouterConfig, shown, split_endpoint
 from kvferry.control.options import CurveKeys
 from kvferry.engine.messages import RanksElsewhere
 from kvferry.zeromq import split_address, tcp_address
@@ -82,6 +82,8 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     tells it itself."""
     kv_events: KVEventsPlace | None = None
     """Where it publishes its KV cache events, likewise."""
+    kv_role: KVRole | None = None
+    """Whether it lends and loads, likewise."""
 
     @classmethod
     def of(
@@ -91,6 +93,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
         name: str = "",
         control: str = "",
         kv_events: KVEventsPlace | None = None,
+        kv_role: KVRole | None = None,
     ) -> "EngineAddress":
         """An address as people write it; the name is the URL's ``host:port`` unless given.
 
@@ -115,7 +118,9 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
         if control:
             control = tcp_address(*split_address(control)).removeprefix("tcp://")
         url = url.rstrip("/").removesuffix("/v1")
-        return cls(name=name, role=role, url=url, control=control, kv_events=kv_events)
+        return cls(
+            name=name, role=role, url=url, control=control, kv_events=kv_events, kv_role=kv_role
+        )
 
 
 class RouterSettings(RouterConfig, frozen=True, kw_only=True):

@@ -306,9 +306,10 @@ class PrefillDecode:
             cached, computed = (begin.cached, begin.computed) if begin else (0, tokens)
             with engine.pace.computing.doing(computed) as done:
                 reply = await engine.complete(body, request.engine_request_id, request.span)
-                done(None if is_used else max(0, tokens - reply.cached_tokens))
+                had = reply.cached_or(cached)
+                done(None if is_used else max(0, tokens - had))
             if self.chooser is not None:
-                self.chooser.missed(cached - reply.cached_tokens)
+                self.chooser.missed(cached - had)
             return reply
 
         chosen, lender = None if route is None else route.prefill, request.lender
@@ -381,7 +382,7 @@ class PrefillDecode:
                         continue
                     if not first_at:
                         first_at = time.monotonic()
-                        cached = held if reply.usage is None else reply.cached_tokens
+                        cached = reply.cached_or(held)
                         done(None if is_loaded and is_direct else max(0, tokens - cached))
                         if self.chooser is not None:
                             self.chooser.missed(held - cached)

@@ -1,5 +1,6 @@
 """Engines are chosen by what they have, where they tell it, and by what the rest costs."""
 
+import asyncio
 import logging
 
 import pytest
@@ -7,12 +8,15 @@ import pytest
 from kvferry.cache.events import BlockRemoved, BlockStored
 from kvferry.cluster import pace
 from kvferry.cluster.choice import Chooser
-from kvferry.cluster.engines import Engine
+from kvferry.cluster.engines import Engine, Reply
+from kvferry.cluster.lists import engines_in
 from kvferry.cluster.members import EnginePool
+from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.pace import HALF_LIFE_S, Line, Pace
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher
+from kvferry.errors import ConfigError
 from tests.load import until
 
 PROMPT = "a prompt of forty-two characters, to route"
@@ -497,3 +501,53 @@ def test_loan_of_a_prefill_engine_that_is_down_is_given_back(lending):
     assert "ticket" not in asked(lending.prefill[1])[0]
     until(lambda: lending.decode[0].taken_back)
     assert lending.decode[0].taken_back == [LOAN]
+
+
+def test_foreign_engines_lend_and_borrow_where_an_operator_says_so(make_setup, publish):
+    setup = make_setup(1, 1, direct_tokens=0)
+    publisher = publish(setup, setup.decode[0], 40)
+    setup.decode[0].lends = 40
+    setup.decode[0].tells = {}  # as servers of vLLM
+    place = {"endpoint": publisher.endpoint, "replay_endpoint": publisher.replay_endpoint}
+    for fake in setup.engines:
+        path = f"/kvferry/engines/{fake.role}"
+        assert setup.client.delete(f"{path}/{fake.name}").status_code == 200
+        body = {"url": fake.url, "kv_role": "kv_both"}
+        if fake.role == "decode":
+            body["kv_events"] = place
+        assert setup.client.put(f"{path}/v{fake.name}", json=body).status_code == 200
+
+    def is_heard():
+        publisher.publish([BlockRemoved(block_hashes=[-1], medium="GPU")])
+        known = 'prefix_blocks{engine="vd0",role="decode"} 20.0'
+        return known in setup.client.get("/metrics").text
+
+    until(is_heard)
+    ask(setup)
+    assert asked(setup.prefill[0])[0]["ticket"] == "lent by d0"
+    refused = setup.client.put(
+        "/kvferry/engines/decode/d9", json={"url": setup.decode[0].url, "kv_role": "both"}
+    )
+    assert (refused.status_code, "kv_role" in refused.text) == (400, True)
+
+
+def test_file_of_engines_may_say_where_they_publish_and_whether_they_lend(tmp_path):
+    path = tmp_path / "engines.toml"
+    path.write_text(
+        '[[decode]]\nurl = "http://d:1"\nkv_role = "kv_both"\n'
+        'kv_events = { endpoint = "tcp://d:2", replay_endpoint = "tcp://d:3", topic = "kv" }\n'
+    )
+    (found,) = asyncio.run(engines_in(path)())
+    assert (found.name, found.role, found.kv_role) == ("d:1", "decode", "kv_both")
+    events = KVEventsPlace(endpoint="tcp://d:2", replay_endpoint="tcp://d:3", topic="kv")
+    assert found.kv_events == events
+    path.write_text('[[decode]]\nurl = "http://d:1"\nkv_events = { endpoint = "d:2" }\n')
+    with pytest.raises(ConfigError, match="tcp://host:port"):
+        asyncio.run(engines_in(path)())
+
+
+def test_engine_that_does_not_tell_what_was_cached_missed_nothing():
+    reply = Reply(usage={"prompt_tokens": 5, "prompt_tokens_details": None})
+    assert (reply.cached_tokens, reply.cached_or(3)) == (0, 3)
+    reply = Reply(usage={"prompt_tokens_details": {"cached_tokens": 0}})
+    assert (reply.cached_tokens, reply.cached_or(3)) == (0, 0)
