@@ -158,6 +158,34 @@ def test_a_shared_ticket_serves_any_number_of_requests_and_engines(
     others.settle()
 
 
+@pytest.mark.parametrize("release", ["ours", "the one before"])
+def test_a_load_waits_until_every_token_of_its_lease_is_written(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    """Of our release the source says so unasked; of the one before it is asked again and again."""
+    pair = Pair(open_engine("p", SOURCE, lease_duration_s=600.0), open_engine("d", TARGET), WAIT_S)
+    scheduler: Any = pair.producer.scheduler
+    table, server = scheduler._leases, scheduler._server
+    grant, renew = table.grant, table.renew
+    monkeypatch.setattr(
+        table, "grant", lambda *said, **how: grant(*said, **how | {"writers": (0,)})
+    )
+    if release != "ours":
+        monkeypatch.setattr(table, "renew", lambda *said, grows, lives: renew(*said, lives=lives))
+    request = pair.decode(pair.prefill("r", 21))
+    times = 1 if release == "ours" else 3
+    pair.run(lambda: server.status().counters.get("requests.Renew", 0) >= times, "renewals")
+    (lease,) = table.snapshot()
+    server.written(lease.lease_id, 0, 20)
+    pair.consumer.step()
+    assert request.stage is Stage.WAITING
+    server.written(lease.lease_id, 0, 21)
+    pair.finish(request)
+    assert not request.failed
+    assert request.external_tokens == 21
+    pair.settle()
+
+
 def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
     sources = [pair.prefill("one", 21), pair.prefill("two", 21)]
     sources[0].response_params, sources[1].response_params = (
