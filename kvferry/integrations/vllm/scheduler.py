@@ -372,6 +372,7 @@ class SchedulerHalf:
         self._look_at_weights()
         self._refused.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
+        self._without_blocks.discard(request.request_id)
         self._overtaken.discard(request.request_id)
         self._beside.request_finished(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
