@@ -20,6 +20,7 @@ and take no lock: each is of one key, and at worst they see half of what the thr
 import logging
 import secrets
 import threading
+import time
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,10 @@ LISTEN_S = 0.5
 """Seconds after which a listener looks whether it is still wanted."""
 PAUSE_S = 1e-4
 """Seconds between two batches, in which the router's thread may run: there are many in a replay."""
+REPLAY_S = 30.0
+"""Seconds that an engine has to send each batch again that was missed: it may only be slow."""
+END_S = 2.0
+"""Seconds for which the end of a listener is waited for; one that waits for a replay ends later."""
 RETRY_S = 5.0
 """Seconds after which a listener that could not listen tries again."""
 
@@ -261,7 +266,10 @@ class _Listener(threading.Thread):
         place = self._place
         try:
             with CacheEventSubscriber(
-                place.endpoint, replay_endpoint=place.replay_endpoint, topic=place.topic
+                place.endpoint,
+                replay_endpoint=place.replay_endpoint,
+                topic=place.topic,
+                replay_timeout_s=REPLAY_S,
             ) as subscriber:
                 while not self._ended.is_set():
                     received = subscriber.receive(LISTEN_S)
@@ -311,8 +319,9 @@ class PrefixIndex(Closing):
         return self._most_blocks - known + len(blocks)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the threads. Idempotent."""
         listeners = tuple(self._listeners.values())
         self.follow(())
+        deadline = time.monotonic() + END_S
         for listener in listeners:
-            listener.join()
+            listener.join(max(0.0, deadline - time.monotonic()))
