@@ -1,0 +1,337 @@
+"""Conversations over a reference cluster: what is computed, and when a turn's first token comes.
+
+``python -m benchmarks.turns`` has the same conversations held with clusters of two prefill and two
+decode engines of unequal shapes, one that lends prefixes and one that does not, in turn. Every
+answer is compared with those of one undivided engine that forgets nothing.
+"""
+
+import json
+import os
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import msgspec
+import torch
+import typer
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from benchmarks import tables
+from benchmarks.machine import Machine, describe_machine
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.weights import prepare_model
+from kvferry.engine.weights_folder import TinyConfig
+
+CONVERSATIONS = 10
+AT_A_TIME = 2
+"""Conversations that are held side by side."""
+TURNS = 8
+USER_TOKENS = 96
+"""That each turn brings."""
+ANSWER_TOKENS = 24
+MODEL = TinyConfig(
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=64,
+    hidden_size=512,
+    intermediate_size=1536,
+    vocab_size=1024,
+)
+"""About a millisecond for each token of a prompt."""
+DTYPE = "float64"
+"""However the ranks divide the work, the tokens are the same."""
+_ENGINES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "p0": ("prefill", {"block_size": 16, "layout": "NHD"}),
+    "p1": ("prefill", {"block_size": 8, "layout": "HND"}),
+    "d0": ("decode", {"block_size": 24, "layout": "NHD", "tp": 2}),
+    "d1": ("decode", {"block_size": 16, "layout": "HND"}),
+}
+_ANSWER_S = 600.0
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of one conversation."""
+
+    conversation: int
+    turn: int
+    """From 0."""
+    first_token_s: float
+    is_right: bool
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One time that all conversations were held."""
+
+    contender: str
+    turns: tuple[Turn, ...]
+    prompt_tokens: dict[str, float]
+    """Where the engines' KV of prompts came from → tokens."""
+
+
+class TurnResults(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one call measured."""
+
+    command: str
+    machine: Machine
+    load_after: float
+    """Load average at the end."""
+    rounds: int
+    undivided_tokens: int
+    """That one engine computes which forgets nothing."""
+    runs: tuple[Run, ...]
+
+
+class Script(msgspec.Struct, frozen=True):
+    """What the clients say, and what they are to hear."""
+
+    questions: tuple[tuple[tuple[int, ...], ...], ...]
+    """Conversation → turn → tokens."""
+    answers: tuple[tuple[tuple[int, ...], ...], ...]
+    computed: int
+    """Prompt tokens that one undivided engine computes which forgets nothing."""
+
+    def prompt(self, conversation: int, turn: int) -> list[int]:
+        """All that was said before, then the new question."""
+        said = zip(self.questions[conversation][:turn], self.answers[conversation], strict=False)
+        before = [token for question, answer in said for token in (*question, *answer)]
+        return [*before, *self.questions[conversation][turn]]
+
+
+def write_script(model_folder: Path) -> Script:
+    """Draws the questions, and has one engine of one rank answer them."""
+    chance = random.Random(7)
+    questions = tuple(
+        tuple(tuple(chance.randrange(3, MODEL.vocab_size) for _ in range(USER_TOKENS))
+              for _ in range(TURNS))
+        for _ in range(CONVERSATIONS)
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    needed = CONVERSATIONS * TURNS * (USER_TOKENS + ANSWER_TOKENS) // 16
+    alone = EngineConfig(name="alone", kv_transfer_config={}, num_blocks=2 * needed)
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    computed = 0
+    answers: list[tuple[tuple[int, ...], ...]] = []
+    with build_engine(
+        alone, model_folder, dtype=DTYPE, executor="inprocess", connect=False
+    ) as engine:
+        for conversation in questions:
+            heard: list[tuple[int, ...]] = []
+            prompt: list[int] = []
+            for question in conversation:
+                prompt += question
+                (answer,) = engine.generate([prompt], sampling)
+                computed += len(prompt) - answer.num_cached_tokens
+                heard.append(tuple(answer.token_ids))
+                prompt += answer.token_ids
+            answers.append(tuple(heard))
+    return Script(questions, tuple(answers), computed)
+
+
+def cluster_config(model_folder: Path, *, lends: bool) -> ClusterConfig:
+    """Two engines of each role; where they lend, each tells what its prefix cache has."""
+    engines: dict[str, list[dict[str, object]]] = {"prefill": [], "decode": []}
+    for name, (role, shape) in _ENGINES.items():
+        kv_role = "kv_both" if lends else {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+        transfer = {
+            "kv_connector": "PullConnector",
+            "kv_role": kv_role,
+            "kv_port": 0,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"transport": "shm"},
+        }
+        engine = {"name": name, "num_blocks": 1200, "max_model_len": 2048, **shape}
+        if lends:
+            places = ("endpoint", "replay_endpoint")
+            engine["kv_events"] = dict.fromkeys(places, "tcp://127.0.0.1:0")
+        engines[role].append({**engine, "kv_transfer_config": transfer})
+    return ClusterConfig.from_mapping(
+        {
+            "model": {"source": str(model_folder), "dtype": DTYPE},
+            "router": {"port": 0},
+            **engines,
+        }
+    )
+
+
+def hold(contender: str, cluster: Cluster, script: Script) -> Run:
+    """Has all conversations held, each as fast as it is answered."""
+    before = _prompt_tokens(cluster)
+    with (
+        httpx.Client(base_url=cluster.url, timeout=_ANSWER_S, trust_env=False) as client,
+        ThreadPoolExecutor(AT_A_TIME) as clients,
+    ):
+        held = clients.map(lambda one: _converse(client, script, one), range(CONVERSATIONS))
+        turns = tuple(turn for conversation in held for turn in conversation)
+    after = _prompt_tokens(cluster)
+    return Run(
+        contender=contender,
+        turns=turns,
+        prompt_tokens={source: after[source] - before.get(source, 0.0) for source in after},
+    )
+
+
+def _converse(client: httpx.Client, script: Script, conversation: int) -> list[Turn]:
+    found = []
+    for turn, expected in enumerate(script.answers[conversation]):
+        first, tokens = _ask(client, script.prompt(conversation, turn))
+        found.append(Turn(conversation, turn, first, tuple(tokens) == expected))
+    return found
+
+
+def _ask(client: httpx.Client, prompt: Sequence[int]) -> tuple[float, list[int]]:
+    """Seconds to the first token, and all tokens."""
+    body = {
+        "prompt": list(prompt),
+        "max_tokens": ANSWER_TOKENS,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    began = time.perf_counter()
+    first = 0.0
+    tokens: list[int] = []
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        if answer.status_code != httpx.codes.OK:
+            raise RuntimeError(answer.read().decode(errors="replace"))
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data in ("", "[DONE]"):
+                continue
+            first = first or time.perf_counter() - began
+            for choice in json.loads(data)["choices"]:
+                tokens += choice["token_ids"]
+    return first, tokens
+
+
+def _prompt_tokens(cluster: Cluster) -> dict[str, float]:
+    """Of all engines: where the KV of prompts came from → tokens."""
+    found: dict[str, float] = {}
+    for engine in cluster.engines:
+        text = httpx.get(f"{engine.url}/metrics", timeout=_ANSWER_S, trust_env=False).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == "kvferry_engine_prompt_tokens_total":
+                    source = sample.labels["source"]
+                    found[source] = found.get(source, 0.0) + sample.value
+    return found
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each cluster is tried.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+) -> None:
+    """Compares a cluster that lends prefixes with one that does not, over whole conversations."""
+    console = Console()
+    machine = describe_machine()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    runs: list[Run] = []
+    with tempfile.TemporaryDirectory(prefix="turns-") as folder:
+        os.environ["KVFERRY_CACHE"] = str(Path(folder) / "cache")
+        model_folder = prepare_model("tiny", tiny=MODEL)
+        say("an undivided engine answers")
+        script = write_script(model_folder)
+        for number in range(rounds):
+            for contender, lends in (("plain", False), ("lending", True)):
+                say(f"round {number + 1} of {rounds}: {contender}")
+                with Cluster.open(cluster_config(model_folder, lends=lends)) as cluster:
+                    runs.append(hold(contender, cluster, script))
+                say(_line(runs[-1], script.computed))
+    results = TurnResults(
+        command=shlex.join(["python", "-m", "benchmarks.turns", *sys.argv[1:]]),
+        machine=machine,
+        load_after=round(os.getloadavg()[0], 2),
+        rounds=rounds,
+        undivided_tokens=script.computed,
+        runs=tuple(runs),
+    )
+    say(markdown(results))
+    tables.write(out, "turns", results, markdown(results))
+
+
+def _line(run: Run, undivided: int) -> str:
+    wrong = sum(not turn.is_right for turn in run.turns)
+    return (
+        f"  {run.prompt_tokens} (undivided: {undivided} computed), {wrong} wrong, first token of "
+        f"turn {TURNS}: {1e3 * _first_token_s([run], TURNS - 1):.0f} ms"
+    )
+
+
+def _first_token_s(runs: Sequence[Run], turn: int) -> float:
+    return statistics.median(
+        each.first_token_s for run in runs for each in run.turns if each.turn == turn
+    )
+
+
+def markdown(results: TurnResults) -> str:
+    """The page for people."""
+    machine = results.machine
+
+    def of(name: str) -> list[Run]:
+        return [run for run in results.runs if run.contender == name]
+
+    names = list(dict.fromkeys(run.contender for run in results.runs))
+    rows = [
+        (
+            f"turn {turn + 1}",
+            *(f"{1e3 * _first_token_s(of(name), turn):.0f}" for name in names),
+            *(
+                f"{_first_token_s(of('plain'), turn) / _first_token_s(of(name), turn):.2f}"
+                for name in names[1:]
+            ),
+        )
+        for turn in range(TURNS)
+    ]
+    header = ("median ms to the first token", *names, *(f"plain / {name}" for name in names[1:]))
+    notes = []
+    for name in names:
+        computed = [run.prompt_tokens.get("computed", 0.0) for run in of(name)]
+        share = statistics.median(computed) / results.undivided_tokens
+        wrong = sum(not turn.is_right for run in of(name) for turn in run.turns)
+        asked = sum(len(run.turns) for run in of(name))
+        notes.append(
+            f"- {name}: {statistics.median(computed):,.0f} prompt tokens computed, {share:.2f} "
+            f"times as many as one undivided engine that forgets nothing "
+            f"({results.undivided_tokens:,}); {wrong} of {asked} answers wrong."
+        )
+    made = (
+        f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores. "
+        f"Load average {machine.load_before} before, {results.load_after} after. {CONVERSATIONS} "
+        f"conversations of {TURNS} turns, {AT_A_TIME} at a time; each turn brings {USER_TOKENS} "
+        f"tokens and is answered with {ANSWER_TOKENS}. Two prefill and two decode engines of "
+        f"unequal shapes, reference engine, {results.rounds} interleaved rounds."
+    )
+    lines = [
+        "# Conversations",
+        "",
+        made,
+        "",
+        "| " + " | ".join(header) + " |",
+        "| --- |" + " ---: |" * (len(header) - 1),
+        *("| " + " | ".join(row) + " |" for row in rows),
+        "",
+        *notes,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()
