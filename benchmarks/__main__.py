@@ -2,9 +2,6 @@
 
 import contextlib
 import enum
-import os
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,7 @@ from benchmarks.confirm import ConfirmResult, measure
 from benchmarks.figures import CaseResult
 from benchmarks.loads import measure as loads_measure
 from benchmarks.loads import report as loads_report
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, command_of, describe_machine, load_average
 from benchmarks.peers.process import PeerError
 from benchmarks.plot import write_plot
 from benchmarks.report import Results, show, write
@@ -61,7 +58,7 @@ def main(
         console.width = 180  # the table's; nothing else could say how wide a log file is
     parts = set(only or Part)
     machine = describe_machine()
-    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    command = command_of("benchmarks")
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
@@ -96,7 +93,7 @@ def main(
         machine=machine,
         shape=shape,
         nixl_skipped=skipped if transports else None,
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         quick=quick,
         transports=tuple(transports),
         bind=tuple(bind),

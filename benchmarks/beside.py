@@ -7,7 +7,6 @@ rounds of *old seconds / new seconds*: above 1 the new one is faster.
 
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, command_of, describe_machine, load_average
 
 LOWEST = 0.95
 """Below it a row is named."""
@@ -73,10 +72,10 @@ def main(
                 pair[tree] = _measure(tree, only or list(PARTS), Path(folder) / "results")
             for key in pair[base].keys() & pair[here].keys():
                 found[key].append(pair[base][key] / pair[here][key])
-            loads.append(round(os.getloadavg()[0], 2))
+            loads.append(load_average())
             console.print(f"round {number + 1} of {rounds}", style="dim")
     results = Results(
-        command=shlex.join(["python", "-m", "benchmarks.beside", *sys.argv[1:]]),
+        command=command_of("benchmarks.beside"),
         machine=describe_machine(),
         base=_commit(base),
         rounds=rounds,

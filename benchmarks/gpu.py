@@ -5,7 +5,6 @@ kernels are right, and nothing about their speed.
 """
 
 import os
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import cuda_ipc, postprocess
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_of, describe_machine
 from benchmarks.postprocess import PostprocessCase
 
 ROOT = Path(__file__).parents[1]
@@ -84,7 +83,7 @@ def main(
         raise typer.Exit(_run_tests(_KERNEL_TESTS, interpret=True))
     failed = max(_run_tests(tests, interpret=False) for tests in (_GPU_TESTS, _KERNEL_TESTS))
     results = postprocess.measure(
-        _command(),
+        command_of("benchmarks.gpu"),
         describe_machine(),
         2 if quick else rounds,
         quick,
@@ -109,17 +108,13 @@ def _measure_ipc(rounds: int, quick: bool, console: Console) -> cuda_ipc.IpcResu
     torch.cuda.empty_cache()  # the two processes need it
     cases = cuda_ipc.gpu_cases(torch.cuda.mem_get_info()[0], quick)
     return cuda_ipc.IpcResults(
-        command=_command(),
+        command=command_of("benchmarks.gpu"),
         rounds=rounds,
         machine=describe_machine(),
         device_name=torch.cuda.get_device_name(),
         quick=quick,
         rows=cuda_ipc.measure(CudaIpcTransport, cases, rounds, console.print),
     )
-
-
-def _command() -> str:
-    return shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
 
 
 def _run_tests(selection: tuple[str, ...], *, interpret: bool) -> int:

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import platform
+import shlex
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,6 +31,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Processes that ran or wanted to, over the last minute, before the benchmark began."""
 
 
+def load_average() -> float:
+    """Processes that ran or wanted to, over the last minute."""
+    return round(os.getloadavg()[0], 2)
+
+
+def command_of(module: str) -> str:
+    """The command that started this process: ``python -m module`` and its arguments."""
+    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+
+
 def describe_machine() -> Machine:
     """Reads them off this machine."""
     versions = {"kvferry": kvferry.__version__}
@@ -45,7 +57,7 @@ def describe_machine() -> Machine:
         kernel=platform.release(),
         python=platform.python_version(),
         versions=versions,
-        load_before=round(os.getloadavg()[0], 2),
+        load_before=load_average(),
     )
 
 

@@ -1,7 +1,7 @@
 """How results are shown and written: a table on the terminal, JSON, a page for people."""
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,6 +47,18 @@ def write(
     (folder / f"{page_name or name.upper()}.md").write_text(page)
 
 
+def markdown(cells: Cells, left: int = 1) -> Iterator[str]:
+    """Lines of a table in Markdown, its first ``left`` columns flush left.
+
+    >>> list(markdown([("case", "ms"), ("short", "2")]))
+    ['| case | ms |', '| --- | ---: |', '| short | 2 |']
+    """
+    header, *rows = cells
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + " --- |" * left + " ---: |" * (len(header) - left)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+
+
 def bullets(lines: Iterable[str]) -> list[str]:
     """A list in Markdown."""
     return [f"- {line}" for line in lines]
@@ -64,7 +76,6 @@ def page(
     left: int = 1,
 ) -> str:
     """The page for people: the table below its caveats, lines of notes, what was missed."""
-    header, *rows = cells
     met = "Not judged: this was a quick run." if quick else "All are met."
     lines = [
         f"# {title}",
@@ -72,9 +83,7 @@ def page(
         made,
         "",
         *(f"**{caveat}**\n" for caveat in caveats),
-        "| " + " | ".join(header) + " |",
-        "|" + " --- |" * left + " ---: |" * (len(header) - left),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *markdown(cells, left),
         "",
         *notes,
         "",

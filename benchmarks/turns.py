@@ -8,9 +8,7 @@ answer is compared with those of one undivided engine that forgets nothing.
 import json
 import os
 import random
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +20,11 @@ import httpx
 import msgspec
 import torch
 import typer
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from benchmarks import tables
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, command_of, describe_machine, load_average
+from benchmarks.vllm_servers.client import metrics
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
@@ -59,6 +57,7 @@ _ENGINES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "d0": ("decode", {"block_size": 24, "layout": "NHD", "tp": 2}),
     "d1": ("decode", {"block_size": 16, "layout": "HND"}),
 }
+_PROMPT_TOKENS = "kvferry_engine_prompt_tokens_total"
 _ANSWER_S = 600.0
 
 
@@ -179,7 +178,7 @@ def hold(contender: str, cluster: Cluster, script: Script) -> Run:
     return Run(
         contender=contender,
         turns=turns,
-        prompt_tokens={source: after[source] - before.get(source, 0.0) for source in after},
+        prompt_tokens={source: after[source] - before[source] for source in after},
     )
 
 
@@ -219,15 +218,11 @@ def _ask(client: httpx.Client, prompt: Sequence[int]) -> tuple[float, list[int]]
 
 def _prompt_tokens(cluster: Cluster) -> dict[str, float]:
     """Of all engines: where the KV of prompts came from → tokens."""
-    found: dict[str, float] = {}
-    for engine in cluster.engines:
-        text = httpx.get(f"{engine.url}/metrics", timeout=_ANSWER_S, trust_env=False).text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "kvferry_engine_prompt_tokens_total":
-                    source = sample.labels["source"]
-                    found[source] = found.get(source, 0.0) + sample.value
-    return found
+    found = [metrics(engine.url) for engine in cluster.engines]
+    return {
+        source: sum(each.get(f'{_PROMPT_TOKENS}{{source="{source}"}}', 0.0) for each in found)
+        for source in ("cache", "peer", "computed")
+    }
 
 
 def main(
@@ -254,9 +249,9 @@ def main(
                     runs.append(hold(contender, cluster, script))
                 say(_line(runs[-1], script.computed))
     results = TurnResults(
-        command=shlex.join(["python", "-m", "benchmarks.turns", *sys.argv[1:]]),
+        command=command_of("benchmarks.turns"),
         machine=machine,
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         rounds=rounds,
         undivided_tokens=script.computed,
         runs=tuple(runs),
@@ -322,9 +317,7 @@ def markdown(results: TurnResults) -> str:
         "",
         made,
         "",
-        "| " + " | ".join(header) + " |",
-        "| --- |" + " ---: |" * (len(header) - 1),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *tables.markdown((header, *rows)),
         "",
         *notes,
     ]

@@ -4,9 +4,6 @@
 time, over the same pairs of shapes, and compares the tokens with a single server's.
 """
 
-import os
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +13,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import tables
-from benchmarks.machine import Machine, describe_machine
+from benchmarks.machine import Machine, command_of, describe_machine, load_average
 from benchmarks.vllm_pair.shapes import Verdict, judge_shapes, shapes_table
 from benchmarks.vllm_servers.connectors import KVFerry, Nixl
 from benchmarks.vllm_servers.models import delta_net_model, mamba2_model
@@ -70,9 +67,9 @@ def main(
                 CONNECTORS, model(), SHAPES, LENGTHS, Path(logs), say, tie_nats=TIE_NATS
             )
     results = StateResults(
-        command=shlex.join(["python", "-m", "benchmarks.vllm_states", *sys.argv[1:]]),
+        command=command_of("benchmarks.vllm_states"),
         machine=machine,
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         verdicts={name: tuple(each) for name, each in verdicts.items()},
     )
     say(markdown(results))

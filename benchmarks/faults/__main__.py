@@ -1,7 +1,5 @@
 """Measures, prints, and writes the results, cell by cell."""
 
-import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,7 +14,7 @@ from benchmarks.faults.reference import ReferenceSystem
 from benchmarks.faults.report import NAME, FaultResults, plot, read, show, write
 from benchmarks.faults.system import System
 from benchmarks.faults.vllm import VLLMSystem
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_of, describe_machine
 
 SYSTEMS: Mapping[str, Callable[[Path], System]] = {
     "reference-tcp": lambda folder: ReferenceSystem(folder, "tcp"),
@@ -43,7 +41,7 @@ def main(
         console.width = 180
     faults = faults_named(only or ())
     results = FaultResults(
-        command=shlex.join(["python", "-m", "benchmarks.faults", *sys.argv[1:]]),
+        command=command_of("benchmarks.faults"),
         machine=describe_machine(),
         cells=read(out),
     )

@@ -6,7 +6,6 @@ are idle, are suspended while it is not their turn.
 """
 
 import itertools
-import os
 import shlex
 import statistics
 import subprocess
@@ -23,7 +22,7 @@ import numpy as np
 
 from benchmarks.loads.process import ROOT, Pair, Side, install
 from benchmarks.loads.shared import Cache, Loads, rounds_of
-from benchmarks.machine import Machine
+from benchmarks.machine import Machine, load_average
 
 CACHES = (Cache(4, 2, 64), Cache(32, 8, 128))
 TOKENS = (16, 256, 1000)
@@ -155,7 +154,7 @@ def measure(
         command=command,
         rounds=rounds,
         machine=machine,
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         base=commit,
         quick=quick,
         rows=tuple(rows),

@@ -76,7 +76,7 @@ def markdown(results: LoadsResults) -> str:
             "",
             _ABOUT_PHASES,
             "",
-            *_table(_phases(results)),
+            *tables.markdown(_phases(results), left=4),
             "",
             "## How it was measured",
             "",
@@ -128,13 +128,6 @@ def _phases(results: LoadsResults) -> Iterator[tuple[str, ...]]:
                 times = (each.called, each.in_place, each.median)
                 commit = "this" if name == "kvferry" else "before"
                 yield (*_names(row), commit, *(_us(seconds) for seconds in times))
-
-
-def _table(cells: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    header, *rows = cells
-    yield "| " + " | ".join(header) + " |"
-    yield "| --- | --- | --- | --- |" + " ---: |" * (len(header) - 4)
-    yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
 def _names(row: LoadsRow) -> tuple[str, str, str, str]:

@@ -1,9 +1,7 @@
 """Measures, prints, and writes the results."""
 
 import os
-import shlex
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_of, describe_machine, load_average
 from benchmarks.vllm_adapter.engines import Measured, Order
 from benchmarks.vllm_adapter.report import AdapterResults, show, write
 from benchmarks.vllm_servers.server import PYTHON, ROOT
@@ -61,10 +59,10 @@ def main(
         steps=3 if quick else steps,
     )
     results = AdapterResults(
-        command=shlex.join(["python", "-m", "benchmarks.vllm_adapter", *sys.argv[1:]]),
+        command=command_of("benchmarks.vllm_adapter"),
         machine=machine,
         measured=_measure(order),
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         quick=quick,
         order=msgspec.structs.replace(order, model=Path(order.model).name),
     )

@@ -1,8 +1,5 @@
 """Measures, prints, and writes the results."""
 
-import os
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import command_of, describe_machine, load_average
 from benchmarks.vllm_pair.cases import CASES, GROUPS, QUICK_CASES, fat_model
 from benchmarks.vllm_pair.report import PairResults, show, write
 from benchmarks.vllm_pair.rounds import Prompts, Row, measure_group
@@ -48,10 +45,10 @@ def main(
         if shapes:
             verdicts = judge_shapes(GROUPS["one host"], tiny_model(), SHAPES, LENGTHS, logs, say)
     results = PairResults(
-        command=shlex.join(["python", "-m", "benchmarks.vllm_pair", *sys.argv[1:]]),
+        command=command_of("benchmarks.vllm_pair"),
         machine=machine,
         rounds=rounds,
-        load_after=round(os.getloadavg()[0], 2),
+        load_after=load_average(),
         quick=quick,
         rows=tuple(rows),
         verdicts=tuple(verdicts),

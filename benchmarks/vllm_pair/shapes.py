@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from benchmarks import tables
 from benchmarks.vllm_servers.client import RefusalError, complete, less_likely
 from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
@@ -94,10 +95,11 @@ def shapes_table(verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Lines of a table: a row per pair of shapes, a column per connector."""
     contenders = list(dict.fromkeys(verdict.contender for verdict in verdicts))
     found = {(verdict.shape, verdict.contender): verdict for verdict in verdicts}
-    yield "| pair | " + " | ".join(contenders) + " |"
-    yield "| --- |" + " --- |" * len(contenders)
-    for shape in dict.fromkeys(verdict.shape for verdict in verdicts):
-        yield f"| {shape} | " + " | ".join(str(found[shape, name]) for name in contenders) + " |"
+    rows = [
+        (shape, *(str(found[shape, name]) for name in contenders))
+        for shape in dict.fromkeys(verdict.shape for verdict in verdicts)
+    ]
+    yield from tables.markdown((("pair", *contenders), *rows), left=1 + len(contenders))
 
 
 def _answers(
