@@ -12,9 +12,9 @@ from kvferry.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from kvferry.cluster import prefixes
 from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.prefixes import CachedBlocks, PrefixIndex, Prompt
-from kvferry.config import KVEventsConfig
-from kvferry.control.cache_events import CacheEventPublisher, ReceivedEvents
+from kvferry.control.cache_events import ReceivedEvents
 from tests.load import until
+from tests.publishers import publishers
 
 
 def stored(hashes, tokens, *, parent=None, size=2, group=0, **changes):
@@ -308,21 +308,11 @@ def test_no_more_blocks_are_kept_than_there_is_room_for():
 
 # ---- listening ----------------------------------------------------------------------------------
 
-FREE = "tcp://127.0.0.1:0"
-
 
 @pytest.fixture
 def open_publisher():
-    opened = []
-
-    def open_one(**changes):
-        config = KVEventsConfig(**({"endpoint": FREE, "replay_endpoint": FREE} | changes))
-        opened.append(CacheEventPublisher(config))
-        return opened[-1]
-
-    yield open_one
-    for publisher in opened:
-        publisher.close()
+    with publishers() as open_one:
+        yield open_one
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from kvferry.cache.events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher, CacheEventSubscriber
 from kvferry.errors import DecodeError, HostError, PortInUseError
+from tests.publishers import FREE, publishers
 
 TIMEOUT_S = 60.0
-FREE = "tcp://127.0.0.1:0"
 
 
 def removed(number):
@@ -25,16 +25,8 @@ def hashes(received):
 
 @pytest.fixture
 def open_publisher():
-    opened = []
-
-    def open_one(**changes):
-        config = KVEventsConfig(**({"endpoint": FREE, "replay_endpoint": FREE} | changes))
-        opened.append(CacheEventPublisher(config))
-        return opened[-1]
-
-    yield open_one
-    for publisher in opened:
-        publisher.close()
+    with publishers() as open_one:
+        yield open_one
 
 
 @pytest.fixture

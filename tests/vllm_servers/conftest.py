@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from benchmarks.vllm_servers.client import complete, less_likely
+from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port, free_ports
 from benchmarks.vllm_servers.server import PYTHON, ROOT, ServerOptions
@@ -188,3 +190,17 @@ def reference(start):
     reference = Reference(start)
     yield reference
     reference.close()
+
+
+@pytest.fixture
+def prompts(request):
+    """24 for the tiny model, other ones in every test."""
+    draw = random.Random(request.node.name)
+    lengths = [draw.randrange(3, 700) for _ in range(24)]
+    return [[draw.randrange(8, tiny_model().vocab_size) for _ in range(each)] for each in lengths]
+
+
+@pytest.fixture
+def expected(prompts, reference):
+    """What a lone server answers to them."""
+    return [reference.tokens(tiny_model(), prompt) for prompt in prompts]

@@ -3,7 +3,6 @@
 Each engine has an engine id and a control port of its own, which its tickets name.
 """
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -30,18 +29,6 @@ def shapes(request):
 def pair(shapes, start_pair):
     with start_pair(tiny_model(), *shapes, OURS) as pair:
         yield pair
-
-
-@pytest.fixture
-def prompts(request):
-    draw = random.Random(request.node.name)
-    lengths = [draw.randrange(3, 700) for _ in range(24)]
-    return [[draw.randrange(8, tiny_model().vocab_size) for _ in range(each)] for each in lengths]
-
-
-@pytest.fixture
-def expected(prompts, reference):
-    return [reference.tokens(tiny_model(), prompt) for prompt in prompts]
 
 
 def external_tokens(pair):

@@ -3,7 +3,6 @@
 vLLM's own counters tell whether the decode server got its prompts from the prefill server.
 """
 
-import random
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -39,18 +38,6 @@ def of_vllm(script, health):
 def pair(start_pair):
     with start_pair(tiny_model(), Shape(64), Shape(128), OURS) as pair:
         yield pair
-
-
-@pytest.fixture
-def prompts(request):
-    draw = random.Random(request.node.name)
-    lengths = [draw.randrange(3, 700) for _ in range(24)]
-    return [[draw.randrange(8, tiny_model().vocab_size) for _ in range(each)] for each in lengths]
-
-
-@pytest.fixture
-def expected(prompts, reference):
-    return [reference.tokens(tiny_model(), prompt) for prompt in prompts]
 
 
 def at_once(ask, prompts):

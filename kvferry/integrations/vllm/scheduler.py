@@ -234,13 +234,12 @@ class SchedulerHalf:
             return
         self._look_at_weights()
         params = request.kv_transfer_params or {}
-        if not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
-            self._news_for_stats().note_plain()
-        is_lent = params.get("do_remote_decode") and not params.get("keep_first_token")
         loads, lends = params.get("do_remote_prefill"), params.get("do_remote_decode")
+        if not (loads or lends):
+            self._news_for_stats().note_plain()
         if params.get("only_cached") and lends and not loads:  # what contradicts it is refused
             self._prepare_prefix(request)
-        elif self._has_windows and is_lent:
+        elif self._has_windows and lends and not params.get("keep_first_token"):
             # Decode computes the last token of the same prompt: it looks one token further back
             # than vLLM keeps of a window once that token is computed, and needs recurrent states
             # from before it. (Where the first token of the answer is kept, decode's prompt is

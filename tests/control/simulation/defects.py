@@ -113,8 +113,8 @@ class FreesAfterTheFirstTaker(LeaseTable):
             self._end(base, LeaseOutcome.DONE)
 
 
-class KeepsClaims(FreesAfterTheFirstTaker):
-    """So it is, and the others are told held all the same."""
+class KeepsClaims(LeaseTable):
+    """The claims on a shared lease outlive it."""
 
     def _end(self, entry, outcome):
         entry.claims = {}
@@ -123,6 +123,10 @@ class KeepsClaims(FreesAfterTheFirstTaker):
     def _end_claim(self, base, ended):
         base.claims[ended.lease_id] = ended
         super()._end_claim(base, ended)
+
+
+class KeepsClaimsOnWhatIsFreed(KeepsClaims, FreesAfterTheFirstTaker):
+    """A shared lease is over when the first request has loaded, and the others are told held."""
 
 
 class PublishesTheFastestRank(LeaseTable):
@@ -339,7 +343,7 @@ DEFECTS: dict[Build, Found] = {
     Build(table=ForgetsFormerHolders): ("one target holds a lease", ("twin", "slow_reads")),
     Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
     Build(table=FreesAfterTheFirstTaker): (_SHARED, ()),
-    Build(table=KeepsClaims): (_FREED, ()),
+    Build(table=KeepsClaimsOnWhatIsFreed): (_FREED, ()),
     Build(table=PublishesTheFastestRank): ("no load counts that read other blocks", ()),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
     Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
