@@ -44,7 +44,7 @@ PAUSE_S = 1e-4
 REPLAY_S = 30.0
 """Seconds that an engine has to send each batch again that was missed: it may only be slow."""
 END_S = 2.0
-"""Seconds for which the end of a listener is waited for; one that waits for a replay ends later."""
+"""Seconds for which the end of a listener is waited for."""
 RETRY_S = 5.0
 """Seconds after which a listener that could not listen tries again."""
 

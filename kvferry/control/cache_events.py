@@ -11,11 +11,13 @@ ROUTER  asked with the first sequence number that is wanted, behind an empty fra
 
 A sequence number is 8 bytes, big-endian, signed. A batch is the MessagePack of a
 :class:`~kvferry.cache.events.KVEventBatch`. Nothing is confirmed: PUB drops what a slow listener
-cannot take, the listener sees the gap in the numbers and asks for the rest. Events hold the
-tokens of prompts, and anyone who can connect may read them.
+cannot take, and what comes before a listener is connected. The listener sees the gap in the numbers
+and asks for the rest; it also asks at its start, and whenever it has heard nothing for a while.
+Events hold the tokens of prompts, and anyone who can connect may read them.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -34,6 +36,9 @@ from kvferry.mailbox import Mailbox
 from kvferry.zeromq import Context, Socket, connect, listen, tcp_address
 
 logger = logging.getLogger(__name__)
+
+QUIET_S = 5.0
+"""Seconds of silence after which a listener asks whether it has missed something."""
 
 _END = -1
 _batch: msgspec.msgpack.Decoder[KVEventBatch] = msgspec.msgpack.Decoder(KVEventBatch)
@@ -193,63 +198,147 @@ class CacheEventSubscriber(Closing):
         publisher = split_endpoint(endpoint)
         self._replay_endpoint = None if replay_endpoint is None else split_endpoint(replay_endpoint)
         self._replay_timeout_s = replay_timeout_s
+        self._topic = topic.encode()
         self._ready: deque[ReceivedEvents] = deque()
         self._expected = 0
+        self._last_ts = 0.0
+        """Of the batch before the expected one."""
+        self._is_gapless = True
+        """Whether nothing is lost before the next batch."""
+        self._held: tuple[int, KVEventBatch] | None = None
+        """What was published behind a gap that a replay may fill."""
+        self._replay: Socket | None = None
+        """Of the replay under way."""
+        self._anchor: tuple[int, float] | None = None
+        """Number and time of the batch that the replay under way must begin with: with another
+        one, the engine was started anew. ``None`` once that is settled."""
+        self._turn_at = math.inf if replay_endpoint is None else 0.0
+        """Clock reading at which a replay begins, or the one under way is given up."""
         self._context: Context = zmq.Context()
         self._subscriber = self._context.socket(zmq.SUB)
-        self._subscriber.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._subscriber.setsockopt(zmq.SUBSCRIBE, self._topic)
         connect(self._subscriber, *publisher)
 
     def receive(self, timeout_s: float) -> ReceivedEvents | None:
         """The next batch, or ``None`` if none comes within ``timeout_s`` seconds.
 
-        That batches were missed shows when a later one arrives.
+        That batches were missed shows when a later one arrives, and else within some
+        :data:`QUIET_S` where there is a ``replay_endpoint``.
 
         Raises:
             DecodeError: the publisher sent what is no batch. It counts as missed.
         """
-        if not self._ready:
-            frames = _receive(self._subscriber, timeout_s)
-            if frames is not None:
-                self._take(*_decoded(frames))
-        return self._ready.popleft() if self._ready else None
+        deadline = time.monotonic() + timeout_s
+        while not self._ready:
+            now = time.monotonic()
+            if now >= self._turn_at:
+                if self._replay is None:
+                    self._ask()
+                else:
+                    self._end_replay()
+            elif not self._hear(min(deadline, self._turn_at) - now) and now >= deadline:
+                return None
+        return self._ready.popleft()
 
     def close(self) -> None:
         """Disconnects. Idempotent."""
         self._context.destroy(linger=0)
 
+    def _hear(self, timeout_s: float) -> bool:
+        """Takes in one message; whether one came in time."""
+        poller = zmq.Poller()
+        # What is published behind a gap waits in its socket.
+        for target in (self._replay, self._subscriber if self._held is None else None):
+            if target is not None:
+                poller.register(target, zmq.POLLIN)
+        heard = [target for target, _ in poller.poll(math.ceil(max(0.0, timeout_s) * 1000))]
+        if not heard:
+            return False
+        frames = heard[0].recv_multipart()
+        if heard[0] is self._replay:
+            self._take_replayed(frames[1:])
+        else:
+            if self._replay is None:
+                self._turn_in(QUIET_S)
+            self._take(*_decoded(frames))
+        return True
+
     def _take(self, number: int, batch: KVEventBatch) -> None:
-        is_gapless = True
-        if number < self._expected:  # the engine was started anew, and counts from 0 again
-            self._expected, is_gapless = 0, False
-        missed = self._replayed(self._expected, number)
-        for each_number, each in [*missed, (number, batch)]:
-            is_gapless = is_gapless and each_number == self._expected
-            self._ready.append(ReceivedEvents(each_number, each, is_gapless))
-            self._expected, is_gapless = each_number + 1, True
+        """Of what is published."""
+        if number < self._expected:
+            if batch.ts <= self._last_ts:
+                return  # a replay was faster
+            self._start_anew()
+        if number == self._expected or self._replay_endpoint is None:
+            self._put(number, batch)
+        else:
+            self._held = number, batch
+            self._ask()  # again, where a replay is under way: it may have been asked before
 
-    def _replayed(self, first: int, last: int) -> list[tuple[int, KVEventBatch]]:
-        """The batches ``[first, last)``, as far as the publisher still has them."""
-        if first == last or self._replay_endpoint is None:
-            return []
+    def _put(self, number: int, batch: KVEventBatch) -> None:
+        is_gapless = self._is_gapless and number == self._expected
+        self._ready.append(ReceivedEvents(number, batch, is_gapless))
+        self._expected, self._last_ts, self._is_gapless = number + 1, batch.ts, True
+
+    def _start_anew(self) -> None:
+        """The engine was started anew, and counts from 0 again."""
+        self._expected, self._is_gapless = 0, False
+
+    def _ask(self) -> None:
+        """Has everything sent again from the last batch on, which tells the publisher's start."""
+        self._close_replay()
+        assert self._replay_endpoint is not None
         # A socket for each replay: the rest of one that was given up cannot enter the next.
-        with self._context.socket(zmq.DEALER) as dealer:
-            dealer.setsockopt(zmq.RCVHWM, 0)
-            dealer.setsockopt(zmq.LINGER, 0)
-            connect(dealer, *self._replay_endpoint)
-            dealer.send_multipart((b"", _packed(first)))
-            batches = []
-            while (frames := _receive(dealer, self._replay_timeout_s)) is not None:
-                if len(frames) == 4 and frames[2] == _packed(_END):
-                    break
-                number, batch = _decoded(frames[1:])
-                if first <= number < last:
-                    batches.append((number, batch))
-            return batches
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.setsockopt(zmq.LINGER, 0)
+        connect(dealer, *self._replay_endpoint)
+        dealer.send_multipart((b"", _packed(max(0, self._expected - 1))))
+        self._replay = dealer
+        self._turn_in(self._replay_timeout_s)
+        self._anchor = (self._expected - 1, self._last_ts) if self._expected else None
 
+    def _take_replayed(self, frames: list[bytes]) -> None:
+        self._turn_in(self._replay_timeout_s)
+        if len(frames) == 3 and frames[1] == _packed(_END):
+            if self._anchor is None:
+                self._end_replay()
+            else:  # it has published fewer batches than we heard
+                self._start_anew()
+                self._ask()
+            return
+        try:
+            number, batch = _decoded(frames)
+        except DecodeError:
+            self._end_replay()
+            raise
+        if not frames[0].startswith(self._topic):
+            return
+        anchor, self._anchor = self._anchor, None
+        if anchor is not None and number == anchor[0] and batch.ts != anchor[1]:
+            self._start_anew()
+            self._ask()
+            return
+        if anchor is not None and number > anchor[0]:
+            self._is_gapless = False  # the batch that would tell is no longer kept
+        if number >= self._expected and (self._held is None or number < self._held[0]):
+            self._put(number, batch)
 
-def _receive(target: Socket, timeout_s: float) -> list[bytes] | None:
-    return target.recv_multipart() if target.poll(round(timeout_s * 1000)) else None
+    def _end_replay(self) -> None:
+        self._close_replay()
+        self._turn_in(QUIET_S)
+        if self._held is not None:
+            held, self._held = self._held, None
+            self._put(*held)
+
+    def _turn_in(self, seconds: float) -> None:
+        if self._replay_endpoint is not None:
+            self._turn_at = time.monotonic() + seconds
+
+    def _close_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.close()
+            self._replay = None
 
 
 def _decoded(frames: list[bytes]) -> tuple[int, KVEventBatch]:

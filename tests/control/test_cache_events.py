@@ -8,6 +8,7 @@ import zmq
 
 from kvferry.cache.events import AllBlocksCleared, BlockRemoved, KVEventBatch
 from kvferry.config import KVEventsConfig
+from kvferry.control import cache_events
 from kvferry.control.cache_events import CacheEventPublisher, CacheEventSubscriber
 from kvferry.errors import DecodeError, HostError, PortInUseError
 from tests.publishers import FREE, publishers
@@ -17,6 +18,10 @@ TIMEOUT_S = 60.0
 
 def removed(number):
     return BlockRemoved(block_hashes=[number], medium="GPU", group_idx=0)
+
+
+def packed(number):
+    return msgspec.msgpack.encode(KVEventBatch(ts=time.time(), events=[removed(number)]))
 
 
 def hashes(received):
@@ -82,6 +87,86 @@ def test_late_listener_gets_every_batch_from_the_first_on(open_publisher, subscr
     assert subscriber.receive(0.0) is None
 
 
+def test_listener_is_told_what_was_published_before_it_though_nothing_follows(
+    open_publisher, subscribe
+):
+    publisher = open_publisher()
+    for number in range(5):
+        publisher.publish([removed(number)])
+    subscriber = subscribe(publisher)
+    news = [subscriber.receive(TIMEOUT_S) for _ in range(5)]
+    assert [each.number for each in news] == list(range(5))
+    assert all(each.is_gapless for each in news)
+    assert subscriber.receive(0.0) is None
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Listeners ask as soon as nothing is there."""
+    monkeypatch.setattr(cache_events, "QUIET_S", 0.0)
+
+
+@pytest.mark.usefixtures("often")
+def test_each_batch_arrives_once_whether_replays_or_news_bring_it(open_publisher, subscribe):
+    publisher = open_publisher()
+    subscriber = subscribe(publisher)
+    heard = []
+    for number in range(200):
+        publisher.publish([removed(number)])
+        if number % 3 and (received := subscriber.receive(0.001 * (number % 5))) is not None:
+            heard.append(received)
+    while len(heard) < 200:
+        heard.append(subscriber.receive(TIMEOUT_S))
+    assert subscriber.receive(0.2) is None
+    assert [each.number for each in heard] == list(range(200))
+    assert all(each.is_gapless for each in heard)
+
+
+@pytest.mark.usefixtures("often")
+def test_what_was_lost_before_a_silence_arrives(open_publisher, subscribe):
+    publisher = open_publisher()
+    subscriber = subscribe(publisher)
+    publisher.publish([removed(0)])
+    assert subscriber.receive(TIMEOUT_S).number == 0
+    publisher._publisher.close()  # what follows is kept for replays, and reaches nobody
+    publisher.publish([removed(1)])
+    received = subscriber.receive(TIMEOUT_S)
+    assert (received.number, received.is_gapless) == (1, True)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_engine_started_anew_shows_in_silence(open_publisher, subscribe, count):
+    """Of three batches that were heard: the new engine has published fewer, as many, or more."""
+    publisher = open_publisher()
+    for number in range(3):
+        publisher.publish([removed(number)])
+    subscriber = subscribe(publisher)
+    assert [subscriber.receive(TIMEOUT_S).number for _ in range(3)] == [0, 1, 2]
+    publisher.close()
+    again = open_publisher(endpoint=publisher.endpoint, replay_endpoint=publisher.replay_endpoint)
+    again._publisher.close()
+    for number in range(count):
+        again.publish([removed(1000 + number)])
+    news = [subscriber.receive(TIMEOUT_S) for _ in range(count)]
+    assert [hashes(each) for each in news] == [[1000 + number] for number in range(count)]
+    assert [each.is_gapless for each in news] == [False] + [True] * (count - 1)
+
+
+@pytest.mark.usefixtures("often")
+def test_replay_that_no_longer_has_the_last_batch_is_a_gap(open_publisher, subscribe):
+    publisher = open_publisher(buffer_steps=2)
+    publisher.publish([removed(0)])
+    subscriber = subscribe(publisher)
+    assert subscriber.receive(TIMEOUT_S).number == 0
+    publisher._publisher.close()
+    with publisher._replay._lock:  # both at once
+        for number in range(1, 3):
+            publisher._replay._kept.append((number, packed(number)))
+    news = [subscriber.receive(TIMEOUT_S) for _ in range(2)]
+    assert [(each.number, each.is_gapless) for each in news] == [(1, False), (2, True)]
+
+
 def test_gap_shows_where_nobody_can_fill_it(open_publisher, subscribe):
     publisher = open_publisher()
     publisher.publish([removed(0)])
@@ -127,6 +212,8 @@ def test_listener_hears_the_topics_it_asked_for(open_publisher, subscribe):
     deaf = subscribe(publisher, topic="kv@decode")
     first_heard(publisher, subscribe(publisher, topic="kv@prefill"))
     assert deaf.receive(0.1) is None
+    deaf_again = subscribe(publisher, topic="kv@prefill-10")
+    assert deaf_again.receive(0.5) is None
 
 
 def test_step_without_events_sends_nothing(open_publisher, subscribe):
