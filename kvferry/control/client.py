@@ -24,10 +24,15 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from kvferry.control.connection import Call, Connection, Ended, expect, finish_answers
+from msgspec.structs import replace
+
+from kvferry.control.asks import ask_proof
+from kvferry.control.connection import Call, Connection, Ended, News, expect, finish_answers
 from kvferry.control.handshake import compare, validate
 from kvferry.control.links import Network, ZmqNetwork
 from kvferry.control.messages import (
+    Ask,
+    Asked,
     DescriptionReply,
     DescriptionRequest,
     Finish,
@@ -50,6 +55,7 @@ from kvferry.control.messages import (
 from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.peers import PeerTable
 from kvferry.control.proofs import prove
+from kvferry.control.tickets import Transfer
 from kvferry.errors import (
     CancelledError,
     IncompatibleError,
@@ -114,14 +120,15 @@ class ControlClient(Closing):
         """Replaced by others, and not closed yet."""
         self._ended: deque[tuple[Call[Any], Reply | Exception]] = deque()
         """Calls whose futures somebody has to complete."""
-        self._listener: Callable[[str, Renewed], None] = lambda *_: None
+        self._listener: Callable[[str, News], None] = lambda *_: None
         self._wakes_at = math.inf
         """Clock reading at which the thread wakes though nothing has come."""
         self._mailbox = mailbox("client", self._turn, poller=select.poll()).start()
 
-    def listen(self, listener: Callable[[str, Renewed], None]) -> None:
-        """``listener`` is told, with its address, what a source says of leases without being asked:
-        that they have grown, or were revoked. It runs where futures are completed.
+    def listen(self, listener: Callable[[str, News], None]) -> None:
+        """``listener`` is told, with its address, what a source says without being asked: that
+        leases have grown, or were revoked, and what became of transfers that we asked for. It runs
+        where futures are completed.
         """
         self._listener = listener
 
@@ -256,6 +263,40 @@ class ControlClient(Closing):
 
         def read(reply: Reply) -> None:
             expect(reply, Released)
+
+        return self._ask(address, Call(request, read))
+
+    def ask(self, address: str, source_incarnation: str, transfer: Transfer) -> "Future[Asked]":
+        """Asks for the ticket of a transfer; what becomes of it later is told unasked.
+
+        Args:
+            address: of the source.
+            source_incarnation: its start that is asked.
+            transfer: what the router gave to both of us.
+
+        Returns:
+            A future of the answer, whose ticket has a veiled secret
+            (:func:`kvferry.control.proofs.veil`). It raises ``HandshakeNeededError`` when either
+            side was started again since the handshake.
+        """
+        request = Ask(
+            id=0,
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            source_incarnation=source_incarnation,
+            transfer_id=transfer.transfer_id,
+            proof=b"",
+        )
+        request = replace(request, proof=ask_proof(transfer.secret, request))
+
+        def read(reply: Reply) -> Asked:
+            asked = expect(reply, Asked)
+            if asked.transfer_id != transfer.transfer_id:
+                raise ProtocolError(
+                    f"asked: an answer for transfer {asked.transfer_id}, asked for "
+                    f"{transfer.transfer_id}"
+                )
+            return asked
 
         return self._ask(address, Call(request, read))
 
@@ -398,7 +439,7 @@ class ControlClient(Closing):
                 self._ended.append((call, failed))
         self._complete()
 
-    def _told(self, address: str, news: Renewed) -> None:
+    def _told(self, address: str, news: News) -> None:
         self._listener(address, news)
 
     def _receive(self, connection: Connection) -> None:

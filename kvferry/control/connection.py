@@ -17,6 +17,7 @@ from kvferry import errors
 from kvferry.control import messages
 from kvferry.control.links import Link
 from kvferry.control.messages import (
+    Asked,
     ErrorReply,
     FinishAnswer,
     Finishes,
@@ -36,6 +37,9 @@ from kvferry.errors import (
 )
 
 T = TypeVar("T")
+
+News: TypeAlias = Renewed | Asked
+"""What a server says without being asked."""
 
 SECOND_LOOK_S = 0.25
 """Seconds between the two looks for an answer after which a call is given up."""
@@ -103,7 +107,7 @@ class Connection:
         address: str,
         options: ControlOptions,
         clock: Callable[[], float] = time.monotonic,
-        listener: Callable[[str, Renewed], None] = lambda *_: None,
+        listener: Callable[[str, News], None] = lambda *_: None,
     ) -> None:
         """Args:
         link: to the server; from now on ours.
@@ -191,8 +195,8 @@ class Connection:
                 reply = messages.decode_reply(payload)
             except DecodeError:
                 continue  # whose answer it was cannot be told; that call runs into its timeout
-            if reply.id == 0 and isinstance(reply, Renewed):
-                ended.append((self._news(), reply))
+            if reply.id == 0 and isinstance(reply, News):
+                ended.append((self._news(reply), reply))
                 continue
             call = self.calls.pop(reply.id, None)
             if call is not None:  # else it came after its timeout
@@ -200,9 +204,9 @@ class Connection:
                 ended += self._send_waiting()
         return ended
 
-    def _news(self) -> Call[Renewed]:
+    def _news(self, news: News) -> Call[News]:
         """A call that nobody made, for what the server says without being asked."""
-        call = Call(StatusRequest(id=0), lambda reply: expect(reply, Renewed))
+        call: Call[News] = Call(StatusRequest(id=0), lambda _: news)
         call.future.add_done_callback(lambda told: self._listener(self.address, told.result()))
         return call
 

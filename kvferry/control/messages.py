@@ -11,15 +11,18 @@ request             who sends it                        answer
 :class:`Renew`      target's scheduler half             :class:`Renewed`
 :class:`Finishes`   target's ranks                      :class:`FinishReply`
 :class:`Release`    target's scheduler half             :class:`Released`
+:class:`Ask`        target's scheduler half             :class:`Asked`
 :class:`StatusRequest`  anyone                          :class:`StatusReply`
 :class:`TraceRequest`  anyone                           :class:`TraceReply`
 :class:`DescriptionRequest`  anyone                     :class:`DescriptionReply`
 ==================  ==================================  ===================================
 
 A source whose lease grows, or is revoked, tells its holder at once, with a :class:`Renewed` that
-answers nothing (its id is 0). A request about leases proves for each of them that its sender was
-given the ticket, see :mod:`kvferry.control.proofs`. Any request may be answered by
-:class:`ErrorReply`, whose ``name`` is a class of :mod:`kvferry.errors`. ``engine_id`` and
+answers nothing (its id is 0); likewise it tells who has asked for a transfer, with an
+:class:`Asked`. A request about leases proves for each of them that its sender was given the
+ticket, an :class:`Ask` that it was given the transfer, see :mod:`kvferry.control.proofs`. Any
+request may be answered by :class:`ErrorReply`, whose ``name`` is a class of
+:mod:`kvferry.errors`. ``engine_id`` and
 ``incarnation`` always speak of the target (the engine whose blocks are filled),
 ``source_incarnation`` of the engine whose blocks are read.
 """
@@ -59,6 +62,19 @@ class LeaseAnswer(enum.StrEnum):
     """Every rank of this target has reported; there is nothing left to renew."""
     REVOKED = "revoked"
     """The lease will never be held by this target again; what it reads must not be used."""
+
+
+class AskState(enum.StrEnum):
+    """What the source says of a transfer for which its target asks."""
+
+    UNKNOWN = "unknown"
+    """No request here has it, or has it yet; ask again."""
+    COMING = "coming"
+    """Its request is here; who asked is told as soon as there is more to say."""
+    LENT = "lent"
+    """Here is the ticket."""
+    NEVER = "never"
+    """Nothing is lent, and nothing will be."""
 
 
 class FinishAnswer(enum.StrEnum):
@@ -123,6 +139,17 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether another target engine may take the leases; otherwise their blocks are freed."""
 
 
+class Ask(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the ticket of a transfer, which a router has given to both engines at once."""
+
+    id: int
+    engine_id: Id
+    incarnation: Id
+    source_incarnation: Id
+    transfer_id: Id
+    proof: Proof
+
+
 class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Asks for the engine's :class:`StatusReport`."""
 
@@ -181,6 +208,19 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The release is noted."""
 
     id: int
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers an :class:`Ask`; with id 0, tells who has asked without being asked again."""
+
+    id: int
+    transfer_id: str
+    state: AskState
+    ticket: str = ""
+    """The signed ticket, whose secret only those can read who have the transfer's
+    (:func:`kvferry.control.proofs.veil`); empty unless it is lent."""
+    reason: str = ""
+    """Why nothing is lent, for people; empty unless that is so."""
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -343,7 +383,7 @@ class DescriptionReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 Request: TypeAlias = (
-    Handshake | Renew | Finishes | Release | StatusRequest | TraceRequest | DescriptionRequest
+    Handshake | Renew | Finishes | Release | Ask | StatusRequest | TraceRequest | DescriptionRequest
 )
 Reply: TypeAlias = (
     HandshakeReply
@@ -351,6 +391,7 @@ Reply: TypeAlias = (
     | Renewed
     | FinishReply
     | Released
+    | Asked
     | StatusReply
     | TraceReply
     | DescriptionReply

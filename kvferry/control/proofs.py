@@ -8,6 +8,9 @@ lease.
 
 The source keeps one key for each of its starts, and derives each lease's secret from it. Of the
 claims on a shared lease (:mod:`kvferry.control.leases`) who was given the lease's ticket may speak.
+
+A ticket that travels over the control channel, as the answer to an ask, has its secret veiled: only
+who has the transfer's secret, which the router sends to both engines, can read it.
 """
 
 import hashlib
@@ -62,6 +65,16 @@ def prove(secret: bytes, action: str, lease_id: str, *said: object) -> bytes:
         said: all else that the message says of the lease, and the names of who speaks to whom.
     """
     return _mac(secret, _encoder.encode((action, lease_id, *said)))
+
+
+def veil(secret: bytes, key: bytes, lease_id: str) -> bytes:
+    """The secret of a lease as only who has ``key`` can read it; veiled again, it is as it was.
+
+    >>> veil(veil(b"s" * 16, b"key", "5f"), b"key", "5f")
+    b'ssssssssssssssss'
+    """
+    pad = prove(key, "veil", lease_id)  # no two leases have one id, so none is used twice
+    return bytes(one ^ other for one, other in zip(secret, pad, strict=True))
 
 
 def _mac(key: bytes, message: bytes) -> bytes:

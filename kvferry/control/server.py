@@ -16,12 +16,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 from zmq.auth.thread import ThreadAuthenticator
 
 from kvferry.control import messages
+from kvferry.control.asks import AskTable
 from kvferry.control.handshake import compare, validate
 from kvferry.control.leases import LeaseTable, Target, check_rank
 from kvferry.control.messages import (
+    Ask,
+    Asked,
+    AskState,
     DescriptionReply,
     DescriptionRequest,
     ErrorEvent,
@@ -49,7 +54,8 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions, CurveKeys, configure
 from kvferry.control.peers import Peer, PeerTable
-from kvferry.control.proofs import LeaseKey
+from kvferry.control.proofs import LeaseKey, veil
+from kvferry.control.tickets import Ticket, Transfer, sign
 from kvferry.errors import (
     DecodeError,
     HandshakeNeededError,
@@ -112,6 +118,7 @@ class ControlService:
         role: str,
         leases: LeaseTable,
         options: ControlOptions | None = None,
+        key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Args:
@@ -120,6 +127,7 @@ class ControlService:
         role: its ``kv_role``, to be shown by ``kvferry status``.
         leases: the leases on this engine's blocks.
         options: timeouts, limits, keys.
+        key: the cluster's, which signs tickets and transfers.
         clock: seconds that never run backwards; tells how long peers have been silent.
         """
         options = options or ControlOptions()
@@ -131,6 +139,9 @@ class ControlService:
             max_peers=options.max_peers, silence_s=options.lease_duration_s, clock=clock
         )
         """The engines that have shaken hands with this one."""
+        self.asks = AskTable(key, clock)
+        """Who wants which transfer."""
+        self._cluster_key = key
         self._key = LeaseKey()
         self._description: EngineDescription | None = None  # while the engine is starting
         self._list_transfers: TransferLister = tuple
@@ -193,6 +204,24 @@ class ControlService:
 
     def _tell(self, holders: Iterable[tuple[Target, str]]) -> None:
         """Sends :meth:`news`; what is lost comes with the answer to the next renewal."""
+
+    def expect(self, transfer: Transfer) -> None:
+        """See :meth:`AskTable.expect`."""
+        for _ in self.asks.expect(transfer):
+            self._note_ask(transfer.transfer_id)
+
+    def lend(self, transfer: Transfer, ticket: Ticket) -> None:
+        """The lease of a transfer was granted; who asked for it is given the ticket."""
+        veiled = veil(ticket.secret, transfer.secret, ticket.lease_id)
+        text = sign(replace(ticket, secret=veiled), self._cluster_key)
+        self._tell_askers(*self.asks.lend(transfer.transfer_id, text))
+
+    def deny(self, transfer: Transfer, reason: str) -> None:
+        """Nothing will be lent for a transfer, or is any more; who waits for it is told why."""
+        self._tell_askers(*self.asks.deny(transfer.transfer_id, reason))
+
+    def _tell_askers(self, connections: Iterable[bytes], news: Asked) -> None:
+        """Sends news to who has asked; what is lost comes with the answer to the next ask."""
 
     def note_error(self, kind: str, message: str) -> None:
         """Adds an error to the counters and to the last errors of the status."""
@@ -264,6 +293,8 @@ class ControlService:
                     keep=request.keep,
                 )
                 return Released(id=request.id)
+            case Ask():
+                return self._answer_ask(request, connection)
             case DescriptionRequest():
                 return DescriptionReply(
                     id=request.id, role=self.role, description=without_endpoints(self._described())
@@ -272,6 +303,27 @@ class ControlService:
                 return self._trace(request)
             case _:
                 return StatusReply(id=request.id, report=self.status())
+
+    def _answer_ask(self, request: Ask, connection: bytes) -> Asked:
+        peer = self._target(request)
+        answer = self.asks.ask(request, connection)
+        if answer is None:
+            self._note_ask(request.transfer_id)
+            reason = "the ask does not prove that the router sent it"
+            return Asked(
+                id=request.id,
+                transfer_id=request.transfer_id,
+                state=AskState.NEVER,
+                reason=reason,
+            )
+        peer.is_trusted |= answer.state is not AskState.UNKNOWN
+        return answer
+
+    def _note_ask(self, transfer_id: str) -> None:
+        self.note_error(
+            "authority",
+            f"ask for transfer {transfer_id}: it does not prove that the router sent it",
+        )
 
     def _trace(self, request: TraceRequest) -> TraceReply:
         remembered, found = self._find_traces(request.request_id)
@@ -306,7 +358,7 @@ class ControlService:
             )
         return self._description
 
-    def _target(self, request: Renew | Finishes | Release) -> Peer:
+    def _target(self, request: Renew | Finishes | Release | Ask) -> Peer:
         """The peer that speaks.
 
         Raises:
@@ -408,6 +460,7 @@ class ControlServer(ControlService, Closing):
         host: str = "127.0.0.1",
         port: int = 0,
         options: ControlOptions | None = None,
+        key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listens on ``host:port`` and returns.
@@ -420,6 +473,7 @@ class ControlServer(ControlService, Closing):
             host: address of this machine, or ``*`` for all of them.
             port: TCP port; 0 takes a free one, see :attr:`port`.
             options: timeouts, limits, keys.
+            key: the cluster's, which signs tickets and transfers.
             clock: seconds that never run backwards; tells how long peers have been silent.
 
         Raises:
@@ -434,6 +488,7 @@ class ControlServer(ControlService, Closing):
             role=role,
             leases=leases,
             options=options,
+            key=key,
             clock=clock,
         )
         self._context: Context = zmq.Context()
@@ -478,6 +533,7 @@ class ControlServer(ControlService, Closing):
     def _look_at_leases(self) -> float:
         """Ends the leases whose time is over; returns when to look again. On the thread."""
         self.leases.expire(awake_s=self._mailbox.awake_s, lives=self._lives)
+        self.asks.expire()
         return min(LOOK_S, self.leases.duration_s / 12)
 
     def _lives(self, target: Target) -> bool:
@@ -503,9 +559,16 @@ class ControlServer(ControlService, Closing):
     def _send_news(self, target: Target, lease_id: str) -> None:
         connection = self.peers.connection(*target)
         if connection:
-            with contextlib.suppress(zmq.ZMQError):  # gone, or it takes nothing just now
-                news = self.news(target, lease_id)
-                self._router.send_multipart((connection, news), zmq.NOBLOCK)
+            self._send(connection, self.news(target, lease_id))
+
+    def _tell_askers(self, connections: Iterable[bytes], news: Asked) -> None:
+        payload = messages.encode(news)
+        for connection in connections:
+            self._mailbox.post(partial(self._send, connection, payload))
+
+    def _send(self, connection: bytes, news: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # gone, or it takes nothing just now
+            self._router.send_multipart((connection, news), zmq.NOBLOCK)
 
     def _serve(self) -> None:
         """Answers what has come; on the thread."""

@@ -6,6 +6,9 @@ trusts nothing else of what they send: host, port and block ids come from the ve
 protects against clients, not against a hostile engine, which knows the key. Whoever sees a ticket
 can speak of its lease, and of no other.
 
+A router that sends a request to both engines at once has no ticket yet. It gives both a
+:class:`Transfer`, for which the target asks the source (:mod:`kvferry.control.asks`).
+
 A ticket carries durations, never times, because two machines' clocks need not agree: whether a
 lease has expired is the source's to say.
 """
@@ -13,19 +16,23 @@ lease has expired is the source's to say.
 import base64
 import hashlib
 import hmac
+import re
+import secrets
 import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
 
+from kvferry.control.messages import MAX_ID_CHARS
 from kvferry.control.proofs import PROOF_BYTES, claim_on
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
-from kvferry.zeromq import join_address
+from kvferry.zeromq import join_address, split_address
 
 TICKET_VERSION = 3
 """The version that this release writes and reads."""
@@ -35,6 +42,8 @@ MIN_KEY_BYTES = 16
 """Bytes of the shortest key."""
 
 _DOMAIN = b"kvferry ticket\n"  # so that a MAC made for something else under the key is no ticket
+_TRANSFER_DOMAIN = b"kvferry transfer\n"
+_TRANSFER = re.compile(rf"([0-9a-f]{{32}}@(.+))\.([0-9a-f]{{{2 * PROOF_BYTES}}})")
 
 MAX_CONTENT_PARTS = 16
 """Parts that a ticket's ``content`` has at most."""
@@ -94,6 +103,77 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         of the lease, of another one it is the ticket itself.
         """
         return replace(self, lease_id=claim_on(self.lease_id)) if self.shared else self
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What a router gives to the source and to the target of a load that both are sent at once."""
+
+    transfer_id: str
+    """Random, and the address of the source's control channel (``random@host:port``)."""
+    secret: bytes = field(repr=False)
+    """Proves that the router gave it; follows from the cluster's key, where there is one."""
+
+    @classmethod
+    def begin(cls, address: str, key: bytes | None) -> "Transfer":
+        """A new one.
+
+        Args:
+            address: ``host:port`` of the source's control channel.
+            key: the cluster's; without one anybody can make a transfer.
+
+        Raises:
+            ValueError: the address is none, or too long; the key is shorter than 16 bytes.
+        """
+        transfer_id = f"{secrets.token_hex(16)}@{join_address(*split_address(address))}"
+        if len(transfer_id) > MAX_ID_CHARS:
+            raise ValueError(f"address: {address!r} is too long for a transfer")
+        secret = transfer_secret(transfer_id, key) or secrets.token_bytes(PROOF_BYTES)
+        return cls(transfer_id, secret)
+
+    @property
+    def address(self) -> str:
+        """``host:port`` of the source's control channel, an IPv6 address in brackets."""
+        return self.transfer_id.partition("@")[2]
+
+    @property
+    def text(self) -> str:
+        """What both engines are sent."""
+        return f"{self.transfer_id}.{self.secret.hex()}"
+
+
+def transfer_secret(transfer_id: str, key: bytes | None) -> bytes | None:
+    """The secret of a transfer; ``None`` without a key, where the router has drawn it."""
+    if key is None:
+        return None
+    return _mac(transfer_id.encode(), key, _TRANSFER_DOMAIN)[:PROOF_BYTES]
+
+
+def read_transfer(text: object, key: bytes | None) -> Transfer:
+    """What a router has sent.
+
+    Raises:
+        TicketForgedError: its signature is wrong.
+        TicketError: it is no transfer.
+        ValueError: the key is shorter than 16 bytes.
+    """
+    found = _TRANSFER.fullmatch(text) if isinstance(text, str) else None
+    if found is None or len(found[1]) > MAX_ID_CHARS:
+        raise TicketError("transfer: it is not what a router of kvferry sends")
+    try:
+        is_plain = join_address(*split_address(found[2])) == found[2]
+    except ValueError as error:
+        raise TicketError(f"transfer: its {error}") from error
+    if not is_plain:
+        raise TicketError(f"transfer: its address {found[2]!r} is not as we write it")
+    transfer = Transfer(found[1], bytes.fromhex(found[3]))
+    expected = transfer_secret(transfer.transfer_id, key)
+    if expected is not None and not hmac.compare_digest(expected, transfer.secret):
+        raise TicketForgedError(
+            "transfer: its signature does not match this engine's cluster key; give the router and "
+            "all engines of the cluster the same cluster_key_file"
+        )
+    return transfer
 
 
 def prompt_digest(token_ids: Iterable[int]) -> str:
@@ -218,12 +298,12 @@ class SeenTickets:
                 self._used.popitem(last=False)
 
 
-def _mac(payload: bytes, key: bytes) -> bytes:
+def _mac(payload: bytes, key: bytes, domain: bytes = _DOMAIN) -> bytes:
     if len(key) < MIN_KEY_BYTES:
         raise ValueError(
             f"key: {len(key)} bytes, a ticket key has at least {MIN_KEY_BYTES}; take 32 random ones"
         )
-    return hmac.new(key, _DOMAIN + payload, hashlib.sha256).digest()
+    return hmac.new(key, domain + payload, hashlib.sha256).digest()
 
 
 def _to_text(data: bytes) -> str:

@@ -15,6 +15,7 @@ from kvferry.control import messages
 from kvferry.control.client import fetch_status
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import (
+    Ask,
     DescriptionRequest,
     ErrorReply,
     Finish,
@@ -49,6 +50,7 @@ def requests(describe, hybrid):
         Renew(**header, leases={"a": b"p" * 16, "b": b"q" * 16}),
         Finishes(**header, items=items),
         Release(**header, leases={"a": b"p" * 16}, keep=True),
+        Ask(**header, transfer_id="t", proof=b"p" * 16),
         StatusRequest(id=7),
         TraceRequest(id=8, request_id="r"),
         DescriptionRequest(id=7),

@@ -10,7 +10,10 @@ import msgspec
 import pytest
 
 from kvferry.control import messages
+from kvferry.control.asks import ask_proof
 from kvferry.control.messages import (
+    Ask,
+    Asked,
     DescriptionReply,
     DescriptionRequest,
     Finish,
@@ -26,7 +29,7 @@ from kvferry.control.messages import (
     StatusReply,
     StatusRequest,
 )
-from kvferry.control.tickets import Ticket, sign, verify
+from kvferry.control.tickets import Ticket, Transfer, read_transfer, sign, verify
 from kvferry.errors import DecodeError, TicketError
 from tests.control.test_members import HONEST, MEMBER, Cluster
 from tests.fuzzing import nearly
@@ -61,6 +64,9 @@ def requests_of(cluster):
             **header, leases={own: cluster.proof("Release", target, own, True)}, keep=True
         )
         yield Finishes(**header, items=(item, item))
+        transfer = Transfer("a" * 32 + "@127.0.0.1:14579", bytes(16))
+        ask = Ask(**header, transfer_id=transfer.transfer_id, proof=b"")
+        yield msgspec.structs.replace(ask, proof=ask_proof(transfer.secret, ask))
     yield StatusRequest(id=3)
     yield DescriptionRequest(id=4)
 
@@ -93,6 +99,7 @@ def test_nearly_right_answers_are_decoded_or_refused(describe, count, seed):
         Refused(id=1, engine_id="p", mismatches=("a", "b")),
         Renewed(id=1, states={"a": LeaseAnswer.HELD}),
         FinishReply(id=1, answers=("held", "revoked")),
+        Asked(id=1, transfer_id="a", state="lent", ticket="t"),
         StatusReply(id=1, report=cluster.service.status()),
         DescriptionReply(id=1, role="kv_both", description=describe("p", "p1")),
     ]
@@ -122,6 +129,15 @@ def test_nearly_right_tickets_are_refused_by_name(count, seed):
         for text in (_signed(data, key), data.decode("latin-1")):
             with contextlib.suppress(TicketError):  # nothing else may be raised
                 verify(text, key)
+
+
+@pytest.mark.parametrize(("count", "seed"), COUNTS)
+def test_nearly_right_transfers_are_refused_by_name(count, seed):
+    good = Transfer.begin("[fd00::1]:14579", b"k" * 32).text
+    for data in nearly([good], count, seed=seed):
+        for key in (b"k" * 32, None):
+            with contextlib.suppress(TicketError):  # nothing else may be raised
+                read_transfer(data.decode("latin-1"), key)
 
 
 def _signed(data, key):

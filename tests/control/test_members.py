@@ -13,6 +13,9 @@ import pytest
 from kvferry.control import messages
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import (
+    Ask,
+    Asked,
+    AskState,
     ErrorReply,
     Finish,
     Finishes,
@@ -26,6 +29,7 @@ from kvferry.control.messages import (
 )
 from kvferry.control.proofs import prove
 from kvferry.control.server import ControlService
+from kvferry.control.tickets import Transfer
 
 HONEST, MEMBER, SOURCE = ("d", "d1"), ("m", "m1"), "p1"
 
@@ -43,6 +47,8 @@ class Cluster:
         self.shake_hands(describe(*HONEST, tp=2))
         self.shake_hands(describe(*MEMBER))
         self.lease, self.own = (self.leases.grant("r", 10).lease_id for _ in range(2))
+        self.transfer = Transfer.begin("127.0.0.1:14579", None)
+        self.service.expect(self.transfer)
         assert self.renew(HONEST, self.lease) == LeaseAnswer.HELD
         assert self.renew(MEMBER, self.own) == LeaseAnswer.HELD
 
@@ -131,6 +137,8 @@ def is_no_gain(reply):
     match reply:
         case Renewed():
             return set(reply.states.values()) <= {LeaseAnswer.REVOKED}
+        case Asked():
+            return reply.state is AskState.NEVER and not reply.ticket
         case FinishReply():
             return set(reply.answers) <= {"revoked"}
         case _:
@@ -138,7 +146,7 @@ def is_no_gain(reply):
 
 
 @pytest.mark.parametrize("lie", range(len(list(lies()))))
-@pytest.mark.parametrize("what", ["renew", "release", "keep", "finish", "fail"])
+@pytest.mark.parametrize("what", ["renew", "release", "keep", "finish", "fail", "ask"])
 def test_a_member_that_lies_about_a_lease_gains_nothing_and_harms_nobody(cluster, what, lie):
     target, source, kind = list(lies())[lie]
     header = cluster.header(target) | {"source_incarnation": source}
@@ -152,6 +160,10 @@ def test_a_member_that_lies_about_a_lease_gains_nothing_and_harms_nobody(cluster
                 keep = what == "keep"
                 proofs = {lease: proof_of(cluster, kind, "Release", target, lease, keep)}
                 message = Release(**header, leases=proofs, keep=keep)
+            case "ask":
+                name = cluster.transfer.transfer_id
+                proof = proof_of(cluster, kind, "Ask", target, name)
+                message = Ask(**header, transfer_id=name, proof=proof)
             case _:
                 ok, nonce = what == "finish", b"honest"  # the honest engine's, say it was guessed
                 proof = proof_of(cluster, kind, "Finish", target, lease, rank, ok, nonce)

@@ -22,14 +22,14 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
-from kvferry.connectors.pull.record import RequestRecords
+from kvferry.connectors.pull.record import RequestRecord, RequestRecords
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import Lease, LeaseRefusal, LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import Ticket, prompt_digest, sign, verify
+from kvferry.control.tickets import Ticket, Transfer, prompt_digest, read_transfer, sign, verify
 from kvferry.control.tracing import Spans
 from kvferry.errors import (
     CancelledError,
@@ -95,6 +95,11 @@ class PullScheduler(SchedulerConnector):
         """Requests with KV of weights that the engine no longer has."""
         self._lends = True
         """Until its weights change where nobody knows which KV is of which."""
+        self._lending: dict[str, Transfer] = {}
+        """Request id → the transfer that others may ask for, of requests that have come with one:
+        until nothing is lent, or no longer."""
+        self._lent_as: dict[Transfer, str] = {}
+        """The leases of those that are lent."""
         self._prefixes: dict[str, Lease] = {}
         """Request id → its lease, for those that lend what was cached; the oldest first."""
         self._counters: Counter[str] = Counter()
@@ -133,6 +138,7 @@ class PullScheduler(SchedulerConnector):
             role=config.kv_role,
             leases=leases,
             options=options,
+            key=key,
         )
         client = ControlClient(
             engine_id=config.engine_id,
@@ -241,14 +247,20 @@ class PullScheduler(SchedulerConnector):
             self._note_plain(request)
             return
         record = self._records.begin(request, loads=loads)
+        try:
+            transfer = self._transfer_to_lend(params)
+        except KVFerryError as error:
+            self._refused(record, error)
+            raise
         if not loads:
+            self._expect(request.request_id, transfer)
             return
         try:
             ticket = self._accepted(params.get("ticket"), request)
         except KVFerryError as error:
-            record.fail(self._clock(), f"{type(error).__name__}: {error}")
-            self._records.end(record, "refused")
+            self._refused(record, error)
             raise
+        self._expect(request.request_id, transfer)
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
@@ -257,6 +269,10 @@ class PullScheduler(SchedulerConnector):
             return
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
         self._loads[request.request_id] = self._sources.add(record, ticket)
+
+    def _refused(self, record: RequestRecord, error: KVFerryError) -> None:
+        record.fail(self._clock(), f"{type(error).__name__}: {error}")
+        self._records.end(record, "refused")
 
     def lends_only_cached(self, request: RequestView) -> bool:
         """See :meth:`SchedulerConnector.lends_only_cached`."""
@@ -416,6 +432,11 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
         keep, params = self._finished(request, block_ids)
+        if params is None:
+            self.tell_not_lent(
+                request.request_id,
+                f"request {request.request_id} has ended ({request.finish_reason}) without a lease",
+            )
         if params is None and self.lends_only_cached(request) and request.finished_cleanly:
             params = dict(NOTHING_LENT)
         self._records.finished(request, keep, params)
@@ -500,7 +521,7 @@ class PullScheduler(SchedulerConnector):
                 )
             )
         parallel = self._context.groups[0].parallel
-        return True, self._params(
+        return True, self.tell_lent(
             Ticket(
                 lease_id=lease.lease_id,
                 engine_id=self._context.config.engine_id,
@@ -583,6 +604,7 @@ class PullScheduler(SchedulerConnector):
             self._counters["prefixes_refused"] += 1
             logger.info("request %s: no cached prefix is lent: %s", request.request_id, reason)
             return False, None
+        self.tell_not_lent(request.request_id, reason)
         self._server.note_error("lease", f"request {request.request_id}: {reason}")
         logger.warning(
             "request %s: its KV is not lent, and the decode engine has to compute it: %s",
@@ -590,6 +612,55 @@ class PullScheduler(SchedulerConnector):
             reason,
         )
         return False, None
+
+    # ---- transfers: who asks is told what is lent ---------------------------------------------
+
+    def _transfer_to_lend(self, params: Mapping[str, Any]) -> Transfer | None:
+        """What the router has given to this engine and to the one that will load, if it has.
+
+        Raises:
+            TicketError: it is not the router's.
+        """
+        if not params.get("do_remote_decode") or "transfer" not in params:
+            return None
+        try:
+            return read_transfer(params["transfer"], self._key)
+        except TicketError as error:
+            self._server.note_error("ticket", str(error))
+            raise
+
+    def _expect(self, request_id: str, transfer: Transfer | None) -> None:
+        if transfer is not None:
+            self._lending[request_id] = transfer
+            self._server.expect(transfer)
+
+    def tell_lent(self, ticket: Ticket) -> dict[str, Any]:
+        """The lease of a request was granted: to be called as soon as that is so.
+
+        Whoever has asked for the request's transfer is given the ticket.
+
+        Returns:
+            The ``kv_transfer_params`` of the request's answer, without the ticket where it is asked
+            for.
+        """
+        transfer = self._lending.get(ticket.request_id)
+        if transfer is None:
+            return self._params(ticket)
+        self._lent_as[transfer] = ticket.lease_id
+        self._server.lend(transfer, ticket)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_num_tokens": ticket.num_tokens,
+            "transfer": transfer.text,
+        }
+
+    def tell_not_lent(self, request_id: str, reason: str) -> None:
+        """It is certain that nothing of a request will be lent, or is any more."""
+        transfer = self._lending.pop(request_id, None)
+        if transfer is not None:
+            self._lent_as.pop(transfer, None)
+            self._server.deny(transfer, reason)
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:
         """The fields that vLLM's proxies look at, and the ticket, which alone counts."""
@@ -609,6 +680,9 @@ class PullScheduler(SchedulerConnector):
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Ends the lease of a ticket of ours that no target has used; anything else is ignored."""
+        if "transfer" in kv_transfer_params:
+            self._take_back_transfer(kv_transfer_params["transfer"])
+            return
         if "ticket" not in kv_transfer_params:
             return  # nothing was lent
         try:
@@ -619,6 +693,17 @@ class PullScheduler(SchedulerConnector):
         # Without a cluster key anybody could write a ticket, but not its secret.
         if hmac.compare_digest(ticket.secret, self._server.secret(ticket.lease_id)):
             self._leases.withdraw(ticket.lease_id)
+
+    def _take_back_transfer(self, text: object) -> None:
+        """Ends the lease of a transfer that no target has used."""
+        try:
+            transfer = read_transfer(text, self._key)
+        except TicketError as error:
+            self._server.note_error("ticket", f"to be taken back: {error}")
+            return
+        lease_id = self._lent_as.get(transfer)
+        if lease_id is not None:
+            self._leases.withdraw(lease_id)
 
     # ---- every step ---------------------------------------------------------------------------
 
@@ -640,6 +725,7 @@ class PullScheduler(SchedulerConnector):
             self._mirroring.pop(lease.lease_id, None)
             self._prefixes.pop(lease.request_id, None)
             self._outdated.discard(lease.request_id)
+            self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
             self._step.released.append(lease.request_id)
             self._records.freed(lease)
 

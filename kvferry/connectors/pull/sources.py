@@ -21,6 +21,7 @@ from functools import partial
 from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.connectors.pull.record import RequestRecord
 from kvferry.control.client import ControlClient
+from kvferry.control.connection import News
 from kvferry.control.messages import MAX_ITEMS, LeaseAnswer, Renewed
 from kvferry.control.tickets import Ticket, check_incarnation
 from kvferry.errors import (
@@ -456,8 +457,10 @@ class Sources:
                         load.next_renewal = self._clock() + (0.0 if forgotten else RETRY_S)
                 self._wake()
 
-    def _told(self, address: str, news: Renewed) -> None:
+    def _told(self, address: str, news: News) -> None:
         """A source tells of leases that have grown, or were revoked; on any thread."""
+        if not isinstance(news, Renewed):
+            return
         with self._lock:
             loads = [self._loads[lease_id] for lease_id in news.states if lease_id in self._loads]
             for load in loads:
