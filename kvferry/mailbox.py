@@ -59,12 +59,8 @@ class Owner:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._defect: BaseException | None = None
-
-    @property
-    def has_died(self) -> bool:
-        """Whether a defect has shown that it does not survive; :meth:`check` says which."""
-        return self._defect is not None
+        self.defect: BaseException | None = None
+        """What it did not survive; ``None`` while nothing has shown that."""
 
     def check(self) -> None:
         """Raises such a defect.
@@ -72,8 +68,8 @@ class Owner:
         Raises:
             EngineError: there was one; what the tasks own cannot be relied on.
         """
-        if self._defect is not None:
-            raise EngineError(f"{self._name} died: {self._defect!r}") from self._defect
+        if self.defect is not None:
+            raise EngineError(f"{self._name} died: {self.defect!r}") from self.defect
 
 
 class Mailbox(Owner, Closing):
@@ -167,7 +163,7 @@ class Mailbox(Owner, Closing):
             with contextlib.suppress(TimeoutError):
                 return future.result(timeout=1.0)
             if not self._thread.is_alive() and not future.done():
-                raise EngineError(f"{self._name} has ended") from self._defect
+                raise EngineError(f"{self._name} has ended") from self.defect
 
     def close(self) -> None:
         """Runs what was posted before, then ends the thread. Idempotent."""
@@ -209,7 +205,7 @@ class Mailbox(Owner, Closing):
                 pass
         except BaseException as defect:
             logger.exception("%s died", self._name)
-            self._defect = defect
+            self.defect = defect
 
     def _round(self) -> bool:
         """Turn, sleep, tasks and handlers; false once it is to end."""
@@ -298,4 +294,4 @@ class Serial(Owner):
             task()
         except Exception as defect:  # the thread is somebody else's
             logger.exception("%s failed", self._name)
-            self._defect = defect
+            self.defect = defect

@@ -1,18 +1,23 @@
 """Measures, prints, and writes the results."""
 
+import gzip
 import os
 import subprocess
+import sysconfig
 import tempfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 import typer
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from rich.console import Console
 
 from benchmarks.machine import command_of, describe_machine, load_average
 from benchmarks.vllm_adapter.engines import Measured, Order
-from benchmarks.vllm_adapter.report import AdapterResults, show, write
+from benchmarks.vllm_adapter.report import BEFORE, OFF, ON, AdapterResults, joined, show, write
 from benchmarks.vllm_servers.server import PYTHON, ROOT
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
@@ -27,7 +32,6 @@ _MODEL = TinyConfig(
     vocab_size=1024,
 )
 _ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,7 +43,11 @@ _WITHIN_S = 600.0
 
 
 def main(
-    steps: Annotated[int, typer.Option(min=1, help="Steps by each clock, of each case.")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="Steps by each clock, of each case.")] = 50,
+    runs: Annotated[int, typer.Option(min=1, help="Engines started, one pair after another.")] = 3,
+    before: Annotated[
+        Path | None, typer.Option(help="Another checkout, to be measured in turns with this one.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
     quick: Annotated[bool, typer.Option(help="Few requests and steps: a test of it.")] = False,
 ) -> None:
@@ -58,10 +66,23 @@ def main(
         prompt_tokens=256,
         steps=3 if quick else steps,
     )
+    sides = {OFF: (ROOT, False), ON: (ROOT, True)}
+    if before is not None:
+        sides = {BEFORE: (before, False), **sides}
+    found: dict[str, list[Measured]] = {side: [] for side in sides}
+    with _Collector() as collector:
+        for run in range(1 if quick else runs):
+            for side, (root, is_traced) in sides.items():
+                console.print(f"run {run + 1}: {side}")
+                found[side].append(
+                    _measure(order, root.resolve(), collector if is_traced else None)
+                )
     results = AdapterResults(
         command=command_of("benchmarks.vllm_adapter"),
         machine=machine,
-        measured=_measure(order),
+        runs=1 if quick else runs,
+        measured={side: joined(measured) for side, measured in found.items()},
+        num_spans=collector.num_spans,
         load_after=load_average(),
         quick=quick,
         order=msgspec.structs.replace(order, model=Path(order.model).name),
@@ -71,15 +92,63 @@ def main(
     console.print(f"written to {out}")
 
 
-def _measure(order: Order) -> Measured:
-    """Has it done by a process of vLLM's environment."""
+class _Collector:
+    """Counts the spans that engines send."""
+
+    def __init__(self) -> None:
+        self.num_spans = 0
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers["Content-Encoding"] == "gzip":
+                    body = gzip.decompress(body)
+                request = ExportTraceServiceRequest.FromString(body)
+                collector.num_spans += sum(
+                    len(scope.spans)
+                    for resource in request.resource_spans
+                    for scope in resource.scope_spans
+                )
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """With which an engine sends its spans here."""
+        port = self._server.server_port
+        return {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+            "OTEL_BSP_SCHEDULE_DELAY": "500",
+        }
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _measure(order: Order, root: Path, collector: _Collector | None) -> Measured:
+    """Has it done by a process of vLLM's environment, with what is checked out in ``root``."""
+    environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": str(root)}
+    if collector is not None:
+        environment |= collector.environment
+        order = msgspec.structs.replace(order, packages=sysconfig.get_path("purelib"))
     with tempfile.TemporaryDirectory(prefix="vllm-adapter-") as folder:
         source, target = Path(folder, "order.json"), Path(folder, "measured.json")
         source.write_bytes(msgspec.json.encode(order))
         subprocess.run(
             [PYTHON, "-m", "benchmarks.vllm_adapter.engines", source, target],
-            cwd=ROOT,
-            env={**os.environ, **_ENVIRONMENT},
+            cwd=root,
+            env=environment,
             stdin=subprocess.DEVNULL,
             timeout=_WITHIN_S,
             check=True,

@@ -18,6 +18,7 @@ import msgspec
 
 from benchmarks.vllm_adapter.meter import Clock, Meter, StepCost
 from benchmarks.vllm_servers.ports import free_port
+from kvferry.control.tracing import new_traceparent
 
 BLOCK_SIZE = 32
 _HELD = {"stall_timeout_s": 3600.0, "request_timeout_s": 3600.0, "handshake_timeout_s": 3600.0}
@@ -40,6 +41,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     steps: int
     """That are measured of each case."""
+    packages: str = ""
+    """Folder of packages that this environment lacks: OpenTelemetry's SDK, where spans are made."""
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +128,7 @@ class Engine:
                 detokenize=False,
                 extra_args=None if params is None else {"kv_transfer_params": dict(params)},
             ),
+            trace_headers={"traceparent": new_traceparent()} if self._order.packages else None,
         )
         return request_id
 
@@ -176,6 +180,10 @@ class Engine:
         found = {clock: tuple(steps) for clock, steps in costs.items()}
         return Case(name=name, in_flight=in_flight, steps=found)
 
+    def end_leases(self) -> None:
+        """Takes all leases back, as after a change of weights; the next step frees their blocks."""
+        self.scheduler.connector._scheduler.pull.revoke_leases()  # noqa: SLF001 (there is no other)
+
     def close(self) -> None:
         """Ends the connector's threads."""
         self.worker.shutdown()
@@ -184,6 +192,10 @@ class Engine:
 
 def measure(order: Order) -> Measured:
     """Starts the engines and measures all cases."""
+    import vllm  # noqa: F401 (it shall find nothing in the folder of packages)
+
+    if order.packages:
+        sys.path.append(order.packages)
     prefill = Engine(order, "kv_producer", {"lease_duration_s": 600.0})
     decode = _decode_engine(order)
     idle = "no transfer under way"
@@ -212,6 +224,12 @@ def measure(order: Order) -> Measured:
     per_request["request_finished (decode, aborted)"] = _busiest(found, "request_finished", order)
     decode.step_until(lambda: _num_loading(decode) == 0)
     lent = prefill.lend(order.requests)
+    prefill.end_leases()
+    found = prefill.meter.by_method(prefill.step)
+    whole_step = sum(found["build_connector_meta"])
+    per_request["build_connector_meta (prefill), per lease that ended"] = [
+        whole_step / order.requests
+    ]
     prefill.close()
     with socket.create_server(("127.0.0.1", prefill.port)):  # it listens and never answers
         for prompt, params in lent:

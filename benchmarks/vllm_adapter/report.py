@@ -17,8 +17,15 @@ IDLE_GOAL_US = 20.0
 """For a step without transfers."""
 
 
+OFF = "tracing off"
+ON = "tracing on"
+"""Spans are made of every request, and sent to a collector."""
+BEFORE = "before"
+"""Another checkout, with tracing off."""
+
+
 class AdapterResults(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one run measured."""
+    """All that was measured."""
 
     command: str
     machine: Machine
@@ -26,7 +33,33 @@ class AdapterResults(msgspec.Struct, frozen=True, kw_only=True):
     quick: bool
     """Whether this was only a test of the benchmark."""
     order: Order
-    measured: Measured
+    runs: int
+    """In each of which every side had engines of its own, one side after the other."""
+    measured: dict[str, Measured]
+    """By side; all runs together."""
+    num_spans: int
+    """That the collector got."""
+
+
+def joined(runs: Sequence[Measured]) -> Measured:
+    """What one side measured in all runs."""
+    return Measured(
+        layer_calls=statistics.median(run.layer_calls for run in runs),
+        cases=tuple(
+            msgspec.structs.replace(
+                cases[0],
+                steps={
+                    clock: tuple(step for case in cases for step in case.steps[clock])
+                    for clock in cases[0].steps
+                },
+            )
+            for cases in zip(*(run.cases for run in runs), strict=True)
+        ),
+        per_request={
+            method: tuple(span for run in runs for span in run.per_request[method])
+            for method in runs[0].per_request
+        },
+    )
 
 
 def goal_us(case: Case) -> float:
@@ -61,8 +94,10 @@ def missed(results: AdapterResults) -> list[str]:
     if results.quick:
         return []
     return [
-        f"{case.name}: {median_us(case, 'wall'):.0f} µs per step, the goal is {goal_us(case):g} µs"
-        for case in results.measured.cases
+        f"{case.name}, {side}: {median_us(case, 'wall'):.0f} µs per step, the goal is "
+        f"{goal_us(case):g} µs"
+        for side in (OFF, ON)
+        for case in results.measured[side].cases
         if median_us(case, "wall") > goal_us(case)
     ]
 
@@ -107,44 +142,52 @@ def markdown(results: AdapterResults) -> str:
 
 
 def _tables(results: AdapterResults) -> Iterator[str]:
-    order, measured = results.order, results.measured
+    order, now = results.order, results.measured[OFF]
+    sides = [side for side in (BEFORE, OFF, ON) if side in results.measured]
     yield (
         "Microseconds per engine step that the main thread spends in the connector's methods, the "
-        "scheduler's and the worker's together: median (95th percentile) over "
-        f"{order.steps} steps by each clock. The engines are vLLM's own, with {order.layers} "
-        "layers; in each step one request without a transfer generates a token. Wall time includes "
-        "what other threads and processes took; the goals are for its median, as the CPU clock "
-        "itself, a system call, takes more than most of the methods. Subtracted "
-        "per call what the clock says in the same steps of the connector's `wait_for_save`, which "
-        f"does nothing; included are {measured.layer_calls:.1f} µs of calls for every layer, timed "
-        "in a row."
+        "scheduler's and the worker's together: median (95th percentile) of the wall time, of "
+        f"{order.steps} steps in each of {results.runs} runs. In a run each column has engines of "
+        f"its own, one after the other. The engines are vLLM's own, with {order.layers} layers; in "
+        "each step one request without a transfer generates a token. Wall time includes what other "
+        "threads and processes took; the goals are for its median. The processor time of as many "
+        "other steps is beside it: its clock, a system call, takes more than most of the methods. "
+        "Subtracted per call is what the clock says in the same steps of the connector's "
+        f"`wait_for_save`, which does nothing; included are {now.layer_calls:.1f} µs of calls for "
+        f"every layer, timed in a row. With {ON} every request has a `traceparent`, and "
+        f"{results.num_spans} spans came to a collector."
     )
+    if BEFORE in results.measured:
+        yield f"The column {BEFORE} is of the checkout that `--before` names."
     yield ""
-    yield "| case | in flight | CPU | wall | calls | subtracted per call, CPU, wall | goal | |"
-    yield "| --- |" + " ---: |" * 6 + " --- |"
-    for case in measured.cases:
-        steps = case.steps["cpu"]
-        yield (
-            f"| {case.name} | {case.in_flight} | {_shown(case, 'cpu')} | {_shown(case, 'wall')} | "
-            f"{statistics.median(step.calls for step in steps):.0f} | "
-            f"{empty_us(case, 'cpu'):.1f}, {empty_us(case, 'wall'):.1f} | {goal_us(case):g} | "
-            f"{'met' if median_us(case, 'wall') <= goal_us(case) else '**missed**'} |"
-        )
+    titles = ["case", "in flight", "goal", *sides, "processor, tracing off", "calls", ""]
+    yield "| " + " | ".join(titles) + " |"
+    yield "| --- |" + " ---: |" * (len(titles) - 2) + " --- |"
+    for index, case in enumerate(now.cases):
+        found = {side: results.measured[side].cases[index] for side in sides}
+        walls = (_shown(one, "wall") for one in found.values())
+        is_met = all(median_us(found[side], "wall") <= goal_us(case) for side in (OFF, ON))
+        calls = statistics.median(step.calls for step in case.steps["cpu"])
+        cells = [case.name, str(case.in_flight), f"{goal_us(case):g}", *walls, _shown(case, "cpu")]
+        yield f"| {' | '.join(cells)} | {calls:.0f} | {'met' if is_met else '**missed**'} |"
     yield ""
     yield (
-        f"Beside that, once per request of {order.prompt_tokens} tokens, CPU microseconds, median "
-        "(highest):"
+        f"Beside that, once per request of {order.prompt_tokens} tokens, microseconds of the "
+        "processor, median (highest):"
     )
     yield ""
-    yield "| method | µs |"
-    yield "| --- | ---: |"
-    for method, spans in measured.per_request.items():
-        yield f"| {method} | {_middle_and_top(spans)} |"
+    yield "| method | " + " | ".join(sides) + " |"
+    yield "| --- |" + " ---: |" * len(sides)
+    for method in now.per_request:
+        spans = (_middle_and_top(results.measured[side].per_request.get(method)) for side in sides)
+        yield f"| {method} | {' | '.join(spans)} |"
 
 
 def _shown(case: Case, clock: Clock) -> str:
     return f"{median_us(case, clock):.0f} ({percentile_us(case, clock):.0f})"
 
 
-def _middle_and_top(spans: Sequence[float]) -> str:
+def _middle_and_top(spans: Sequence[float] | None) -> str:
+    if not spans:
+        return "not measured"  # by the benchmark of another checkout
     return f"{statistics.median(spans):.0f} ({max(spans):.0f})"

@@ -137,11 +137,41 @@ def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
         deadline = time.monotonic() + WAIT_S
         while scheduler.get_num_new_matched_tokens(request, 0) == (None, False):
             assert time.monotonic() < deadline, "no lease"
+            scheduler.has_news()  # a step ends
             time.sleep(0.001)
     finally:
         go_on.set()
     pair.finish(request)
     assert request.error is None
+    pair.settle()
+
+
+@pytest.mark.parametrize("ended_by", ["has_news", "build_connector_meta"])
+def test_a_step_looks_for_answers_once_however_many_requests_wait(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, ended_by: str
+) -> None:
+    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    served(pair, "before")  # so there is no news of a handshake, which would be lost here
+    sources = [pair.prefill(name, 21) for name in "abc"]
+    requests = [pair.decode(source) for source in sources]
+    scheduler: Any = pair.consumer.scheduler
+    loads = {name: scheduler._loads[name] for name in "abc"}
+    for name, load in loads.items():
+        scheduler._loads[name] = _ChangingLoad(load, [LoadState.WAITING] * 2)
+    looks: list[None] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler._client, "pump", lambda: looks.append(None))
+        for step in (1, 2):
+            for request in requests:
+                assert scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+            assert len(looks) == step
+            if ended_by == "has_news":
+                scheduler.has_news()
+            else:
+                scheduler.build_connector_meta(None)
+    scheduler._loads.update(loads)
+    for request in requests:
+        pair.finish(request)
     pair.settle()
 
 

@@ -103,7 +103,10 @@ class PullScheduler(SchedulerConnector):
         self._prefixes: dict[str, Lease] = {}
         """Request id → its lease, for those that lend what was cached; the oldest first."""
         self._counters: Counter[str] = Counter()
-        self._step = PullMetadata()
+        self._step: PullMetadata | None = None
+        """What the ranks are to be told; made when there is something."""
+        self._has_looked = False
+        """Whether this step has looked for answers of sources."""
         self._reported: dict[str, tuple[int, int]] = {}
         self._mirrored_ranks: frozenset[int] = frozenset()
         self._mirroring: dict[str, set[int]] = {}
@@ -210,7 +213,7 @@ class PullScheduler(SchedulerConnector):
         for load in self._loads.values():
             if load.state is LoadState.LOADING:
                 load.rank_error = load.rank_error or f"{type(error).__name__}: {error}"
-                self._step.cancels.append(load.lease_id)
+                self._news.cancels.append(load.lease_id)
             elif load.state not in (LoadState.LOADED, LoadState.FAILED):
                 self._sources.refuse(load, error)
         model = replace(model, weights_digest=digest)
@@ -342,8 +345,12 @@ class PullScheduler(SchedulerConnector):
         if load is None:
             return 0, False
         state = load.state  # read once: another thread may change it between two looks
-        if state is LoadState.WAITING and self._client.pump():  # no other thread need run for it
-            state = load.state
+        if state is LoadState.WAITING and not self._has_looked:
+            # No other thread need run for it. An engine asks for every waiting request in every
+            # step, and one look takes the answers for all of them.
+            self._has_looked = True
+            if self._client.pump():
+                state = load.state
         num_tokens = _num_loadable(load, request)
         available = num_tokens - num_computed_tokens
         if state in (LoadState.LOADING, LoadState.LOADED) or available <= 0:
@@ -382,7 +389,7 @@ class PullScheduler(SchedulerConnector):
         starts = load.groups.starts(load.ticket, first_token, num_tokens)
         load.filled = load.groups.filled(starts, first_token, num_tokens)
         self._sources.start(load)
-        self._step.loads.append(
+        self._news.loads.append(
             LoadSpec(
                 request_id=request.request_id,
                 ticket=load.ticket,
@@ -452,7 +459,7 @@ class PullScheduler(SchedulerConnector):
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
                 load.cancelled = True
-                self._step.cancels.append(load.lease_id)
+                self._news.cancels.append(load.lease_id)
             return True, None
         if load is not None and load.state is LoadState.LOADED:
             del self._loads[request.request_id]
@@ -512,7 +519,7 @@ class PullScheduler(SchedulerConnector):
         if mirrored:
             self._mirroring[lease.lease_id] = set(mirrored)
         if mirrored or self._extra.record_digests:
-            self._step.lent.append(
+            self._news.lent.append(
                 LentSpec(
                     request_id=request.request_id,
                     lease_id=lease.lease_id,
@@ -709,15 +716,24 @@ class PullScheduler(SchedulerConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputView) -> PullMetadata:
         """See :meth:`SchedulerConnector.build_connector_meta`."""
+        self._has_looked = False
         self._sweep()
-        step, self._step = self._step, PullMetadata()
+        step, self._step = self._news, None
         step.peers = self._sources.take_news()
         return step
 
     def has_news(self) -> bool:
         """Whether :meth:`build_connector_meta` has anything to say; else it need not be called."""
+        self._has_looked = False  # every request of this step has been asked for
         self._sweep()
-        return self._step != PullMetadata() or self._sources.has_news
+        return self._step is not None or self._sources.has_news
+
+    @property
+    def _news(self) -> PullMetadata:
+        """Where to write what the ranks are to be told in this step."""
+        if self._step is None:
+            self._step = PullMetadata()
+        return self._step
 
     def _sweep(self) -> None:
         self._records.look()
@@ -726,7 +742,7 @@ class PullScheduler(SchedulerConnector):
             self._prefixes.pop(lease.request_id, None)
             self._outdated.discard(lease.request_id)
             self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
-            self._step.released.append(lease.request_id)
+            self._news.released.append(lease.request_id)
             self._records.freed(lease)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -792,7 +808,7 @@ class PullScheduler(SchedulerConnector):
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()
         loading = any(load.state is LoadState.LOADING for load in self._loads.values())
-        return loading or bool(self._mirroring) or self._step != PullMetadata()
+        return loading or bool(self._mirroring) or self._step is not None
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""

@@ -287,7 +287,7 @@ class Sources:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`take_news` has something to say."""
-        return bool(self._news) or self._thread.has_died
+        return bool(self._news) or self._thread.defect is not None
 
     def take_news(self) -> list[EngineDescription]:
         """Sources whose handshake succeeded since the last call.

@@ -210,6 +210,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The same without the failures: before 0.30 vLLM knows them by their blocks alone."""
         results = self._worker.get_transfer_results(finished_req_ids)
+        if results is None:
+            return None, None
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

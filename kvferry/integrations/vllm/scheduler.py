@@ -386,10 +386,12 @@ class SchedulerHalf:
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """What the ranks are told in this step."""
         self._look_at_weights()  # where no cache manager says that a step begins
-        has_news = self.pull.has_news()
+        pull = self._pull
+        assert pull is not None  # see :attr:`pull`; as an attribute, it costs less
+        has_news = pull.has_news()
         if not has_news and not self._refused_now:
             return _NOTHING
-        news = self.pull.build_connector_meta(scheduler_output) if has_news else None
+        news = pull.build_connector_meta(scheduler_output) if has_news else None
         refused, self._refused_now = self._refused_now, {}
         return StepMetadata(news, refused)
 

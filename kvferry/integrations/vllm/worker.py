@@ -151,14 +151,14 @@ class WorkerHalf:
         filled = load.target_block_ids[0][load.first_token // group.geometry.virtual_block_size :]
         return next(block for block in filled if block) // group.split
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        """What ended on this rank since the last step, each once.
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput | None:
+        """What ended on this rank since the last step, each once; ``None`` where nothing could.
 
         Its failures come again in two other ways: by blocks, for vLLM (before 0.30 it takes them in
         this way only), and in the report to our other half.
         """
         if not (self._has_news or self._mirrors or self._num_loading):
-            return KVConnectorOutput()
+            return None
         self._has_news = False
         output = self.pull.get_transfer_results(finished_req_ids)
         self._num_loading -= len(output.finished_recving)
@@ -185,6 +185,8 @@ class WorkerHalf:
 
     def take_stats(self) -> LoadStats | None:
         """Figures of the loads that ended in this step."""
+        if not self._records:
+            return None
         loads = [record for record in self._records if record.direction == "recv"]
         if not loads:
             return None

@@ -222,7 +222,7 @@ class SimMailbox(Mailbox):
         self._process.run(seconds, lambda: self._round_of(number))
 
     def _round_of(self, number: int) -> None:
-        if number != self._round_number or self.has_died:
+        if number != self._round_number or self.defect is not None:
             return
         self._running = True
         while self._ready:

@@ -49,8 +49,15 @@ class Release:
 
         return KVConnectorTransferResults
 
-    def transfer_results(self, output: "KVConnectorOutput") -> Any:
+    @cached_property
+    def _no_results(self) -> Any:
+        """For the many steps without any; that its sets cannot be changed holds for all of them."""
+        return self._results(frozenset(), frozenset(), frozenset())
+
+    def transfer_results(self, output: "KVConnectorOutput | None") -> Any:
         """What ended on a rank, in vLLM's words; before 0.30 vLLM never asks for it in one."""
+        if output is None:
+            return self._no_results
         return self._results(
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,
