@@ -253,15 +253,32 @@ class SchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See :meth:`PullScheduler.get_num_new_matched_tokens`."""
-        found = self._num_new_matched_tokens(request, num_computed_tokens)
+        """See :meth:`PullScheduler.get_num_new_matched_tokens`.
+
+        vLLM asks for each waiting request in every step, so this does little for most of them.
+        """
+        request_id, pull = request.request_id, self._pull
+        assert pull is not None  # see :attr:`pull`
+        found: tuple[int | None, bool]
+        if (
+            request_id in self._refused
+            or request_id in self._num_cached
+            or request.get_skip_reading_prefix_cache()
+        ):
+            found = self._without_lease(request, num_computed_tokens)
+        else:
+            try:
+                # It asks for the id and the number of tokens only, which need no view of ours.
+                found = pull.get_num_new_matched_tokens(request, num_computed_tokens)
+            except KVFerryError as error:
+                self._refuse(request, error)
+                found = self._without_lease(request, num_computed_tokens)
         if found[0] is not None:
-            self._without_blocks.add(request.request_id)
+            self._without_blocks.add(request_id)
         return found
 
-    def _num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def _without_lease(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """The same for a request that loads nothing."""
         if request.get_skip_reading_prefix_cache():
             # The prompt's log-probabilities are wanted, which come with computing it; before 0.31
             # vLLM would load it all the same.
@@ -271,13 +288,6 @@ class SchedulerHalf:
             self._num_cached[request.request_id] = num_computed_tokens
             compat.cut_prompt(request, num_computed_tokens + 1)
             return 0, False
-        if request.request_id not in self._refused:
-            try:
-                return self.pull.get_num_new_matched_tokens(
-                    self._view(request), num_computed_tokens
-                )
-            except KVFerryError as error:
-                self._refuse(request, error)
         tokens = request.num_tokens - 1 - num_computed_tokens
         return (0, False) if self._recompute or tokens <= 0 else (tokens, True)
 
