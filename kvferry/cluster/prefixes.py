@@ -3,7 +3,8 @@
 Engines publish what enters and leaves their caches (:mod:`kvferry.control.cache_events`). Each has
 hashes of its own and blocks of its own size, so neither can be compared. A block gets a key here,
 made of its tokens and of the key of the block before it. The keys of a prompt are made once for
-each block size, and looked up at all engines whose blocks have that size::
+each block size, and looked up at all engines whose blocks have that size. Where blocks were stored
+one behind the other and none of them has left since, a look at the last one tells of all::
 
     events of an engine ──▶ thread ──▶ its blocks: hash → key, by group
                                              ▲
@@ -14,7 +15,8 @@ beyond the events. Where some of them are lost, or an engine was started again, 
 of it is forgotten. A wrong guess costs a computed prompt, and never changes a token.
 
 An engine's blocks belong to the thread that listens to it. Look-ups come from the router's thread
-and take no lock: each is of one key, and at worst they see half of what the thread does.
+and take no lock: each is of one key or of a copy of a chain, and at worst they see half of what the
+thread does.
 """
 
 import logging
@@ -22,9 +24,10 @@ import secrets
 import threading
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from bisect import bisect
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from operator import itemgetter
 
 from kvferry.cache.events import MEDIUM, BlockHash, BlockRemoved, BlockStored
@@ -36,7 +39,7 @@ from kvferry.lifetimes import Closing
 logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 1_000_000
-"""Blocks that an index keeps of all engines; of more it knows nothing. They take some 150 MB."""
+"""Blocks that an index keeps of all engines; of more it knows nothing. They take some 160 MB."""
 LISTEN_S = 0.5
 """Seconds after which a listener looks whether it is still wanted."""
 PAUSE_S = 1e-4
@@ -49,7 +52,9 @@ RETRY_S = 5.0
 """Seconds after which a listener that could not listen tries again."""
 
 _RUN = 64
-"""Blocks of a prompt whose keys are made at a time."""
+"""Blocks of a prompt whose keys are made at a time, and more where somebody looks further."""
+_SHORTEST = 8
+"""Blocks with which a chain begins. One takes the memory of a block."""
 _MOST_GROUPS = 64
 """KV cache groups of an engine."""
 _TOKEN_BYTES = array("I").itemsize
@@ -82,24 +87,49 @@ class Prompt:
     def __init__(self, tokens: Sequence[int]) -> None:
         self.num_tokens = len(tokens)
         self._packed = _packed(tokens)
-        self._keys: dict[int, list[list[int]]] = {}
+        self._keys: dict[int, list[int]] = {}
 
     def key(self, size: int, index: int) -> int:
         """Of one of its whole blocks of ``size`` tokens."""
-        found = next(islice(self.keys(size), index // _RUN, None))
-        return found[index % _RUN]
+        return self._made(size, index)[index]
 
-    def keys(self, size: int) -> Iterator[list[int]]:
-        """Of its whole blocks of ``size`` tokens, :data:`_RUN` at a time. They are made once, and
-        only as far as somebody looks.
+    def some_keys(self, size: int, index: int) -> list[int]:
+        """Of a block and of some that follow it."""
+        return self._made(size, index)[index : index + _RUN]
+
+    def _made(self, size: int, index: int) -> list[int]:
+        """The keys that are made already, after this up to a block's at least."""
+        keys = self._keys.setdefault(size, [])
+        if index >= len(keys):
+            last = max(index + 1, len(keys) + _RUN)
+            step = size * _TOKEN_BYTES
+            packed = self._packed[len(keys) * step : last * step]
+            keys += _keys(keys[-1] if keys else _START, packed, size)
+        return keys
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Blocks that follow each other and are all here."""
+
+    first: int
+    """Key of the first one."""
+    keys: "array[int]"
+    """Of all of them."""
+
+    def count(self, prompt: Prompt, size: int, start: int) -> int:
+        """How many blocks of a prompt these are, from its block ``start`` on.
+
+        A key stands for all that comes before it: where the keys at one place are the same, they
+        are so at every place before that.
         """
-        runs = self._keys.setdefault(size, [])
-        step = _RUN * size * _TOKEN_BYTES
-        for number in range(-(-(self.num_tokens // size) // _RUN)):
-            if number == len(runs):
-                key = runs[-1][-1] if runs else _START
-                runs.append(_keys(key, self._packed[number * step : (number + 1) * step], size))
-            yield runs[number]
+        keys = self.keys[: prompt.num_tokens // size - start]  # another thread may shorten it
+        if not keys or keys[-1] == prompt.key(size, start + len(keys) - 1):
+            return len(keys)
+        return bisect(range(len(keys)), 0, key=lambda at: keys[at] != prompt.key(size, start + at))
+
+
+_NOT_HERE = _Chain(-1, array("Q"))
 
 
 @dataclass(slots=True)
@@ -110,23 +140,61 @@ class _Group:
     """Tokens per block."""
     by_hash: dict[int, int] = field(default_factory=dict)
     """The engine's hash → key."""
-    keys: set[int] = field(default_factory=set)
+    chains: dict[int, _Chain | None] = field(default_factory=dict)
+    """Key of each block → the chain that it is part of, if it is part of one."""
 
     def count(self, prompt: Prompt) -> int:
         """Blocks of a prompt that are here, all from the start on."""
-        count = 0
-        if self.keys:
-            for run in prompt.keys(self.size):
-                if not self.keys.issuperset(run):
-                    return count + sum(1 for _ in takewhile(self.keys.__contains__, run))
-                count += len(run)
+        count, most = 0, prompt.num_tokens // self.size
+        while self.chains and count < most:
+            for key in prompt.some_keys(self.size, count):
+                chain = self.chains.get(key, _NOT_HERE)
+                if chain is _NOT_HERE:
+                    return count
+                if chain is not None and chain.first == key:
+                    count += max(1, chain.count(prompt, self.size, count))
+                    break
+                count += 1
         return count
 
     def ends_at(self, prompt: Prompt, tokens: int) -> bool:
         """Whether the block of a prompt is here that ends behind so many tokens."""
-        if not self.keys or tokens % self.size:
+        if not self.chains or tokens % self.size:
             return False
-        return prompt.key(self.size, tokens // self.size - 1) in self.keys
+        return prompt.key(self.size, tokens // self.size - 1) in self.chains
+
+    def add(self, parent: int, blocks: Sequence[tuple[int, int]]) -> None:
+        """Blocks are here that follow ``parent`` and each other: hash and key of each."""
+        before, chain = parent, self._ending_in(parent)
+        for number, key in blocks:
+            known = self.by_hash.get(number)
+            if known is not None and known != key:
+                self._drop(known)
+                chain = self._ending_in(before)
+            self.by_hash[number] = key
+            if key in self.chains:
+                chain = self._ending_in(key)
+            else:
+                if chain is None and len(blocks) >= _SHORTEST:
+                    chain = _Chain(key, array("Q"))
+                if chain is not None:
+                    chain.keys.append(key)
+                self.chains[key] = chain
+            before = key
+
+    def remove(self, number: int) -> None:
+        """A block is not here any more."""
+        if (key := self.by_hash.pop(number, None)) is not None:
+            self._drop(key)
+
+    def _ending_in(self, key: int) -> _Chain | None:
+        chain = self.chains.get(key)
+        return chain if chain is not None and chain.keys and chain.keys[-1] == key else None
+
+    def _drop(self, key: int) -> None:
+        chain = self.chains.pop(key, None)
+        while chain is not None and (last := chain.keys.pop()) != key:
+            self.chains[last] = None  # it is here, and what comes before it is not
 
 
 class CachedBlocks:
@@ -203,13 +271,8 @@ class CachedBlocks:
             if group is None and len(self._groups) >= _MOST_GROUPS:
                 return
             group = self._groups[event.group_idx] = _Group(size)
-        new = zip(event.block_hashes, _keys(key, packed, size), strict=True)
-        for block_hash, each in islice(new, room):
-            number = _number(block_hash)
-            if (known := group.by_hash.get(number)) is not None:
-                group.keys.discard(known)
-            group.by_hash[number] = each
-            group.keys.add(each)
+        new = zip(map(_number, event.block_hashes), _keys(key, packed, size), strict=True)
+        group.add(key, list(islice(new, room)))
 
     def _key(self, block_hash: BlockHash, size: int) -> int | None:
         """Of a block that any group has: the same tokens have the same hash in all groups, and one
@@ -228,8 +291,7 @@ class CachedBlocks:
                 self._groups[event.group_idx] = _Group(1)  # it is there, and lacks something
             return
         for block_hash in event.block_hashes:
-            if (key := group.by_hash.pop(_number(block_hash), None)) is not None:
-                group.keys.discard(key)
+            group.remove(_number(block_hash))
 
 
 def _number(block_hash: BlockHash) -> int:

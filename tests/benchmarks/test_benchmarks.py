@@ -219,6 +219,8 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert known.blocks > 0
     assert {choice.tokens for choice in known.choices} == {1024, 4096, 16_384, 32_768}
     assert len(known.delays) == 3
+    assert known.evictions.requests > 0
+    assert known.evictions.differing == 0
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(str(case) in page for case in all_cases())
     assert "A quick run" in page

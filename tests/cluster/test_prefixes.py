@@ -154,6 +154,12 @@ class Told(Cache):
 def check(make, seed):
     """An engine's events reach the index, but for those that are lost."""
     rng = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefixes, "_SHORTEST", rng.choice([1, 1, 2]))
+        check_events(make, rng)
+
+
+def check_events(make, rng):
     sizes = rng.choice([(1,), (2,), (3,), (2, 2), (2, 2, 2)])
     engine, blocks, told = Cache(rng, sizes), make(), Told(sizes)
     is_gapless = True
@@ -211,6 +217,16 @@ class TakesAnyParentForTheStart(CachedBlocks):
         return prefixes._START if found is None else found
 
 
+class BelievesTheRestOfAChain(CachedBlocks):
+    def _remove(self, event):
+        group = self._groups.get(event.group_idx)
+        if group is None:
+            super()._remove(event)
+            return
+        for each in event.block_hashes:
+            group.chains.pop(group.by_hash.pop(prefixes._number(each), None), None)
+
+
 class LooksAtOneGroup(CachedBlocks):
     def held(self, prompt):
         groups = tuple(self._groups.values())
@@ -224,6 +240,7 @@ class LooksAtOneGroup(CachedBlocks):
         BelievesAfterALoss,
         BelievesWhatWasCleared,
         TakesAnyParentForTheStart,
+        BelievesTheRestOfAChain,
         LooksAtOneGroup,
     ],
 )
@@ -247,6 +264,27 @@ def test_one_block_in_the_middle_ends_what_is_held():
     assert held(blocks, [1, 2, 3, 4, 5, 6]) == 2
     blocks.apply(received(stored([2], [3, 4], parent=1)))
     assert held(blocks, [1, 2, 3, 4, 5, 6, 7]) == 6
+
+
+def test_long_chains_are_shortened_prolonged_and_left_where_prompts_part():
+    tokens = list(range(2 * 20))
+    blocks = known(stored(list(range(1, 21)), tokens))
+    blocks.apply(received(stored([21], [40, 41], parent=20), stored([31], [7, 7], parent=12)))
+    assert held(blocks, [*tokens, 40, 41]) == 42
+    assert held(blocks, [*tokens[:17], 99, 99, 99]) == 16
+    assert held(blocks, [*tokens[:24], 7, 7, 7]) == 26
+    blocks.apply(received(removed([15])))
+    assert held(blocks, tokens) == 28
+    blocks.apply(received(stored([15], tokens[28:30], parent=14)))
+    assert held(blocks, [*tokens, 40, 41]) == 42
+    blocks.apply(received(removed([1])))
+    assert held(blocks, tokens) == 0
+
+
+def test_hash_that_is_given_twice_in_one_event_breaks_the_chain_where_it_was():
+    blocks = known(stored([*range(1, 10), 3, 11], list(range(22))))
+    assert held(blocks, list(range(22))) == 4
+    assert len(blocks) == 10
 
 
 def test_window_group_finds_the_parent_that_it_no_longer_has():
