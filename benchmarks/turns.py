@@ -5,18 +5,17 @@ decode engines of unequal shapes, one that lends prefixes and one that does not,
 answer is compared with those of one undivided engine that forgets nothing.
 """
 
-import json
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
-import httpx
 import msgspec
 import torch
 import typer
@@ -24,7 +23,7 @@ from rich.console import Console
 
 from benchmarks import tables
 from benchmarks.machine import Machine, command_of, describe_machine, load_average
-from benchmarks.vllm_servers.client import metrics
+from benchmarks.vllm_servers.client import metrics, stream
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
@@ -58,7 +57,9 @@ _ENGINES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "d1": ("decode", {"block_size": 16, "layout": "HND"}),
 }
 _PROMPT_TOKENS = "kvferry_engine_prompt_tokens_total"
-_ANSWER_S = 600.0
+Tokens: TypeAlias = tuple[int, ...]
+Ask: TypeAlias = Callable[[int, Sequence[int]], tuple[float, Sequence[int]]]
+"""Says a prompt in a conversation: seconds to the first token, and all tokens of the answer."""
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -96,9 +97,9 @@ class TurnResults(msgspec.Struct, frozen=True, kw_only=True):
 class Script(msgspec.Struct, frozen=True):
     """What the clients say, and what they are to hear."""
 
-    questions: tuple[tuple[tuple[int, ...], ...], ...]
+    questions: tuple[tuple[Tokens, ...], ...]
     """Conversation → turn → tokens."""
-    answers: tuple[tuple[tuple[int, ...], ...], ...]
+    answers: tuple[tuple[Tokens, ...], ...]
     computed: int
     """Prompt tokens that one undivided engine computes which forgets nothing."""
 
@@ -109,34 +110,52 @@ class Script(msgspec.Struct, frozen=True):
         return [*before, *self.questions[conversation][turn]]
 
 
+def draw_questions(vocab_size: int) -> tuple[tuple[Tokens, ...], ...]:
+    """What the clients say: conversation → turn → tokens."""
+    chance = random.Random(7)
+
+    def question() -> Tokens:
+        return tuple(chance.randrange(3, vocab_size) for _ in range(USER_TOKENS))
+
+    return tuple(tuple(question() for _ in range(TURNS)) for _ in range(CONVERSATIONS))
+
+
+def answer_all(
+    questions: Sequence[Sequence[Tokens]], answer: Callable[[list[int]], Sequence[int]]
+) -> tuple[tuple[Tokens, ...], ...]:
+    """What somebody answers who is asked one question after the other."""
+    answers = []
+    for conversation in questions:
+        heard: list[Tokens] = []
+        prompt: list[int] = []
+        for question in conversation:
+            prompt += question
+            heard.append(tuple(answer(prompt)))
+            prompt += heard[-1]
+        answers.append(tuple(heard))
+    return tuple(answers)
+
+
 def write_script(model_folder: Path) -> Script:
     """Draws the questions, and has one engine of one rank answer them."""
-    chance = random.Random(7)
-    questions = tuple(
-        tuple(tuple(chance.randrange(3, MODEL.vocab_size) for _ in range(USER_TOKENS))
-              for _ in range(TURNS))
-        for _ in range(CONVERSATIONS)
-    )  # fmt: skip
+    questions = draw_questions(MODEL.vocab_size)
     torch.set_num_threads(1)
     needed = CONVERSATIONS * TURNS * (USER_TOKENS + ANSWER_TOKENS) // 16
     alone = EngineConfig(name="alone", kv_transfer_config={}, num_blocks=2 * needed)
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     computed = 0
-    answers: list[tuple[tuple[int, ...], ...]] = []
     with build_engine(
         alone, model_folder, dtype=DTYPE, executor="inprocess", connect=False
     ) as engine:
-        for conversation in questions:
-            heard: list[tuple[int, ...]] = []
-            prompt: list[int] = []
-            for question in conversation:
-                prompt += question
-                (answer,) = engine.generate([prompt], sampling)
-                computed += len(prompt) - answer.num_cached_tokens
-                heard.append(tuple(answer.token_ids))
-                prompt += answer.token_ids
-            answers.append(tuple(heard))
-    return Script(questions, tuple(answers), computed)
+
+        def answer(prompt: list[int]) -> Sequence[int]:
+            nonlocal computed
+            (output,) = engine.generate([prompt], sampling)
+            computed += len(prompt) - output.num_cached_tokens
+            return output.token_ids
+
+        answers = answer_all(questions, answer)
+    return Script(questions, answers, computed)
 
 
 def cluster_config(model_folder: Path, *, lends: bool) -> ClusterConfig:
@@ -165,55 +184,44 @@ def cluster_config(model_folder: Path, *, lends: bool) -> ClusterConfig:
     )
 
 
-def hold(contender: str, cluster: Cluster, script: Script) -> Run:
-    """Has all conversations held, each as fast as it is answered."""
-    before = _prompt_tokens(cluster)
-    with (
-        httpx.Client(base_url=cluster.url, timeout=_ANSWER_S, trust_env=False) as client,
-        ThreadPoolExecutor(AT_A_TIME) as clients,
-    ):
-        held = clients.map(lambda one: _converse(client, script, one), range(CONVERSATIONS))
-        turns = tuple(turn for conversation in held for turn in conversation)
-    after = _prompt_tokens(cluster)
+def ask_router(url: str) -> Ask:
+    """Asks whom an OpenAI server's router chooses."""
+
+    def ask(_conversation: int, prompt: Sequence[int]) -> tuple[float, Sequence[int]]:
+        began = time.perf_counter()
+        first, tokens = stream(url, prompt, ANSWER_TOKENS)
+        return first - began, tokens
+
+    return ask
+
+
+def hold(
+    contender: str, script: Script, ask: Ask, prompt_tokens: Callable[[], dict[str, float]]
+) -> Run:
+    """Has all conversations held, each as fast as it is answered. Conversations whose numbers are
+    equal modulo :data:`AT_A_TIME` are held one after the other.
+    """
+
+    def converse(conversation: int) -> list[Turn]:
+        found = []
+        for turn, expected in enumerate(script.answers[conversation]):
+            first, tokens = ask(conversation, script.prompt(conversation, turn))
+            found.append(Turn(conversation, turn, first, tuple(tokens) == expected))
+        return found
+
+    def converse_all(first: int) -> list[Turn]:
+        held = range(first, CONVERSATIONS, AT_A_TIME)
+        return [turn for conversation in held for turn in converse(conversation)]
+
+    before = prompt_tokens()
+    with ThreadPoolExecutor(AT_A_TIME) as clients:
+        held = list(clients.map(converse_all, range(AT_A_TIME)))
+    after = prompt_tokens()
     return Run(
         contender=contender,
-        turns=turns,
+        turns=tuple(turn for each in held for turn in each),
         prompt_tokens={source: after[source] - before[source] for source in after},
     )
-
-
-def _converse(client: httpx.Client, script: Script, conversation: int) -> list[Turn]:
-    found = []
-    for turn, expected in enumerate(script.answers[conversation]):
-        first, tokens = _ask(client, script.prompt(conversation, turn))
-        found.append(Turn(conversation, turn, first, tuple(tokens) == expected))
-    return found
-
-
-def _ask(client: httpx.Client, prompt: Sequence[int]) -> tuple[float, list[int]]:
-    """Seconds to the first token, and all tokens."""
-    body = {
-        "prompt": list(prompt),
-        "max_tokens": ANSWER_TOKENS,
-        "temperature": 0.0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    began = time.perf_counter()
-    first = 0.0
-    tokens: list[int] = []
-    with client.stream("POST", "/v1/completions", json=body) as answer:
-        if answer.status_code != httpx.codes.OK:
-            raise RuntimeError(answer.read().decode(errors="replace"))
-        for line in answer.iter_lines():
-            data = line.removeprefix("data: ")
-            if data in ("", "[DONE]"):
-                continue
-            first = first or time.perf_counter() - began
-            for choice in json.loads(data)["choices"]:
-                tokens += choice["token_ids"]
-    return first, tokens
 
 
 def _prompt_tokens(cluster: Cluster) -> dict[str, float]:
@@ -246,8 +254,9 @@ def main(
             for contender, lends in (("plain", False), ("lending", True)):
                 say(f"round {number + 1} of {rounds}: {contender}")
                 with Cluster.open(cluster_config(model_folder, lends=lends)) as cluster:
-                    runs.append(hold(contender, cluster, script))
-                say(_line(runs[-1], script.computed))
+                    tokens = partial(_prompt_tokens, cluster)
+                    runs.append(hold(contender, script, ask_router(cluster.url), tokens))
+                say(summary(runs[-1], script.computed))
     results = TurnResults(
         command=command_of("benchmarks.turns"),
         machine=machine,
@@ -260,7 +269,8 @@ def main(
     tables.write(out, "turns", results, markdown(results))
 
 
-def _line(run: Run, undivided: int) -> str:
+def summary(run: Run, undivided: int) -> str:
+    """One line."""
     wrong = sum(not turn.is_right for turn in run.turns)
     return (
         f"  {run.prompt_tokens} (undivided: {undivided} computed), {wrong} wrong, first token of "
@@ -274,7 +284,11 @@ def _first_token_s(runs: Sequence[Run], turn: int) -> float:
     )
 
 
-def markdown(results: TurnResults) -> str:
+def markdown(
+    results: TurnResults,
+    title: str = "Conversations",
+    about: str = "Two prefill and two decode engines of unequal shapes, reference engine",
+) -> str:
     """The page for people."""
     machine = results.machine
 
@@ -309,11 +323,11 @@ def markdown(results: TurnResults) -> str:
         f"Made by `{results.command}` on {machine.date}: {machine.cpu}, {machine.cores} cores. "
         f"Load average {machine.load_before} before, {results.load_after} after. {CONVERSATIONS} "
         f"conversations of {TURNS} turns, {AT_A_TIME} at a time; each turn brings {USER_TOKENS} "
-        f"tokens and is answered with {ANSWER_TOKENS}. Two prefill and two decode engines of "
-        f"unequal shapes, reference engine, {results.rounds} interleaved rounds."
+        f"tokens and is answered with {ANSWER_TOKENS}. {about}. Rounds, interleaved: "
+        f"{results.rounds}."
     )
     lines = [
-        "# Conversations",
+        f"# {title}",
         "",
         made,
         "",

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 from benchmarks.vllm_servers.ports import free_port, free_ports
 
-Role = Literal["kv_producer", "kv_consumer"]
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 
 
 class Connector(Protocol):
@@ -58,6 +58,8 @@ class Nixl:
     """UCX's transports; its own choice if left out."""
     conv: str | None = None
     """Layout of the states of convolutions, whatever a shape says: it starts with ``DS`` only."""
+    extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """``kv_connector_extra_config``."""
 
     def config(self, role: Role, engine: str) -> dict[str, Any]:
         """See :class:`Connector`."""
@@ -66,6 +68,7 @@ class Nixl:
             "kv_role": role,
             "kv_buffer_device": "cpu",
             "engine_id": engine,
+            "kv_connector_extra_config": dict(self.extra),
         }
 
     def environment(self) -> Mapping[str, str]:

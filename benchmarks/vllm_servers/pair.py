@@ -13,7 +13,7 @@ from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.server import Server, ServerOptions
 
-_REMOTE_DECODE = {
+REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -61,7 +61,7 @@ class Pair:
 
     def start(self, prompt: Sequence[int], **options: Any) -> Mapping[str, Any]:
         """Has the prompt computed; what the prefill server says to the decode server."""
-        first = complete(self.prefill.url, prompt, 1, kv_transfer_params=_REMOTE_DECODE, **options)
+        first = complete(self.prefill.url, prompt, 1, kv_transfer_params=REMOTE_DECODE, **options)
         assert first.kv_transfer_params is not None, "the prefill server returned no parameters"
         return first.kv_transfer_params
 

@@ -49,6 +49,8 @@ class ServerOptions:
     dp: int = 1
     transfer: Mapping[str, Any] | None = None
     """``--kv-transfer-config``."""
+    kv_events: tuple[int, int] | None = None
+    """Ports of its KV cache events, and of those who ask for what they missed."""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     path: tuple[Path, ...] = ()
     """Folders from which the server may import, beside the repository."""
@@ -84,6 +86,8 @@ class ServerOptions:
         command += [part for key, value in given.items() for part in (f"--{key}", str(value))]
         if self.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if self.kv_events is not None:
+            command += ["--kv-events-config", json.dumps(self._events_config(self.kv_events))]
         if self.pp > 1:
             # With --enforce-eager a CPU stage never makes the buffer for what it receives, and
             # the first request ends in an assertion; a run for the compiler's sake makes it.
@@ -92,6 +96,15 @@ class ServerOptions:
         else:
             command += ["--enforce-eager"]
         return [*command, *self.model.arguments, *self.arguments]
+
+    def _events_config(self, ports: tuple[int, int]) -> dict[str, Any]:
+        endpoint, replay_endpoint = (f"tcp://{self.address}:{port}" for port in ports)
+        return {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": endpoint,
+            "replay_endpoint": replay_endpoint,
+        }
 
     def variables(self, sockets: Path) -> dict[str, str]:
         """The environment of the server's processes."""

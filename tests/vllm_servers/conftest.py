@@ -3,15 +3,13 @@
 import contextlib
 import os
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from benchmarks.vllm_servers.client import complete, less_likely
+from benchmarks.vllm_servers.front import in_front, router
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port, free_ports
@@ -81,12 +79,9 @@ def start_router(tmp_path_factory):
     log = tmp_path_factory.mktemp("router") / "log"
 
     def starting(pair, *arguments):
-        port = free_port()
-        command = [sys.executable, "-m", "kvferry.cli", "router", "--port", str(port)]
         if pair is not None:
-            command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
-        command += arguments
-        return in_front(command, f"http://127.0.0.1:{port}", "/v1/models", log)
+            arguments += ("--prefill", pair.prefill.url, "--decode", pair.decode.url)
+        return router(log, *arguments)
 
     return starting
 
@@ -130,28 +125,6 @@ def vllm_router(prefill, decode, port, *more):
     # A server on a busy machine is slow, not gone.
     command += ["--disable-circuit-breaker", "--health-failure-threshold", "1000"]
     return command, "/health"
-
-
-@contextlib.contextmanager
-def in_front(command, url, path, log):
-    """The URL of a proxy, which runs until the context ends."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        while not answers(url + path):
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def answers(url):
-    try:
-        return httpx.get(url, timeout=5).status_code == httpx.codes.OK
-    except httpx.HTTPError:
-        return False
 
 
 class Reference:

@@ -3,13 +3,17 @@
 import random
 import uuid
 
+import httpx
 import pytest
 
 from benchmarks.vllm_servers.client import complete
 from benchmarks.vllm_servers.connectors import KVFerry
+from benchmarks.vllm_servers.front import engines_file
 from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import EXTERNAL_TOKENS, Pair
+from benchmarks.vllm_servers.ports import free_ports
 from benchmarks.vllm_servers.server import ServerOptions
+from tests.load import until
 
 ONLY_CACHED = {"do_remote_decode": True, "do_remote_prefill": False, "only_cached": True}
 TURNS = 4
@@ -23,8 +27,9 @@ def both(start):
             model=tiny_model(),
             block_size=block_size,
             transfer=KVFerry().config("kv_both", name),
+            kv_events=(ports, ports + 1),
         )
-        for name, block_size in (("p0", 64), ("d0", 128))
+        for name, block_size, ports in (("p0", 64, free_ports(2)), ("d0", 128, free_ports(2)))
     ]
     with start(options) as servers:
         yield Pair(*servers)
@@ -73,4 +78,60 @@ def test_a_server_that_has_computed_nothing_borrows_all_that_the_other_has(both)
     before = external_tokens(both.prefill)
     assert complete(both.prefill.url, prompt, 16, kv_transfer_params=params).tokens == expected
     assert external_tokens(both.prefill) - before == 640
+    assert both.idle()
+
+
+WAIT_S = 600.0
+
+
+@pytest.fixture(params=[512, 0], ids=["a short rest directly", "over both"])
+def routed(request, both, start_router, tmp_path):
+    """The URL of a router that hears what both servers have."""
+    file = tmp_path / "engines.toml"
+    file.write_text(engines_file([both.prefill], [both.decode]))
+    arguments = ["--engines", str(file), "--tokenizer", str(tiny_model().folder), "--explain"]
+    with start_router(None, *arguments, "--direct-tokens", str(request.param)) as url:
+        yield url
+
+
+def test_a_router_sends_a_conversation_to_who_has_its_beginning(both, routed):
+    draw = random.Random(routed)
+    model = tiny_model()
+    history, routes = [], []
+    with httpx.Client(base_url=routed, timeout=WAIT_S, trust_env=False) as client:
+
+        def known(engine):
+            series = f'kvferry_router_prefix_blocks{{engine="{engine}"'
+            lines = client.get("/metrics").text.splitlines()
+            found = [line for line in lines if line.startswith(series)]
+            return float(found[0].split()[-1]) if found else None
+
+        for engine in ("p0", "d0"):
+            until(lambda engine=engine: known(engine) is not None, WAIT_S)
+        for turn in range(TURNS):
+            history += [
+                draw.randrange(8, model.vocab_size) for _ in range(400 if turn == 0 else 60)
+            ]
+            body = {
+                "model": "model",
+                "prompt": history,
+                "max_tokens": 100,
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            before = known("d0")
+            response = client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            (choice,) = response.json()["choices"]
+            expected = complete(both.prefill.url, history, 100, cache_salt=uuid.uuid4().hex).tokens
+            assert choice["token_ids"] == expected
+            routes.append(
+                dict(part.split("=") for part in response.headers["x-kvferry-route"].split("; "))
+            )
+            history += expected
+            # The answer of 100 tokens fills a block of either.
+            until(lambda before=before: known("d0") > before, WAIT_S)
+    assert int(routes[0]["cached"]) == 0
+    assert all(int(route["cached"]) >= 256 for route in routes[1:])
     assert both.idle()
