@@ -46,7 +46,12 @@ BLOCKS = {"p0": 32, "p1": 64, "d0": 64, "d1": 32}
 """Tokens per block; NixlConnector gets 32 everywhere."""
 CACHE_BYTES = 1 << 30
 """Of each server: what all conversations need, twice."""
-_SOURCES = ("local_cache_hit", "external_kv_transfer", "local_compute")
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+_SOURCES = {
+    "cache": "local_cache_hit",
+    "peer": "external_kv_transfer",
+    "computed": "local_compute",
+}
 _FIRST_TOKENS_S = "vllm:time_to_first_token_seconds_sum"
 
 
@@ -85,11 +90,10 @@ def _options(name: str, model: Model, block_size: int, **more: Any) -> ServerOpt
 def prompt_tokens(servers: Sequence[Server]) -> dict[str, float]:
     """Of all servers: where the KV of prompts came from → tokens."""
     found = [server.metrics() for server in servers]
-    sources = {
-        source: f'vllm:prompt_tokens_by_source_total{{source="{source}"}}' for source in _SOURCES
+    return {
+        name: sum(each.get(f'{_PROMPT_TOKENS}{{source="{source}"}}', 0.0) for each in found)
+        for name, source in _SOURCES.items()
     }
-    told = {source: sum(each.get(name, 0.0) for each in found) for source, name in sources.items()}
-    return {**told, "computed": told.pop("local_compute")}
 
 
 def write_script(model: Model, logs: Path) -> Script:
