@@ -1,14 +1,16 @@
 """Requests that reach source and target at once: the target asks for the ticket."""
 
 import queue
+import re
 
 import pytest
 
+from kvferry.connectors.pull import asks
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import AskState
 from kvferry.control.proofs import veil
 from kvferry.control.tickets import Transfer, verify
-from kvferry.errors import TicketError
+from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
 
@@ -111,6 +113,211 @@ def test_what_was_asked_for_and_nobody_took_is_taken_back(source, begin):
     source.scheduler.take_back(request.response_params)
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
     assert source.scheduler._leases.counters()["released"] == 1
+
+
+# ---- the target ---------------------------------------------------------------------------------
+
+LOADS_LATER = ("the target first", "the source first", "the source is done")
+
+
+@pytest.fixture
+def target(open_engine):
+    return open_engine("d", TARGET)
+
+
+def loads(transfer):
+    return {"do_remote_prefill": True, "transfer": transfer.text}
+
+
+def counter(engine, name):
+    return engine.scheduler._server.status().counters.get(name, 0)
+
+
+@pytest.mark.parametrize("order", LOADS_LATER)
+def test_a_target_that_is_sent_the_request_at_once_loads_it(source, target, begin, order):
+    transfer = begin()
+
+    def add_source():
+        return source.add("at the source", TOKENS, lends(transfer))
+
+    def add_target():
+        return target.add("r", (*TOKENS, 7), loads(transfer))
+
+    if order == "the target first":
+        request = add_target()
+        until_asked(target, source, "requests.Ask")
+        add_source()
+    else:
+        add_source()
+        if order == "the source is done":
+            run([source], lambda: "at the source" in source.held, timeout_s=WAIT_S, what="a lease")
+        request = add_target()
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
+    assert source.scheduler._leases.counters() == {"done": 1}
+    assert not target.scheduler._asks
+    source.check_memory()
+    target.check_memory()
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """Targets ask again and again."""
+    monkeypatch.setattr(asks, "ASK_AGAIN_S", 0.01)
+
+
+def both_over(source, target):
+    return lambda: source.is_idle and target.is_idle
+
+
+def until_asked(target, source, name, count=1):
+    """The target steps until the source has got so many messages of a kind."""
+    run([target], lambda: counter(source, name) >= count, timeout_s=WAIT_S, what=name)
+
+
+def test_a_target_pins_nothing_while_it_waits(source, target, begin):
+    transfer = begin()
+    free = target.num_free_blocks
+    target.add("r", TOKENS, loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    target.step()
+    assert target.num_free_blocks == free
+    target.abort("r")
+
+
+@pytest.mark.parametrize("when", ["unknown", "coming"])
+def test_a_ticket_that_nobody_wants_any_more_is_given_back(source, target, begin, when):
+    transfer = begin()
+    if when == "coming":
+        source.add("r", TOKENS, lends(transfer))
+    target.add("r", TOKENS, loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    target.abort("r")
+    if when == "unknown":
+        source.add("r", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
+    assert source.scheduler._leases.counters() == {"released": 1}
+
+
+def test_a_target_that_has_all_of_it_gives_the_ticket_back(source, target, begin):
+    transfer = begin()
+    prompt = TOKENS[: target.block_size + 1]
+    request = target.add("r", prompt, loads(transfer), local_blocks=1)
+    source.add("r", prompt, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
+    assert (request.external_tokens, request.error) == (0, None)
+    assert source.scheduler._leases.counters() == {"released": 1}
+
+
+def test_a_prompt_of_which_nothing_is_lent_is_computed_and_no_load_has_failed(
+    source, target, begin, caplog
+):
+    transfer = begin()
+    source.add("at the source", TOKENS, lends(transfer))
+    request = target.add("r", TOKENS, loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    source.abort("at the source")
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
+    assert (request.finish_reason, request.error) == ("length", None)
+    assert target.scheduler.counters()["asks_denied"] == 1
+    assert "request at the source has ended (abort) without a lease" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["unknown", "coming"])
+def test_a_source_that_ends_is_not_waited_for(source, target, begin, when, soon):
+    transfer = begin()
+    if when == "coming":
+        source.add("r", TOKENS, lends(transfer))
+    request = target.add("r", TOKENS, loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    source.close()
+    run([target], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
+    assert isinstance(request.error, PeerEndedError)
+    assert request.finish_reason == "length"
+
+
+def test_a_source_that_does_not_get_the_request_is_named_after_a_while(source, open_engine, begin):
+    target = open_engine("d", TARGET, handshake_timeout_s=0.2)
+    request = target.add("r", TOKENS, loads(begin()))
+    run([target], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
+    assert isinstance(request.error, PeerLostError)
+    assert re.search(
+        r"the engine at 127.0.0.1:\d+ did not get request 'r', .* within 0.2 s "
+        r"\(handshake_timeout_s\); look there and at the router",
+        str(request.error),
+    )
+
+
+def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, begin):
+    transfer = begin()
+    request = target.add("r", range(50, 71), loads(transfer))
+    source.add("r", TOKENS, lends(transfer))
+    run([source, target], is_over(target), timeout_s=WAIT_S, what="the refusal")
+    assert isinstance(request.error, TicketError)
+    assert "begins with other tokens" in str(request.error)
+    assert source.scheduler._leases.counters() == {}
+
+
+def test_one_transfer_serves_one_request(source, target, begin):
+    transfer = begin()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    with pytest.raises(TicketError, match="each serves one request"):
+        target.add("again", (*TOKENS, 7), loads(transfer))
+    source.add("r", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    late = target.add("late", (*TOKENS, 7), loads(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the second one")
+    assert (request.external_tokens, late.external_tokens) == (len(TOKENS), 0)
+
+
+def test_a_target_asks_again_as_what_it_was_told_may_be_lost(source, target, begin, monkeypatch):
+    monkeypatch.setattr(asks, "ASK_AGAIN_S", 0.01)
+    monkeypatch.setattr(source.scheduler._server, "_tell_askers", lambda *_: None)
+    transfer = begin()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    until_asked(target, source, "requests.Ask", 2)
+    source.add("r", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert request.external_tokens == len(TOKENS)
+
+
+@pytest.mark.parametrize("false", ["", 7, "another key"])
+def test_a_target_asks_nobody_for_what_the_router_did_not_send(source, target, begin, false):
+    text = begin(b"x" * 32).text if false == "another key" else false
+    with pytest.raises(TicketError, match="transfer"):
+        target.add("r", TOKENS, {"do_remote_prefill": True, "transfer": text})
+    target.step()
+    assert not counter(source, "requests.Handshake")
+    assert counter(target, "errors.ticket") == 1
+
+
+def test_without_a_key_a_target_asks_its_peers_only(open_engine, begin):
+    target = open_engine("d", TARGET, cluster_key=None, peers=["127.0.0.1:1"])
+    with pytest.raises(TicketError, match="which is not in peers"):
+        target.add("r", TOKENS, loads(begin(None)))
+
+
+def test_without_a_key_a_target_loads_what_it_has_asked_for(open_engine):
+    source = open_engine("p", SOURCE, cluster_key=None)
+    target = open_engine("d", TARGET, cluster_key=None)
+    transfer = Transfer.begin(f"127.0.0.1:{source.scheduler.port}", None)
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    source.add("r", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert request.external_tokens == len(TOKENS)
+
+
+def test_a_source_that_was_started_again_is_not_waited_for(open_engine, target, free_port, soon):
+    source = open_engine("p", SOURCE, kv_port=free_port)
+    transfer = Transfer.begin(f"127.0.0.1:{free_port}", KEYS)
+    source.add("r", TOKENS, lends(transfer))
+    request = target.add("r", TOKENS, loads(transfer))
+    until_asked(target, source, "requests.Ask")
+    source.close()
+    again = open_engine("p", SOURCE, kv_port=free_port)
+    run([target, again], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
+    assert isinstance(request.error, PeerEndedError | TicketExpiredError)
 
 
 def replace_secret(transfer):

@@ -35,6 +35,7 @@ _PARTS = (
     ("held", "fetched", "ended"),
     # What is loaded. The ranks read and confirm within ``load``.
     ("handshake", "unknown", "shaken"),
+    ("ticket", "asking", "granted"),
     ("lease", "asked", "taken"),
     ("wait", "taken", "reading"),
     ("load", "reading", "loaded"),

@@ -19,6 +19,7 @@ from kvferry.connectors.base import (
     SchedulerOutputView,
     TransferRecord,
 )
+from kvferry.connectors.pull.asks import PendingTicket
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.groups import Filled
 from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
@@ -85,6 +86,9 @@ class PullScheduler(SchedulerConnector):
         self._tickets = AcceptedTickets(key, extra)
         self._loads: dict[str, Load] = {}
         """Request id → its load, until the request ends or, if that is later, the load does."""
+        self._asks: dict[str, PendingTicket] = {}
+        """Request id → the ticket that it waits for, until there is a load of it or none will be
+        needed."""
         self._spans = spans
         self._records = RequestRecords(clock, spans)
         self._description: EngineDescription | None = None
@@ -216,6 +220,8 @@ class PullScheduler(SchedulerConnector):
                 self._news.cancels.append(load.lease_id)
             elif load.state not in (LoadState.LOADED, LoadState.FAILED):
                 self._sources.refuse(load, error)
+        for pending in self._asks.values():
+            self._sources.refuse_ask(pending, error)
         model = replace(model, weights_digest=digest)
         self._describe(replace(self._description, model=model))
 
@@ -259,19 +265,92 @@ class PullScheduler(SchedulerConnector):
             self._expect(request.request_id, transfer)
             return
         try:
+            if "ticket" not in params and "transfer" in params and transfer is None:
+                self._begin_ask(record, params["transfer"])
+                return
             ticket = self._accepted(params.get("ticket"), request)
         except KVFerryError as error:
             self._refused(record, error)
             raise
         self._expect(request.request_id, transfer)
+        self._begin_load(record, ticket)
+
+    def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
+        """Goes for the lease of an accepted ticket."""
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
-            self.take_back(params)
+            self._withdraw_own(ticket)
             record.loads = False
             return
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
-        self._loads[request.request_id] = self._sources.add(record, ticket)
+        self._loads[record.request_id] = self._sources.add(record, ticket)
+
+    def _begin_ask(self, record: RequestRecord, text: object) -> None:
+        """Asks for the ticket of a request that its source was sent as well.
+
+        Raises:
+            TicketError, ConfigError: see :meth:`on_new_request`.
+        """
+        self._check_role()
+        try:
+            transfer = self._tickets.accept_transfer(text)
+            self._asks[record.request_id] = self._sources.ask(record, transfer)
+        except TicketError as error:
+            self._note_ticket(record.request_id, error)
+            raise
+
+    def _may_go_on(self, request: RequestView) -> bool:
+        """Whether a request waits for no ticket any more.
+
+        Raises:
+            KVFerryError: the ticket is refused, or could not be had.
+        """
+        pending = self._asks.get(request.request_id)
+        if pending is None:
+            return True
+        if not pending.is_settled and not self._client.pump():
+            return False
+        if pending.error is not None:
+            raise pending.error
+        if pending.reason:
+            del self._asks[request.request_id]
+            pending.record.loads = False
+            self._counters["asks_denied"] += 1
+            logger.warning(
+                "request %s: the engine at %s lends nothing, and its prompt is computed here: %s",
+                request.request_id,
+                pending.transfer.address,
+                pending.reason,
+            )
+        elif pending.ticket:
+            try:
+                ticket = self._tickets.accept(pending.ticket, request, pending.transfer)
+            except TicketError as error:
+                self._note_ticket(request.request_id, error)
+                pending.record.fail(self._clock(), f"{type(error).__name__}: {error}")
+                pending.error = error
+                raise
+            del self._asks[request.request_id]
+            self._begin_load(pending.record, ticket)
+        return pending.is_settled
+
+    def _drop_ask(self, request_id: str) -> None:
+        """No ticket is needed for a request any more: one that comes is given back."""
+        pending = self._asks.pop(request_id, None)
+        if pending is None:
+            return
+
+        def give_back(text: str) -> None:
+            try:
+                ticket = self._tickets.read_asked(text, pending.transfer)
+            except TicketError as error:
+                self._note_ticket(request_id, error)
+                return
+            leases = {ticket.lease_id: ticket.secret}
+            self._client.release(ticket.address, ticket.incarnation, leases)
+
+        self._sources.drop_ask(pending, give_back)
 
     def _refused(self, record: RequestRecord, error: KVFerryError) -> None:
         record.fail(self._clock(), f"{type(error).__name__}: {error}")
@@ -301,17 +380,22 @@ class PullScheduler(SchedulerConnector):
         Raises:
             TicketError, ConfigError: see :meth:`on_new_request`.
         """
+        self._check_role()
+        try:
+            return self._tickets.accept(signed, request)
+        except TicketError as error:
+            self._note_ticket(request.request_id, error)
+            raise
+
+    def _check_role(self) -> None:
         if not self._context.config.is_consumer:
             raise ConfigError(
                 "kv_role: this engine is kv_producer and was sent a request to load "
                 "(do_remote_prefill); send it to a kv_consumer, or make this one kv_both"
             )
-        try:
-            return self._tickets.accept(signed, request)
-        except TicketError as error:
-            text = f"request {request.request_id}: {type(error).__name__}: {error}"
-            self._server.note_error("ticket", text)
-            raise
+
+    def _note_ticket(self, request_id: str, error: TicketError) -> None:
+        self._server.note_error("ticket", f"request {request_id}: {type(error).__name__}: {error}")
 
     def on_rejected_request(self, request: RequestView) -> None:
         """Gives back the lease of a request that the engine's front refused: of what it brought
@@ -341,6 +425,10 @@ class PullScheduler(SchedulerConnector):
             KVFerryError: the handshake was refused, the lease could not be had, or the source
                 no longer keeps a block that is needed.
         """
+        if request.num_tokens - 1 <= num_computed_tokens and request.request_id in self._asks:
+            return 0, False  # all of it is here
+        if not self._may_go_on(request):
+            return None, False
         load = self._loads.get(request.request_id)
         if load is None:
             return 0, False
@@ -378,6 +466,7 @@ class PullScheduler(SchedulerConnector):
         if load is not None and load.state in (LoadState.LOADING, LoadState.LOADED):
             return
         self._records.admitted(request, num_external_tokens)
+        self._drop_ask(request.request_id)
         if load is None:
             return
         if num_external_tokens == 0:
@@ -454,6 +543,7 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         is_outdated = request.request_id in self._outdated
         self._outdated.discard(request.request_id)
+        self._drop_ask(request.request_id)
         filled = self._filled(request)
         load = self._loads.get(request.request_id)
         if load is not None and load.state is LoadState.LOADING:
@@ -697,6 +787,9 @@ class PullScheduler(SchedulerConnector):
         except TicketError as error:
             self._server.note_error("ticket", f"to be taken back: {error}")
             return
+        self._withdraw_own(ticket)
+
+    def _withdraw_own(self, ticket: Ticket) -> None:
         # Without a cluster key anybody could write a ticket, but not its secret.
         if hmac.compare_digest(ticket.secret, self._server.secret(ticket.lease_id)):
             self._leases.withdraw(ticket.lease_id)

@@ -18,12 +18,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvferry.connectors.pull.asks import Asks, PendingTicket
 from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.connectors.pull.record import RequestRecord
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import News
-from kvferry.control.messages import MAX_ITEMS, LeaseAnswer, Renewed
-from kvferry.control.tickets import Ticket, check_incarnation
+from kvferry.control.messages import MAX_ITEMS, Asked, LeaseAnswer, Renewed
+from kvferry.control.tickets import Ticket, Transfer, check_incarnation
 from kvferry.errors import (
     HandshakeNeededError,
     IncompatibleError,
@@ -201,6 +202,14 @@ class Sources:
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
         self._lock = threading.RLock()  # an answer may be there before who asks has let go
+        self._asks = Asks(
+            client,
+            lock=self._lock,
+            patience_s=handshake_timeout_s,
+            clock=clock,
+            note_error=note_error,
+            on_answer=self._ask_answered,
+        )
         client.listen(self._told)
         self._thread = mailbox("sources", self._turn, survives=False)
         self._thread.start()  # its turn asks it whether it ran
@@ -239,6 +248,29 @@ class Sources:
                 self._ask(source, [load], now)
             self._wake()
         return load
+
+    def ask(self, record: RequestRecord, transfer: Transfer) -> PendingTicket:
+        """Begins to ask for the ticket of a request that its source was sent as well."""
+        with self._lock:
+            now, address = self._clock(), transfer.address
+            source = self._sources.setdefault(address, Source(address, configured=False))
+            pending = self._asks.add(record, transfer)
+            if source.knows_us:
+                self._send_asks(source, now)
+            else:
+                record.note("unknown", now)
+            self._wake()
+        return pending
+
+    def drop_ask(self, pending: PendingTicket, give_back: Callable[[str], None]) -> None:
+        """See :meth:`Asks.drop`."""
+        with self._lock:
+            self._asks.drop(pending, give_back)
+
+    def refuse_ask(self, pending: PendingTicket, error: KVFerryError) -> None:
+        """See :meth:`Asks.fail`."""
+        with self._lock:
+            self._asks.fail(pending, error)
 
     def start(self, load: Load) -> None:
         """The ranks begin to read; the lease is renewed until :meth:`drop`.
@@ -314,6 +346,7 @@ class Sources:
                 for source in self._sources.values():
                     self._shake_hands(source, self._ours, now)
                     self._renew(source, now)
+                    self._send_asks(source, now)
             self._expire(now)
             return self._pause(now)
 
@@ -324,8 +357,12 @@ class Sources:
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; ``None`` to sleep until woken."""
         waits = any(load.state is LoadState.WAITING for load in self._loads.values())
+        waits = waits or self._asks.is_waiting
         due = [now + LOOK_S] if waits else []
         due += [load.next_renewal for load in self._loads.values() if load.is_renewable]
+        for source in self._sources.values():
+            if source.knows_us:
+                due += self._asks.due(source.address)
         due += [
             source.next_attempt
             for source in self._sources.values()
@@ -336,7 +373,8 @@ class Sources:
     def _needs_handshake(self, source: Source) -> bool:
         if source.knows_us:
             return False
-        return bool(source.configured or source.given_up) or any(
+        wanted = source.configured or source.given_up or self._asks.wants(source.address)
+        return bool(wanted) or any(
             load.source is source and load.wants_lease for load in self._loads.values()
         )
 
@@ -390,6 +428,20 @@ class Sources:
             self._note_error(what, text)
         source.error = error
         source.failed_at = self._clock()
+
+    def _send_asks(self, source: Source, now: float) -> None:
+        if source.knows_us and source.description is not None:
+            self._asks.send(source.address, source.description.incarnation, now)
+
+    def _ask_answered(self, address: str, error: KVFerryError | None) -> None:
+        """A source has answered an ask, or has not; with the lock held."""
+        source = self._sources[address]
+        if error is None:
+            source.error = None
+        else:
+            self._failed(source, "ask", error)
+            source.stale |= isinstance(error, HandshakeNeededError)
+        self._wake()
 
     def _renew(self, source: Source, now: float) -> None:
         """Sends one Renew for every lease at a source if any of them is due."""
@@ -458,10 +510,13 @@ class Sources:
                 self._wake()
 
     def _told(self, address: str, news: News) -> None:
-        """A source tells of leases that have grown, or were revoked; on any thread."""
-        if not isinstance(news, Renewed):
-            return
+        """A source tells of leases that have grown, or were revoked, or of transfers that we asked
+        for; on any thread.
+        """
         with self._lock:
+            if isinstance(news, Asked):
+                self._asks.told(address, news)
+                return
             loads = [self._loads[lease_id] for lease_id in news.states if lease_id in self._loads]
             for load in loads:
                 if load.source.address == address:
@@ -506,6 +561,7 @@ class Sources:
     def _expire(self, now: float) -> None:
         if self._thread.awake_s < self._handshake_timeout_s:
             return  # we have not run: answers may have come since
+        self._asks.expire(now)
         for load in self._loads.values():
             source = load.source
             if load.state is not LoadState.WAITING or now < load.deadline:
@@ -525,6 +581,7 @@ class Sources:
     def _note_end(self, source: Source, asking: list[Load]) -> None:
         """Where the source's process has ended, nobody waits for what it lent before that."""
         if isinstance(source.error, PeerEndedError):
+            self._asks.fail_all(source.address, source.error)
             for incarnation in {load.ticket.incarnation for load in asking}:
                 self._note_silence(source, incarnation)
 
@@ -538,6 +595,7 @@ class Sources:
                 self._fail(load, _silent(source))
 
     def _fail_all(self, source: Source, error: KVFerryError) -> None:
+        self._asks.fail_all(source.address, error)
         for load in self._waiting_for(source):
             self._fail(load, error)
 

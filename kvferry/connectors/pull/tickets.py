@@ -2,9 +2,19 @@
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvferry.connectors.base import RequestView
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.control.tickets import SeenTickets, Ticket, prompt_digest, verify
+from kvferry.control.proofs import veil
+from kvferry.control.tickets import (
+    SeenTickets,
+    Ticket,
+    Transfer,
+    prompt_digest,
+    read_transfer,
+    verify,
+)
 from kvferry.errors import TicketError
 from kvferry.zeromq import split_address
 
@@ -21,14 +31,44 @@ class AcceptedTickets:
         self._peers = extra.peer_addresses()
         self._seen = SeenTickets()
 
-    def accept(self, text: object, request: RequestView) -> Ticket:
+    def accept_transfer(self, text: object) -> Transfer:
+        """What a request brings in place of a ticket, for which its source is asked.
+
+        Raises:
+            TicketError: it is forged or malformed, or names an engine that is none of our
+                ``peers``.
+        """
+        transfer = read_transfer(text, self._key)
+        self._check_address(transfer.address)
+        return transfer
+
+    def read_asked(self, text: str, transfer: Transfer) -> Ticket:
+        """The ticket that was asked for.
+
+        Raises:
+            TicketError: as :meth:`accept`, but that no request is looked at.
+        """
+        ticket = self._verified(text)
+        return replace(ticket, secret=veil(ticket.secret, transfer.secret, ticket.lease_id))
+
+    def accept(
+        self, text: object, request: RequestView, transfer: Transfer | None = None
+    ) -> Ticket:
         """The ticket of a request, verified, fitting, and from now on the request's own.
+
+        Args:
+            text: as it came.
+            request: whose it is to be.
+            transfer: for which it was asked.
 
         Raises:
             TicketError: forged, malformed, used before, for another prompt, for another adapter
                 or other inputs, or it names no address, or one that is none of our ``peers``.
         """
-        ticket = self._verified(text).claimed()
+        if transfer is not None and isinstance(text, str):
+            ticket = self.read_asked(text, transfer).claimed()
+        else:
+            ticket = self._verified(text).claimed()
         _check_prompt(ticket, request)
         _check_content(ticket, request)
         self._seen.claim(ticket.lease_id, request.request_id)
@@ -55,12 +95,15 @@ class AcceptedTickets:
             split_address(ticket.address)
         except ValueError as error:
             raise TicketError(f"ticket: its {error}") from error
-        if self._key is None and self._peers and ticket.address not in self._peers:
+        self._check_address(ticket.address)
+        return ticket
+
+    def _check_address(self, address: str) -> None:
+        if self._key is None and self._peers and address not in self._peers:
             raise TicketError(
-                f"ticket: it names {ticket.address}, which is not in peers "
+                f"ticket: it names {address}, which is not in peers "
                 f"({', '.join(self._peers)}); add it, or set a cluster_key"
             )
-        return ticket
 
     def retire(self, ticket: Ticket) -> None:
         """The request is over; its ticket is never accepted again."""
