@@ -70,6 +70,7 @@ class Step:
     """A step in which nothing is computed."""
 
     finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
     requests: tuple[()] = ()
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
 

@@ -150,7 +150,8 @@ class KVOutputAggregator:
         - ``finished_sending`` and ``finished_recving`` hold the requests that this step completed.
         - ``failed_recving`` holds those of ``finished_recving`` that failed on any rank.
         - ``invalid_block_ids`` are united at once: never later than their request is finished.
-        - Stats and progress are added; events and records concatenated by rank.
+        - Stats and progress are added; events and records concatenated by rank, and what ranks
+          have written united.
         - ``expected_finished_count`` is set when it changed. Reports are read by rank; a change
           holds for requests first reported by the same report or a later one.
 
@@ -217,6 +218,8 @@ def _add(joined: KVConnectorOutput, report: KVConnectorOutput) -> None:
         joined.kv_connector_gauges[name] = joined.kv_connector_gauges.get(name, 0) + value
     joined.kv_cache_events.extend(report.kv_cache_events or ())
     joined.transfer_records.extend(report.transfer_records or ())
+    for lease_id, written in (report.written or {}).items():
+        joined.written.setdefault(lease_id, {}).update(written)
     for request_id, (done, total) in (report.transfer_progress or {}).items():
         others_done, others_total = joined.transfer_progress.get(request_id, (0, 0))
         joined.transfer_progress[request_id] = (others_done + done, others_total + total)

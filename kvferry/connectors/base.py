@@ -60,6 +60,9 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     """One record per load that ended in this step on this rank."""
     transfer_progress: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """Request id → (bytes in place, bytes in all) of the loads under way; the aggregator adds."""
+    written: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
+    """Lease id → rank → leading tokens of the prompt that this rank has written, for prompts that
+    are lent while they are computed; the aggregator unites them."""
     expected_finished_count: int = 0
     """When positive, how many ranks must report a request from now on."""
 
@@ -98,6 +101,9 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks of the other side that it was read from."""
     confirmed: float = 0.0
     """When the source had said whether it counts; 0 for what was lent."""
+    moving: float = 0.0
+    """Seconds in which something of it moved: less than from ``started`` to ``finished`` where it
+    waited for its source to compute more."""
 
 
 class RequestView(Protocol):
@@ -188,6 +194,10 @@ class SchedulerOutputView(Protocol):
         """Requests that ended since the last step."""
 
     @property
+    def preempted_req_ids(self) -> set[str]:
+        """Requests that lost their blocks since the last step, and will be computed again."""
+
+    @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
         """Request id → tokens computed in this step."""
 
@@ -226,6 +236,10 @@ class ConnectorContext:
     layer_windows: Mapping[int, int] = field(default_factory=dict)
     """Layer of the model → tokens that one of its tokens attends to, itself included; without the
     layers that see all. Also where the layer's group keeps more than that."""
+    shows_steps: bool = True
+    """Whether :meth:`SchedulerConnector.build_connector_meta` is given a
+    :class:`SchedulerOutputView` in every step. A prompt in an engine that does not is lent when it
+    is whole."""
     asks_what_was_filled: bool = True
     """Whether the engine asks :meth:`SchedulerConnector.partial_groups` and
     :meth:`SchedulerConnector.first_filled_tokens` after a load. To one that does not, every block

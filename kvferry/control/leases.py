@@ -66,7 +66,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvferry.control.messages import FinishAnswer, LeaseAnswer, LeaseStatus
+from kvferry.control.messages import BlockTables, FinishAnswer, LeaseAnswer, LeaseStatus
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import lease_of
 from kvferry.errors import BoundsError
@@ -150,6 +150,8 @@ class _Open:
     """Tokens that are to be written before it is whole."""
     written: dict[int, int] = field(default_factory=dict)
     """Rank of the source that writes them → how many it has written."""
+    tables: BlockTables = ()
+    """The source's block tables so far, where it was granted before they were known."""
     holder: Target | None = None
     taken: float | None = None
     """Clock reading at which the holder took it."""
@@ -294,6 +296,14 @@ class LeaseTable:
             "max_leased_blocks or add decode capacity"
         )
 
+    def allocated(self, lease_id: str, tables: BlockTables) -> None:
+        """The source's request has these block tables now. To be called before :meth:`written`
+        speaks of tokens in them; ended leases and unknown ids are ignored.
+        """
+        with self._lock:
+            if (entry := self._open.get(lease_id)) is not None:
+                entry.tables = tables
+
     def written(self, lease_id: str, rank: int, num_tokens: int) -> list[tuple[Target, str]]:
         """A rank of the source has written the first ``num_tokens`` tokens of a lease; ended ones
         and unknown ids are ignored. Once the lease is whole its time begins.
@@ -320,6 +330,15 @@ class LeaseTable:
             found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
             grown = [(lease_id, self._readable(entry)) for lease_id, entry in found if entry]
             return {lease_id: tokens for lease_id, tokens in grown if tokens is not None}
+
+    def tables(self, lease_ids: Iterable[str]) -> dict[str, BlockTables]:
+        """What :meth:`allocated` said last, for the leases of which it said anything. To be asked
+        after :meth:`readable`, so that what can be read lies in them.
+        """
+        with self._lock:
+            found = [(lease_id, self._open.get(lease_id)) for lease_id in lease_ids]
+            named = [(lease_id, entry.base or entry) for lease_id, entry in found if entry]
+            return {lease_id: entry.tables for lease_id, entry in named if entry.tables}
 
     def is_held(self, target: Target, lease_id: str) -> bool:
         """Whether a target holds a lease, or a claim."""

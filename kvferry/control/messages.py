@@ -46,6 +46,9 @@ Id: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 Proof: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
 Proofs: TypeAlias = Annotated[dict[Id, Proof], msgspec.Meta(max_length=MAX_ITEMS)]
 """Lease id → the proof that the sender may speak of it."""
+BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+BlockTables: TypeAlias = tuple[tuple[BlockId, ...], ...]
+"""Whole block tables of a request, one per KV cache group."""
 
 
 class LeaseAnswer(enum.StrEnum):
@@ -195,6 +198,9 @@ class Renewed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     written: dict[str, int] = {}
     """For each lease that grows, the tokens that can be read so far, from token 0; the others are
     whole."""
+    tables: dict[str, BlockTables] = {}
+    """For each lease that was granted before its blocks were allocated, the source's block tables
+    so far, in place of its ticket's."""
 
 
 class FinishReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -200,7 +200,8 @@ class ControlService:
         written = self.leases.readable([lease_id])
         is_held = self.leases.is_held(target, lease_id)
         states = {lease_id: LeaseAnswer.HELD if is_held else LeaseAnswer.REVOKED}
-        return messages.encode(Renewed(id=0, states=states, written=written))
+        tables = self.leases.tables([lease_id])
+        return messages.encode(Renewed(id=0, states=states, written=written, tables=tables))
 
     def _tell(self, holders: Iterable[tuple[Target, str]]) -> None:
         """Sends :meth:`news`; what is lost comes with the answer to the next renewal."""
@@ -282,7 +283,12 @@ class ControlService:
                 lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
                 # After the leases were taken: who took one is told of what is written from now on.
                 written = self.leases.readable(states)
-                return Renewed(id=request.id, states=lost | states, written=written)
+                return Renewed(
+                    id=request.id,
+                    states=lost | states,
+                    written=written,
+                    tables=self.leases.tables(states),
+                )
             case Finishes():
                 return FinishReply(id=request.id, answers=self._finish(request))
             case Release():

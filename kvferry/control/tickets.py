@@ -28,7 +28,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from kvferry.control.messages import MAX_ID_CHARS
+from kvferry.control.messages import MAX_ID_CHARS, BlockTables
 from kvferry.control.proofs import PROOF_BYTES, claim_on
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, TicketError, TicketExpiredError, TicketForgedError
@@ -50,7 +50,6 @@ MAX_CONTENT_PARTS = 16
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
-BlockId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +71,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """The request's id at the source; for people and logs, never a key."""
     num_tokens: Count
     """Tokens whose KV lies in ``block_ids``, from token 0."""
-    block_ids: tuple[tuple[BlockId, ...], ...]
-    """The source's whole block tables, one per KV cache group."""
+    block_ids: BlockTables
+    """The source's whole block tables, one per KV cache group; of a lease that grows, those so far.
+    """
     lease_duration_s: Annotated[float, msgspec.Meta(gt=0, le=1e6)]
     """Seconds that the lease lives without being renewed."""
     prompt_digest: str = ""

@@ -58,9 +58,13 @@ class FakeEngine:
         """The joined report of every step."""
         self.during_step: Callable[[], None] = lambda: None
         """Called between a step's schedule and its ranks; tests put an abort here."""
+        self.chunk_tokens: int | None = None
+        """Tokens that a request computes in a step at most, and gets blocks for; all if ``None``.
+        """
         self.num_blocks = context.num_blocks
         self._free = list(range(1, self.num_blocks))
         self._finished: set[str] = set()
+        self._preempted: set[str] = set()
         self._aggregator = KVOutputAggregator.from_connector(plugin, len(ranks))
         self._random = random.Random(0)
 
@@ -151,6 +155,17 @@ class FakeEngine:
         if request.stage is not Stage.FINISHED:
             self._end(request, "abort")
 
+    def preempt(self, request_id: str) -> None:
+        """Takes the blocks of a request that computes; it is computed anew."""
+        request = self.requests[request_id]
+        if request.stage is not Stage.COMPUTING:
+            return
+        self._release([block for table in request.tables for block in table if block != 0])
+        request.tables, request.stage = [], Stage.WAITING
+        request.num_computed_tokens = request.external_tokens = 0
+        request.resumed = True
+        self._preempted.add(request_id)
+
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds."""
@@ -168,16 +183,18 @@ class FakeEngine:
         """Runs one step; returns whether any token was computed."""
         for request in self._in_stage(Stage.WAITING):
             self._admit(request)
-        computing = self._in_stage(Stage.COMPUTING)
+        computing = [each for each in self._in_stage(Stage.COMPUTING) if self._has_room(each)]
+        ends = {request.request_id: self._end_of_chunk(request) for request in computing}
         schedule = FakeSchedule(
             requests=[self._part(request) for request in computing],
             num_scheduled_tokens={
-                request.request_id: request.num_tokens - request.num_computed_tokens
+                request.request_id: ends[request.request_id] - request.num_computed_tokens
                 for request in computing
             },
             finished_req_ids=self._finished,
+            preempted_req_ids=self._preempted,
         )
-        self._finished = set()
+        self._finished, self._preempted = set(), set()
         metadata = self.scheduler.build_connector_meta(schedule)
         promise(
             type(metadata) is self.plugin.Metadata,
@@ -189,13 +206,35 @@ class FakeEngine:
         self._receive(self._aggregator.join(reports))
         for request in computing:
             if request.stage is Stage.COMPUTING:
-                self._computed(request)
+                self._computed(request, ends[request.request_id])
         return bool(computing)
 
-    def _computed(self, request: FakeRequest) -> None:
-        """A request's only step is over; draws its only token."""
+    def _end_of_chunk(self, request: FakeRequest) -> int:
+        """The token up to which a request computes in its next step."""
+        return request.end_of_chunk(self.chunk_tokens)
+
+    def _has_room(self, request: FakeRequest) -> bool:
+        """Gives a request the blocks of its next step, if there are any."""
+        end = self._end_of_chunk(request)
+        lacking = [
+            -(-end // group.virtual_block_size) - len(table)
+            for group, table in zip(self.groups, request.tables, strict=True)
+        ]
+        if sum(lacking) > len(self._free):
+            return False
+        for table, count in zip(request.tables, lacking, strict=True):
+            table += self._free[:count]
+            self._free = self._free[count:]
+        return True
+
+    def _computed(self, request: FakeRequest, end: int) -> None:
+        """A request's step is over; the last one draws its only token."""
         if request.loads_in_step and not request.failed:
             self._check_whole(request)
+        if end < request.num_tokens:
+            self._let_go(request, end)
+            request.num_computed_tokens = end
+            return
         # As if its last token had been computed in a step of its own: what a window let go by
         # then is nobody's, and one token more than the next step needs is still there.
         self._let_go(request, request.num_tokens - 1)
@@ -220,6 +259,7 @@ class FakeEngine:
             first_position=request.num_computed_tokens,
             block_ids=request.get_block_ids(),
             num_new_blocks=tuple(map(len, request.tables)),
+            resumed=request.take_resumed(),
         )
 
     def _admit(self, request: FakeRequest) -> None:
@@ -261,7 +301,8 @@ class FakeEngine:
         self, request: FakeRequest, num_computed: int, num_tokens: int | None = None
     ) -> bool:
         """Gives a request its blocks: none for what lies behind its windows from the start."""
-        end = request.num_tokens if num_tokens is None else num_tokens
+        chunk = num_computed + (self.chunk_tokens or request.num_tokens)
+        end = min(request.num_tokens, chunk) if num_tokens is None else num_tokens
         sizes = [
             (
                 group.first_kept_token(num_computed) // group.virtual_block_size,

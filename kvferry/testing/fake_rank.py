@@ -34,7 +34,7 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class FakeRequest:
-    """A request: computed in one step, ended after one token."""
+    """A request: computed in one step, or in chunks, and ended after one token."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -57,6 +57,8 @@ class FakeRequest:
     """Why the connector refused to load for it."""
     response_params: dict[str, Any] | None = None
     """What ``request_finished`` returned."""
+    resumed: bool = False
+    """Whether it was preempted after its last step."""
     started: bool = False
     """Whether a step with its tokens has been scheduled."""
     traceparent: str = ""
@@ -77,6 +79,16 @@ class FakeRequest:
     def finished_cleanly(self) -> bool:
         """Whether it ended by length."""
         return self.finish_reason == "length"
+
+    def end_of_chunk(self, chunk_tokens: int | None) -> int:
+        """The token up to which its next step computes."""
+        chunk = self.num_tokens if chunk_tokens is None else chunk_tokens
+        return min(self.num_tokens, self.num_computed_tokens + chunk)
+
+    def take_resumed(self) -> bool:
+        """Whether it was preempted, once."""
+        resumed, self.resumed = self.resumed, False
+        return resumed
 
     def content_keys(self, num_tokens: int) -> Mapping[str, str]:
         """What else than its tokens decides its KV."""
@@ -105,6 +117,7 @@ class FakeSchedule:
     requests: Sequence[FakePart]
     num_scheduled_tokens: dict[str, int]
     finished_req_ids: set[str]
+    preempted_req_ids: set[str] = field(default_factory=set)
 
 
 LOCAL = 1
@@ -192,7 +205,8 @@ class FakeRank:
         for part in schedule.requests:
             request = requests[part.request_id]
             if request.stage is Stage.COMPUTING:  # and not aborted during this step
-                self._compute(request)
+                count = schedule.num_scheduled_tokens[part.request_id]
+                self._compute(request, part.first_position + count)
         for layer in self._layer_names:
             self.worker.save_kv_layer(layer)
         self.worker.wait_for_save()
@@ -206,12 +220,14 @@ class FakeRank:
         for cache, table in zip(self.caches, request.tables, strict=True):
             cache.write(table, request.prompt_token_ids, 0, end, salt)
 
-    def _compute(self, request: FakeRequest) -> None:
-        if not request.failed:
+    def _compute(self, request: FakeRequest, end: int) -> None:
+        # What comes before its first chunk; a window may let go of it with the next.
+        is_first = request.num_computed_tokens == request.local_tokens + request.external_tokens
+        if is_first and not request.failed:
             self.check_seen(request)
         for cache, table in zip(self.caches, request.tables, strict=True):
             first = request.num_computed_tokens
-            cache.write(table, request.prompt_token_ids, first, request.num_tokens)
+            cache.write(table, request.prompt_token_ids, first, end)
 
     def check_seen(self, request: FakeRequest) -> None:
         """Checks a load's cells, and those of the hit before it, as far as any layer looks back.

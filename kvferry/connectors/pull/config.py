@@ -1,7 +1,7 @@
 """What a user may write in ``kv_connector_extra_config`` for the PullConnector."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,6 +62,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = 256 << 20
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
     taken when it is first needed."""
+    early_load: Literal["off", "late", "now"] = "off"
+    """When this engine begins to load a prompt that the source still computes: when it is whole, as
+    late as it can be read by the time it is whole, or as soon as the source has begun."""
     convert_dtype: bool = False
     """Whether a source whose KV cache has another dtype is read although precision is lost."""
     record_digests: bool = False

@@ -11,6 +11,7 @@ with them if the source still has it, for a block that is whole may become a pre
     target   |  null   |  null   |    b    |    b    |
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,26 @@ class SourceGroups:
         geometries = description.geometries
         pairs = pair_groups(geometries, targets, convert=True)  # the handshake judged dtypes
         return cls(description.engine_id, geometries, tuple(targets), pairs)
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens at whose multiples a part of a load may end: there a block ends on both sides."""
+        sides = (*self.geometries, *self.targets)
+        return math.lcm(*(group.virtual_block_size for group in sides))
+
+    def moves_early(self, pair: GroupPair) -> bool:
+        """Whether a pair can move while its source still computes: not what keeps a window or a
+        state, of which only the end says what moves.
+        """
+        sides = self.geometries[pair.source_group], self.targets[pair.target_group]
+        is_whole = pair.sliding_window is None and pair.attention_chunk_size is None
+        return is_whole and not any(side.is_recurrent for side in sides)
+
+    def early_starts(self, first_token: int, num_tokens: int) -> tuple[int, ...]:
+        """What :meth:`starts` will be, once the source has computed the prompt, for the pairs that
+        can move before; ``num_tokens`` for the others.
+        """
+        return tuple(first_token if self.moves_early(pair) else num_tokens for pair in self.pairs)
 
     def check_kept(self, ticket: Ticket, first_token: int, num_tokens: int) -> None:
         """Checks that the source still keeps what a load of ``[first_token, num_tokens)`` moves.

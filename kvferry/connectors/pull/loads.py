@@ -12,6 +12,10 @@ has ended::
     step thread    start ─ bind ─ read ─┐                               ┌─ pump ─ take_ended
     mover                               └─ copy ─ ended ─ Finish ──▶ P ──▶ held
 
+A load whose source still computes the prompt is read in parts: :meth:`Loads.read_on` says when
+there is more. Each token is read once, and what was said of a load holds for all its parts
+together: one Finish, one answer.
+
 What takes long has a thread of its own: connecting to an engine, cutting a long load for staging,
 digests.
 """
@@ -75,12 +79,23 @@ class RankLoad:
     """Unix seconds."""
     peer: SourcePeer | None = None
     """Whom it reads from; ``None`` while that is not connected to, or cannot be."""
-    copies: dict[PairPlan, BoundCopies] = field(default_factory=dict)
-    transfers: dict[tuple[PairPlan, int], Transfer] = field(default_factory=dict)
-    """Pair of groups and source rank → what moves its cells."""
+    parts: list[BoundCopies] = field(default_factory=list)
+    """What it has begun to read, part by part."""
+    read_to: dict[PairPlan, int] = field(default_factory=dict)
+    """Pair of groups → the token up to which that is."""
+    is_begun: bool = False
+    """Whether the first part is."""
+    is_all_begun: bool = False
+    """Whether nothing is left to begin."""
+    moving_since: float | None = None
+    """Clock reading since which something moves; ``None`` while nothing does."""
+    moving: float = 0.0
+    """Seconds in which something moved before that."""
+    transfers: dict[tuple[int, PairPlan, int], Transfer] = field(default_factory=dict)
+    """Index of the part, pair of groups and source rank → what moves its cells."""
     connections: dict[int, Peer] = field(default_factory=dict)
     """Source rank → the connection over which its transfers run."""
-    repeated: set[tuple[PairPlan, int]] = field(default_factory=set)
+    repeated: set[tuple[int, PairPlan, int]] = field(default_factory=set)
     """The transfers that run for the second time, as their connection was lost."""
     error: KVFerryError | None = None
     """The first thing that went wrong."""
@@ -100,6 +115,14 @@ class RankLoad:
     def is_settled(self) -> bool:
         """Whether nothing of it can change the cache any more."""
         return all(transfer.is_terminal for transfer in self.transfers.values())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is settled, and nothing more is to be read."""
+        if not self.is_settled:
+            return False
+        failed = self.error or any(transfer.error for transfer in self.transfers.values())
+        return bool(failed) or self.is_all_begun
 
     @property
     def nbytes(self) -> int:
@@ -129,8 +152,9 @@ class RankLoad:
             error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
             token_digests=self.token_digests,
             transport="" if self.peer is None or not self.transfers else self.peer.movement,
-            source_ranks=tuple(sorted({source_rank for _, source_rank in self.transfers})),
+            source_ranks=tuple(sorted({source_rank for _, _, source_rank in self.transfers})),
             confirmed=self.confirmed,
+            moving=self.moving,
         )
 
 
@@ -177,6 +201,10 @@ class Loads(Closing):
     def start(self, spec: LoadSpec, after: Waitable | None = None) -> None:
         """Starts a load from an engine that was met; nothing is written before ``after``."""
         self._serial.post(partial(self._begin, RankLoad(spec, after)))
+
+    def read_on(self, spec: LoadSpec) -> None:
+        """More of a load can be read, as ``spec`` says; loads that are over are ignored."""
+        self._serial.post(partial(self._read_on, spec))
 
     def cancel(self, lease_id: str) -> None:
         """Gives a load up; it still ends in :meth:`take_ended`. Unknown ids are ignored."""
@@ -303,21 +331,40 @@ class Loads(Closing):
                 self._begin_to_connect(description, for_a_load=True)
             self._unconnected[ticket.engine_id].append(load)
 
+    def _read_on(self, spec: LoadSpec) -> None:
+        load = self._loads.get(spec.ticket.lease_id)
+        if load is None or load.confirming:
+            return  # it is over, or given up
+        load.spec = spec
+        if load.is_begun and load.peer is not None:  # else it is read to here as it begins
+            self._read(load, load.peer)
+
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
+        """Reads what can be read and was not read yet."""
         spec = load.spec
-        if load.confirming:
+        if load.confirming or load.error is not None:
             return  # given up while it waited
-        load.connections = dict(peer.connections)
+        if not load.is_begun:
+            load.is_begun, load.connections = True, dict(peer.connections)
+        if load.moving_since is None:
+            load.moving_since = self._clock()
+        end = spec.num_tokens if spec.readable is None else spec.readable
         try:
             for pair in peer.plans:
-                load.copies[pair] = pair.bind(
+                first = load.read_to.get(pair, spec.starts[pair.index])
+                if first >= end and (spec.readable is not None or pair in load.read_to):
+                    continue
+                copies = pair.bind(
                     spec.ticket.block_ids[pair.pair.source_group],
                     spec.target_block_ids[pair.pair.target_group],
-                    spec.num_tokens,
-                    spec.starts[pair.index],
+                    end,
+                    first,
                 )
+                load.read_to[pair] = end
+                load.parts.append(copies)
                 for source_rank in pair.tiles:
-                    self._transfer(load, peer, pair, source_rank)
+                    self._transfer(load, peer, (len(load.parts) - 1, pair, source_rank))
+            load.is_all_begun = spec.readable is None
         except Exception as error:
             # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
             # this load, not of the rank.
@@ -325,17 +372,22 @@ class Loads(Closing):
         else:
             self._look(load)
 
-    def _transfer(self, load: RankLoad, peer: SourcePeer, pair: PairPlan, source_rank: int) -> None:
-        transfer = peer.read(pair, source_rank, load.copies[pair], load.after)
+    def _transfer(self, load: RankLoad, peer: SourcePeer, key: tuple[int, PairPlan, int]) -> None:
+        part, pair, source_rank = key
+        transfer = peer.read(pair, source_rank, load.parts[part], load.after)
         if transfer is not None:
-            load.transfers[pair, source_rank] = transfer
+            load.transfers[key] = transfer
             if not transfer.is_terminal:
                 transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
 
     def _look(self, load: RankLoad) -> None:
         """Goes on with a load once nothing of it can change the cache any more."""
-        over = load.is_settled and not load.confirming and not self._closed
-        if over and not self._read_again(load):
+        if load.confirming or self._closed or not load.is_settled:
+            return
+        if load.moving_since is not None:
+            load.moving += self._clock() - load.moving_since
+            load.moving_since = None
+        if not self._read_again(load) and load.is_over:
             self._confirm(load)
 
     def _read_again(self, load: RankLoad) -> bool:
@@ -355,11 +407,11 @@ class Loads(Closing):
         try:
             # Once per rank: several transfers may have been lost with one connection. Other loads
             # may read over a newer one by now.
-            for source_rank in {source_rank for _, source_rank in lost}:
+            for source_rank in {source_rank for _, _, source_rank in lost}:
                 peer.reconnect(source_rank, load.connections[source_rank])
                 load.connections[source_rank] = peer.connections[source_rank]
-            for pair, source_rank in lost:
-                self._transfer(load, peer, pair, source_rank)
+            for key in lost:
+                self._transfer(load, peer, key)
         except Exception as error:
             self._give_up(load, as_load_error(error, "the read could not be repeated"))
         else:
@@ -375,7 +427,7 @@ class Loads(Closing):
         if load.confirming:
             return
         load.error = load.error or error
-        for (pair, _), transfer in load.transfers.items():
+        for (_, pair, _), transfer in load.transfers.items():
             assert load.peer is not None  # there are transfers
             load.peer.cancel(pair, transfer)
         self._look(load)

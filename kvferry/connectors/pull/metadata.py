@@ -22,7 +22,10 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     """The load is of the tokens ``[first_token, num_tokens)``."""
     starts: tuple[int, ...]
-    """For each pair of groups, the first of them that moves."""
+    """For each pair of groups, the first of them that moves; ``num_tokens`` where that is not known
+    before the lease is whole."""
+    readable: int | None = None
+    """The tokens before this one can be read so far; ``None`` where that is all."""
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +68,10 @@ class PullMetadata(KVConnectorMetadata, kw_only=True):
     peers: list[EngineDescription] = msgspec.field(default_factory=list)
     """Engines whose handshake just succeeded; replaces an older start of the same engine."""
     loads: list[LoadSpec] = msgspec.field(default_factory=list)
+    parts: list[LoadSpec] = msgspec.field(default_factory=list)
+    """Loads under way of which more can be read now, as they stand now."""
+    writes: dict[str, int] = msgspec.field(default_factory=dict)
+    """Lease id → leading tokens that are written when this step is over; ranks echo them then."""
     cancels: list[str] = msgspec.field(default_factory=list)
     """Lease ids of loads to give up."""
     released: list[str] = msgspec.field(default_factory=list)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvferry.connectors.base import (
     ConnectorContext,
     KVConnectorOutput,
     RequestView,
+    ScheduledRequestView,
     SchedulerConnector,
     SchedulerOutputView,
     TransferRecord,
@@ -27,8 +29,8 @@ from kvferry.connectors.pull.record import RequestRecord, RequestRecords
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
-from kvferry.control.leases import Lease, LeaseRefusal, LeaseTable
-from kvferry.control.messages import TransferStatus
+from kvferry.control.leases import Lease, LeaseOutcome, LeaseRefusal, LeaseTable
+from kvferry.control.messages import BlockTables, TransferStatus
 from kvferry.control.server import ControlServer
 from kvferry.control.tickets import Ticket, Transfer, prompt_digest, read_transfer, sign, verify
 from kvferry.control.tracing import Spans
@@ -54,6 +56,19 @@ NOTHING_LENT: Mapping[str, Any] = {
 }
 """``kv_transfer_params`` of the answer to ``only_cached`` where nothing is lent. Who forwards them
 has the prompt computed."""
+
+
+@dataclass(slots=True, eq=False)
+class EarlyLease:
+    """The lease of a prompt that is lent while it is computed."""
+
+    request: RequestView
+    lease: Lease | None = None
+    """``None`` until the first step that computes the prompt."""
+    is_lent: bool = False
+    """Whether the prompt is computed, and its blocks are kept for whoever takes the lease."""
+    outcome: LeaseOutcome | None = None
+    """How it ended while the prompt was computed."""
 
 
 class PullScheduler(SchedulerConnector):
@@ -104,6 +119,12 @@ class PullScheduler(SchedulerConnector):
         until nothing is lent, or no longer."""
         self._lent_as: dict[Transfer, str] = {}
         """The leases of those that are lent."""
+        self._prompts: dict[str, EarlyLease] = {}
+        """Request id → its lease, for those that are to be lent while they are computed."""
+        self._early: dict[str, EarlyLease] = {}
+        """Those that were granted and not swept, by the lease's id."""
+        self._growing: dict[str, Load] = {}
+        """Lease id → the load, where the ranks read a prompt that was not whole when they began."""
         self._prefixes: dict[str, Lease] = {}
         """Request id → its lease, for those that lend what was cached; the oldest first."""
         self._counters: Counter[str] = Counter()
@@ -216,8 +237,7 @@ class PullScheduler(SchedulerConnector):
         self._outdated.update(outdated or ())
         for load in self._loads.values():
             if load.state is LoadState.LOADING:
-                load.rank_error = load.rank_error or f"{type(error).__name__}: {error}"
-                self._news.cancels.append(load.lease_id)
+                self._cancel(load, f"{type(error).__name__}: {error}")
             elif load.state not in (LoadState.LOADED, LoadState.FAILED):
                 self._sources.refuse(load, error)
         for pending in self._asks.values():
@@ -262,7 +282,7 @@ class PullScheduler(SchedulerConnector):
             self._refused(record, error)
             raise
         if not loads:
-            self._expect(request.request_id, transfer)
+            self._expect(request, transfer)
             return
         try:
             if "ticket" not in params and "transfer" in params and transfer is None:
@@ -272,7 +292,7 @@ class PullScheduler(SchedulerConnector):
         except KVFerryError as error:
             self._refused(record, error)
             raise
-        self._expect(request.request_id, transfer)
+        self._expect(request, transfer)
         self._begin_load(record, ticket)
 
     def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
@@ -439,6 +459,8 @@ class PullScheduler(SchedulerConnector):
             self._has_looked = True
             if self._client.pump():
                 state = load.state
+        if state is LoadState.WAITING and self._is_admitted_early(load):
+            state = load.state
         num_tokens = _num_loadable(load, request)
         available = num_tokens - num_computed_tokens
         if state in (LoadState.LOADING, LoadState.LOADED) or available <= 0:
@@ -448,15 +470,27 @@ class PullScheduler(SchedulerConnector):
             raise load.error
         if state is LoadState.WAITING:
             return None, False
-        assert load.groups is not None  # set before the state
         try:
-            load.groups.check_kept(load.ticket, num_computed_tokens, num_tokens)
-            if not self._context.asks_what_was_filled:
-                load.groups.check_filled(load.ticket, num_computed_tokens, num_tokens)
+            if not load.is_early:  # else once it is whole
+                self._check(load, num_computed_tokens, num_tokens)
         except KVFerryError as error:
             self._sources.refuse(load, error)
             raise
         return available, True
+
+    def _is_admitted_early(self, load: Load) -> bool:
+        """Whether a load begins although its source still computes the prompt."""
+        mode, groups = self._extra.early_load, load.groups
+        if mode == "off" or groups is None or not any(map(groups.moves_early, groups.pairs)):
+            return False
+        return self._sources.admit_early(load, waits=mode == "late")
+
+    def _check(self, load: Load, first_token: int, num_tokens: int) -> None:
+        """Checks that the source has what a load of ``[first_token, num_tokens)`` moves."""
+        assert load.groups is not None  # set before it is ready
+        load.groups.check_kept(load.ticket, first_token, num_tokens)
+        if not self._context.asks_what_was_filled:
+            load.groups.check_filled(load.ticket, first_token, num_tokens)
 
     def update_state_after_alloc(
         self, request: RequestView, blocks: BlocksView, num_external_tokens: int
@@ -475,19 +509,61 @@ class PullScheduler(SchedulerConnector):
         num_tokens = _num_loadable(load, request)
         first_token = num_tokens - num_external_tokens
         assert load.groups is not None  # tokens were offered, so the lease was had
-        starts = load.groups.starts(load.ticket, first_token, num_tokens)
-        load.filled = load.groups.filled(starts, first_token, num_tokens)
+        if load.is_early:
+            starts = load.groups.early_starts(first_token, num_tokens)
+            self._growing[load.lease_id] = load
+        else:
+            starts = load.groups.starts(load.ticket, first_token, num_tokens)
+            load.filled = load.groups.filled(starts, first_token, num_tokens)
         self._sources.start(load)
-        self._news.loads.append(
-            LoadSpec(
-                request_id=request.request_id,
-                ticket=load.ticket,
-                target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
-                first_token=first_token,
-                num_tokens=num_tokens,
-                starts=starts,
-            )
+        load.spec = LoadSpec(
+            request_id=request.request_id,
+            ticket=load.ticket,
+            target_block_ids=tuple(list(ids) for ids in blocks.get_block_ids()),
+            first_token=first_token,
+            num_tokens=num_tokens,
+            starts=starts,
+            readable=first_token if load.is_early else None,
         )
+        self._news.loads.append(load.spec)
+
+    def _read_on(self) -> None:
+        """Tells the ranks what more they can read of the loads that began early."""
+        for load in list(self._growing.values()):
+            spec, readable = load.spec, load.readable  # this before the ticket, see Sources._held
+            assert spec is not None  # the ranks read
+            assert load.groups is not None
+            if load.error is not None:
+                self._cancel(load, f"{type(load.error).__name__}: {load.error}")
+            elif readable is None:
+                self._read_rest(load, spec)
+            else:
+                unit = load.groups.part_tokens
+                end = min(readable, spec.num_tokens) // unit * unit
+                if end > (spec.readable or 0):
+                    load.spec = replace(spec, ticket=load.ticket, readable=end)
+                    self._news.parts.append(load.spec)
+
+    def _read_rest(self, load: Load, spec: LoadSpec) -> None:
+        """The source has computed the prompt: now all is known of what moves."""
+        groups, ticket, span = load.groups, load.ticket, (spec.first_token, spec.num_tokens)
+        assert groups is not None
+        del self._growing[load.lease_id]
+        try:
+            self._check(load, *span)
+        except KVFerryError as error:
+            self._cancel(load, f"{type(error).__name__}: {error}")
+            return
+        starts = groups.starts(ticket, *span)
+        load.filled = groups.filled(starts, *span)
+        load.spec = replace(spec, ticket=ticket, starts=starts, readable=None)
+        self._news.parts.append(load.spec)
+
+    def _cancel(self, load: Load, error: str) -> None:
+        """Has the ranks give a load up."""
+        self._growing.pop(load.lease_id, None)
+        load.rank_error = load.rank_error or error
+        self._news.cancels.append(load.lease_id)
 
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """See :meth:`SchedulerConnector.partial_groups`."""
@@ -516,6 +592,9 @@ class PullScheduler(SchedulerConnector):
         if load.cancelled:
             self._records.end(load.record, "aborted")
             self._outdated.discard(load.request_id)
+        elif ok:
+            self._sources.moved(load)
+        self._growing.pop(load.lease_id, None)
         self._tickets.retire(load.ticket)
         self._sources.drop(load)
         if load.cancelled or not ok:
@@ -528,6 +607,9 @@ class PullScheduler(SchedulerConnector):
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
         keep, params = self._finished(request, block_ids)
+        early = self._prompts.pop(request.request_id, None)
+        if early is not None and not early.is_lent:
+            self._revoke(early)
         if params is None:
             self.tell_not_lent(
                 request.request_id,
@@ -549,6 +631,7 @@ class PullScheduler(SchedulerConnector):
         if load is not None and load.state is LoadState.LOADING:
             if not load.cancelled:
                 load.cancelled = True
+                self._growing.pop(load.lease_id, None)
                 self._news.cancels.append(load.lease_id)
             return True, None
         if load is not None and load.state is LoadState.LOADED:
@@ -591,15 +674,15 @@ class PullScheduler(SchedulerConnector):
                 f"its recurrent layers have moved on to token {request.num_computed_tokens}, past "
                 f"the prompt of {num_tokens}; ask for max_tokens=1",
             )
-        tables = tuple(
-            tuple(ids[: -(-num_tokens // group.virtual_block_size)])
-            for ids, group in zip(block_ids, self._context.groups, strict=True)
-        )
+        tables = self._tables(block_ids, num_tokens)
+        early = self._prompts.get(request.request_id)
+        if early is not None and early.lease is not None:
+            return self._lend_rest(early, early.lease, tables, num_tokens, first_tokens)
         num_blocks = sum(block != 0 for ids in tables for block in ids)
         if num_blocks == 0:
             return False, None
         mirrored = self._mirrored_ranks
-        lease = self._granted(request, num_blocks, num_tokens)
+        lease = self._granted(request, num_blocks, num_tokens, mirrored)
         if isinstance(lease, LeaseRefusal):
             return self._not_lent(request, lease.reason)
         if self.lends_only_cached(request):
@@ -608,39 +691,132 @@ class PullScheduler(SchedulerConnector):
             self._counters["prefix_tokens_lent"] += num_tokens
         if mirrored:
             self._mirroring[lease.lease_id] = set(mirrored)
-        if mirrored or self._extra.record_digests:
+        self._note_lent(lease, tables, num_tokens)
+        ticket = self._ticket(request, lease, tables, num_tokens, first_tokens)
+        return True, self.tell_lent(ticket)
+
+    def _tables(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockTables:
+        """The parts of block tables that hold the first ``num_tokens`` tokens."""
+        return tuple(
+            tuple(ids[: -(-num_tokens // group.virtual_block_size)])
+            for ids, group in zip(block_ids, self._context.groups, strict=True)
+        )
+
+    def _note_lent(self, lease: Lease, tables: BlockTables, num_tokens: int) -> None:
+        """Has the ranks mirror, or digest, what is lent."""
+        if self._mirrored_ranks or self._extra.record_digests:
             self._news.lent.append(
                 LentSpec(
-                    request_id=request.request_id,
+                    request_id=lease.request_id,
                     lease_id=lease.lease_id,
                     block_ids=tuple(list(ids) for ids in tables),
                     num_tokens=num_tokens,
                 )
             )
+
+    def _ticket(
+        self,
+        request: RequestView,
+        lease: Lease,
+        tables: BlockTables,
+        num_tokens: int,
+        first_tokens: tuple[int, ...],
+    ) -> Ticket:
         parallel = self._context.groups[0].parallel
-        return True, self.tell_lent(
-            Ticket(
-                lease_id=lease.lease_id,
-                engine_id=self._context.config.engine_id,
-                incarnation=self._context.incarnation,
-                secret=self._server.secret(lease.lease_id),
-                host=self._extra.host,
-                port=self._server.port,
-                request_id=request.request_id,
-                num_tokens=num_tokens,
-                block_ids=tables,
-                prompt_digest=prompt_digest(request.prompt_token_ids[:num_tokens]),
-                lease_duration_s=lease.duration_s,
-                tp=parallel.tp,
-                pp=parallel.pp,
-                first_tokens=first_tokens if any(first_tokens) else (),
-                content=dict(request.content_keys(num_tokens)),
-                shared=lease.shared,
-            )
+        return Ticket(
+            lease_id=lease.lease_id,
+            engine_id=self._context.config.engine_id,
+            incarnation=self._context.incarnation,
+            secret=self._server.secret(lease.lease_id),
+            host=self._extra.host,
+            port=self._server.port,
+            request_id=request.request_id,
+            num_tokens=num_tokens,
+            block_ids=tables,
+            prompt_digest=prompt_digest(request.prompt_token_ids[:num_tokens]),
+            lease_duration_s=lease.duration_s,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            first_tokens=first_tokens if any(first_tokens) else (),
+            content=dict(request.content_keys(num_tokens)),
+            shared=lease.shared,
         )
 
+    # ---- prompts that are lent while they are computed ----------------------------------------
+
+    def _lends_early(self, request: RequestView) -> bool:
+        """Whether the prompt of a request with a transfer is lent from its first chunk on: where
+        each step shows what it writes, to memory that is read as it is.
+        """
+        shows = self._context.shows_steps and not self._mirrored_ranks
+        return shows and self._context.config.is_producer and not self.lends_only_cached(request)
+
+    def _grow(self, output: SchedulerOutputView) -> None:
+        """Grants leases of the prompts that begin in this step, and notes what the step writes."""
+        for request_id in output.preempted_req_ids & self._prompts.keys():
+            self._revoke(self._prompts.pop(request_id))
+        counts = output.num_scheduled_tokens
+        for part in output.requests:
+            early = self._prompts.get(part.request_id)
+            if early is None:
+                continue
+            end = part.first_position + counts[part.request_id]
+            is_last = end >= len(early.request.prompt_token_ids)
+            if early.lease is None and (is_last or not self._grant(early, part)):
+                del self._prompts[part.request_id]  # it is lent once it is whole
+            elif not is_last and early.lease is not None:
+                self._leases.allocated(early.lease.lease_id, self._tables(part.block_ids, end))
+                self._news.writes[early.lease.lease_id] = end
+
+    def _grant(self, early: EarlyLease, part: ScheduledRequestView) -> bool:
+        """Grants the lease of a prompt of which this step computes a part, if it can be had."""
+        request, filled = early.request, self._filled(early.request)
+        is_outdated = request.request_id in self._outdated or not self._lends
+        if is_outdated or (filled is not None and filled.partial):
+            return False
+        num_tokens = len(request.prompt_token_ids)
+        num_blocks = sum(
+            -(-num_tokens // group.virtual_block_size)
+            - group.first_kept_token(num_tokens) // group.virtual_block_size
+            for group in self._context.groups
+        )
+        writers = range(self._context.world_size)
+        lease = self._granted(request, num_blocks, num_tokens, writers)
+        if isinstance(lease, LeaseRefusal):
+            return False  # maybe it is granted once the prompt is whole
+        early.lease = lease
+        self._early[lease.lease_id] = early
+        tables = self._tables(part.block_ids, num_tokens)
+        first_tokens = () if filled is None else filled.first_tokens
+        self.tell_lent(self._ticket(request, lease, tables, num_tokens, first_tokens))
+        return True
+
+    def _lend_rest(
+        self,
+        early: EarlyLease,
+        lease: Lease,
+        tables: BlockTables,
+        num_tokens: int,
+        first_tokens: tuple[int, ...],
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The prompt is computed: its lease is whole."""
+        if early.outcome is not None:
+            return False, None  # who held it needs nothing any more
+        early.is_lent = True
+        self._note_lent(lease, tables, num_tokens)
+        self._leases.allocated(lease.lease_id, tables)
+        for rank in range(self._context.world_size):
+            self._server.written(lease.lease_id, rank, num_tokens)
+        ticket = self._ticket(early.request, lease, tables, num_tokens, first_tokens)
+        return True, self.tell_lent(ticket)
+
+    def _revoke(self, early: EarlyLease) -> None:
+        """What was written of a prompt will not stay as it is, or will not be lent."""
+        if early.lease is not None and early.outcome is None:
+            self._server.revoke([early.lease.lease_id])
+
     def _granted(
-        self, request: RequestView, num_blocks: int, num_tokens: int
+        self, request: RequestView, num_blocks: int, num_tokens: int, writers: Iterable[int]
     ) -> Lease | LeaseRefusal:
         """A lease of a request's blocks, if the caps allow it. Prompts that were computed to be
         lent go before cached prefixes that nobody has fetched yet.
@@ -662,7 +838,7 @@ class PullScheduler(SchedulerConnector):
             num_blocks,
             shared=bool((request.kv_transfer_params or {}).get("shared")),
             num_tokens=num_tokens,
-            writers=self._mirrored_ranks,
+            writers=writers,
         )
 
     def _make_room(self, room: int) -> None:
@@ -726,10 +902,12 @@ class PullScheduler(SchedulerConnector):
             self._server.note_error("ticket", str(error))
             raise
 
-    def _expect(self, request_id: str, transfer: Transfer | None) -> None:
+    def _expect(self, request: RequestView, transfer: Transfer | None) -> None:
         if transfer is not None:
-            self._lending[request_id] = transfer
+            self._lending[request.request_id] = transfer
             self._server.expect(transfer)
+            if self._lends_early(request):
+                self._prompts[request.request_id] = EarlyLease(request)
 
     def tell_lent(self, ticket: Ticket) -> dict[str, Any]:
         """The lease of a request was granted: to be called as soon as that is so.
@@ -811,6 +989,9 @@ class PullScheduler(SchedulerConnector):
         """See :meth:`SchedulerConnector.build_connector_meta`."""
         self._has_looked = False
         self._sweep()
+        self._read_on()
+        if self._prompts:
+            self._grow(scheduler_output)
         step, self._step = self._news, None
         step.peers = self._sources.take_news()
         return step
@@ -819,6 +1000,7 @@ class PullScheduler(SchedulerConnector):
         """Whether :meth:`build_connector_meta` has anything to say; else it need not be called."""
         self._has_looked = False  # every request of this step has been asked for
         self._sweep()
+        self._read_on()
         return self._step is not None or self._sources.has_news
 
     @property
@@ -831,6 +1013,11 @@ class PullScheduler(SchedulerConnector):
     def _sweep(self) -> None:
         self._records.look()
         for lease in self._leases.sweep():
+            early = self._early.pop(lease.lease_id, None)
+            if early is not None and not early.is_lent:
+                early.outcome = lease.outcome  # its request goes on, with its blocks
+                self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
+                continue
             self._mirroring.pop(lease.lease_id, None)
             self._prefixes.pop(lease.request_id, None)
             self._outdated.discard(lease.request_id)
@@ -842,19 +1029,11 @@ class PullScheduler(SchedulerConnector):
         """See :meth:`SchedulerConnector.update_connector_output`."""
         if output.transfer_progress != self._reported:
             self._note_progress(output.transfer_progress)
+        for lease_id, written in output.written.items():
+            for rank, num_tokens in written.items():
+                self._server.written(lease_id, rank, num_tokens)
         for record in output.transfer_records:
-            self._records.add(record)
-            if record.ok and record.transport:
-                self._server.peers.loaded(record.peer, record.nbytes, record.transport)
-            if record.lease_id in self._mirroring:
-                self._mirrored(record)
-            if record.error:
-                self._server.note_error(
-                    "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
-                )
-                load = self._loads.get(record.request_id)
-                if load is not None and not load.rank_error:
-                    load.rank_error = f"rank {record.rank}: {record.error}"
+            self._recorded(record)
         for request_id in output.finished_recving:
             load = self._loads.get(request_id)
             if load is not None and load.state is LoadState.LOADING:
@@ -862,6 +1041,26 @@ class PullScheduler(SchedulerConnector):
                 if failed and not _was_given_up(load):
                     self._log_failure(load)
                 self._loaded(load, ok=not failed)
+
+    def _recorded(self, record: TransferRecord) -> None:
+        """A rank tells what it did."""
+        self._records.add(record)
+        if record.ok and record.transport:
+            self._server.peers.loaded(record.peer, record.nbytes, record.transport)
+        if record.lease_id in self._mirroring:
+            self._mirrored(record)
+        if record.error:
+            self._server.note_error(
+                "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
+            )
+        load = self._loads.get(record.request_id)
+        if load is None or record.direction != "recv":
+            return
+        load.moved_s = max(load.moved_s, record.moving)
+        if record.error and not load.rank_error:
+            load.rank_error = f"rank {record.rank}: {record.error}"
+        if record.error and load.lease_id in self._growing:
+            self._cancel(load, load.rank_error)  # the other ranks need not wait for more
 
     def _log_failure(self, load: Load) -> None:
         """One line per failed load: an engine may tell its client no cause, as vLLM does not."""

@@ -11,6 +11,7 @@ no longer ours). Before that it may become ``FAILED`` with an error that says wh
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec.structs import replace
+
 from kvferry.connectors.pull.asks import Asks, PendingTicket
 from kvferry.connectors.pull.groups import Filled, SourceGroups
+from kvferry.connectors.pull.metadata import LoadSpec
 from kvferry.connectors.pull.record import RequestRecord
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import News
@@ -92,6 +96,10 @@ class Source:
     silent: str | None = None
     """The start of this engine for any answer of which a load has waited in vain: until there is
     one, further loads from that start do not wait. A ticket of another start is a sign of life."""
+    computes: float | None = None
+    """Tokens per second that it computed of one prompt, last; ``None`` while unknown."""
+    moves: float | None = None
+    """Tokens per second that came from it while a load moved, of late; ``None`` while unknown."""
     given_up: list[Ticket] = field(default_factory=list)
     """Tickets whose leases were given up before the source knew us; told after the handshake."""
 
@@ -130,13 +138,23 @@ class Load:
     """Clock reading of the next Renew."""
     is_asked: bool = False
     """Whether a Renew for it is under way."""
-    readable: int | None = None
-    """Tokens that can be read under its lease so far; ``None`` where that is all, or unknown."""
+    readable: int | None = 0
+    """Tokens that can be read under its lease so far, as far as we know; ``None`` for all."""
+    is_held: bool = False
+    """Whether the lease was ours when its source last spoke of it."""
+    is_early: bool = False
+    """Whether it was admitted before all could be read."""
+    grown: tuple[tuple[float, int], ...] = ()
+    """The first and the last time that the lease grew: clock reading, and tokens readable then."""
+    moved_s: float = 0.0
+    """Seconds for which the rank moved that was longest at it."""
     taken_until: float | None = None
     """Clock reading until which it waits for a lease that another target holds; ``None`` while
     nobody is known to."""
     cancelled: bool = False
     """Whether the ranks were told to give it up."""
+    spec: LoadSpec | None = None
+    """What the ranks were told last; ``None`` until they read."""
     filled: Filled | None = None
     """What it fills of our groups; set when the ranks begin to read."""
     progress: tuple[int, int] = (0, 0)
@@ -153,6 +171,25 @@ class Load:
     def wants_lease(self) -> bool:
         """Whether the lease is to be obtained, or to be renewed."""
         return self.state is not LoadState.FAILED and self.next_renewal != float("inf")
+
+    @property
+    def awaits_source(self) -> bool:
+        """Whether it cannot go on before its source does something."""
+        if self.state is LoadState.LOADING:
+            return self.is_early and self.readable is not None
+        return self.state is LoadState.WAITING
+
+    def whole_in(self, now: float, pace: float | None) -> float:
+        """Seconds until the source has computed the rest of the prompt, at the pace of its last
+        chunks, or else at ``pace`` (tokens per second); without either, infinity.
+        """
+        if len(self.grown) == 2:
+            (since, before), (last, tokens) = self.grown
+            pace = (tokens - before) / (last - since) if last > since else pace
+        if not self.grown or not pace:
+            return math.inf
+        last, tokens = self.grown[-1]
+        return (self.ticket.num_tokens - tokens) / pace - (now - last)
 
     @property
     def is_renewable(self) -> bool:
@@ -283,6 +320,41 @@ class Sources:
             load.state = LoadState.LOADING
             load.record.note("reading", load.progressed)
 
+    def admit_early(self, load: Load, *, waits: bool) -> bool:
+        """Makes a load ``READY`` although its source still computes the prompt, and says so.
+
+        Args:
+            load: that waits.
+            waits: whether to do so as late as what is ready can be moved by the time when the
+                source is done, and not at once.
+        """
+        with self._lock:
+            readable, source = load.readable, load.source
+            if load.state is not LoadState.WAITING or not load.is_held or readable is None:
+                return False
+            if waits:
+                now = self._clock()
+                moved_in = readable / source.moves if source.moves else 0.0
+                if load.whole_in(now, source.computes) > moved_in:
+                    return False
+            load.is_early = True
+            self._taken(load)
+            return True
+
+    def moved(self, load: Load) -> None:
+        """A load has ended well: notes how fast its tokens came."""
+        with self._lock:
+            filled = load.filled
+            if filled is None or not load.moved_s:
+                return
+            tokens = load.ticket.num_tokens - filled.first_token
+            pace, before = tokens / load.moved_s, load.source.moves
+            load.source.moves = pace if before is None else (pace + before) / 2
+
+    def _taken(self, load: Load) -> None:
+        load.state = LoadState.READY
+        load.record.note("taken", self._clock())
+
     def refuse(self, load: Load, error: KVFerryError) -> None:
         """What the source lent does not serve this load; its lease waits for :meth:`release`."""
         with self._lock:
@@ -356,7 +428,7 @@ class Sources:
 
     def _pause(self, now: float) -> float | None:
         """Seconds until something is due; ``None`` to sleep until woken."""
-        waits = any(load.state is LoadState.WAITING for load in self._loads.values())
+        waits = any(load.awaits_source for load in self._loads.values())
         waits = waits or self._asks.is_waiting
         due = [now + LOOK_S] if waits else []
         due += [load.next_renewal for load in self._loads.values() if load.is_renewable]
@@ -479,7 +551,8 @@ class Sources:
     def _check_progress(self, load: Load, now: float) -> None:
         """Raises StalledError if the ranks have long reported no progress."""
         stood = now - load.progressed
-        if load.state is LoadState.LOADING and stood >= self._progress_timeout_s:
+        waits = load.awaits_source  # for more to read: no progress is nobody's fault here
+        if load.state is LoadState.LOADING and not waits and stood >= self._progress_timeout_s:
             error = StalledError(
                 f"no rank has reported progress for {stood:.0f} s (progress_timeout_s: "
                 f"{self._progress_timeout_s:g}); lease {load.lease_id} is given up"
@@ -527,10 +600,7 @@ class Sources:
             return  # dropped or released while the Renew was under way, which ended the lease
         answer = renewed.states[load.lease_id]
         if answer is LeaseAnswer.HELD:
-            load.readable = renewed.written.get(load.lease_id)
-            if load.state is LoadState.WAITING and load.readable is None:
-                load.state = LoadState.READY
-                load.record.note("taken", self._clock())
+            self._held(load, renewed)
         elif answer is LeaseAnswer.PENDING:
             load.next_renewal = self._clock() + PENDING_RETRY_S
             self._wake()
@@ -539,6 +609,27 @@ class Sources:
             self._wake()
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))
+
+    def _held(self, load: Load, renewed: Renewed) -> None:
+        """The lease is ours, and so much can be read under it; messages may overtake each other."""
+        now, before = self._clock(), load.readable
+        load.is_held, load.deadline = True, now + self._handshake_timeout_s
+        written = renewed.written.get(load.lease_id)
+        if before is None or (written is not None and written <= before):
+            return
+        if tables := renewed.tables.get(load.lease_id):
+            load.ticket = replace(load.ticket, block_ids=tables)
+        # What is told unasked has just been written; an answer may speak of what was long ago.
+        if written is not None and renewed.id == 0:
+            load.grown = (*load.grown[:1], (now, written))
+            if len(load.grown) == 2:
+                (since, first), _ = load.grown
+                load.source.computes = (written - first) / max(now - since, 1e-6)
+        if load.is_early:
+            load.progressed = now
+        load.readable = written  # after the tables: other threads look at it first
+        if written is None and load.state is LoadState.WAITING:
+            self._taken(load)
 
     def _may_pass_on(self, load: Load) -> bool:
         """Whether the holder of a lease may have died, and its source not have noticed.
@@ -554,8 +645,9 @@ class Sources:
     def _give_up(self, load: Load, error: KVFerryError) -> None:
         """There is nothing left to renew."""
         load.next_renewal = float("inf")
-        # While the ranks read, their confirm decides: a lost lease fails every one of them.
-        if load.state is not LoadState.LOADING:
+        # While the ranks read, their confirm decides: a lost lease fails every one of them. Where
+        # they wait for more to read, nobody would ever ask for it.
+        if load.state is not LoadState.LOADING or load.awaits_source:
             self._fail(load, error)
 
     def _expire(self, now: float) -> None:
@@ -564,7 +656,7 @@ class Sources:
         self._asks.expire(now)
         for load in self._loads.values():
             source = load.source
-            if load.state is not LoadState.WAITING or now < load.deadline:
+            if load.error is not None or not load.awaits_source or now < load.deadline:
                 continue
             if source.error is None or source.handshake is not None or load.is_asked:
                 continue  # an answer is awaited: whoever is gone shows in the connection
@@ -600,7 +692,7 @@ class Sources:
             self._fail(load, error)
 
     def _waiting_for(self, source: Source) -> list[Load]:
-        waiting = [load for load in self._loads.values() if load.state is LoadState.WAITING]
+        waiting = [load for load in self._loads.values() if load.awaits_source]
         return [load for load in waiting if load.source is source]
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
@@ -614,7 +706,8 @@ class Sources:
         self._note_error("load", f"request {load.request_id}: {type(error).__name__}: {error}")
         load.record.fail(self._clock(), f"{type(error).__name__}: {error}")
         load.error = error
-        load.state = LoadState.FAILED
+        if load.state is not LoadState.LOADING:  # else the ranks are told, and report
+            load.state = LoadState.FAILED
 
 
 def _is_absent(source: Source, error: KVFerryError) -> bool:

@@ -90,6 +90,8 @@ class PullWorker(WorkerConnector):
         self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
+        self._writes: dict[str, int] = {}
+        """What this step writes of prompts that are lent already."""
 
     @classmethod
     def open(cls, context: ConnectorContext, rank: int) -> "PullWorker":
@@ -255,9 +257,12 @@ class PullWorker(WorkerConnector):
         writable = cache.stream.engine_event() if cache.stream and metadata.loads else None
         for spec in metadata.loads:
             cache.loads.start(spec, writable)
+        for spec in metadata.parts:
+            cache.loads.read_on(spec)
         for lease_id in metadata.cancels:
             cache.loads.cancel(lease_id)
         self._released.update(metadata.released)
+        self._writes = metadata.writes
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
@@ -271,7 +276,8 @@ class PullWorker(WorkerConnector):
                 output.transfer_records += cache.mirror.take_records()
         output.transfer_records += self._records
         output.finished_sending = self._released
-        self._records, self._released = [], set()
+        output.written = {id: {self._rank: tokens} for id, tokens in self._writes.items()}
+        self._records, self._released, self._writes = [], set(), {}
         return output
 
     def _report(self, load: RankLoad, output: KVConnectorOutput) -> None:

@@ -146,6 +146,7 @@ class SchedulerHalf:
         if self._extra.weights_check != "config":
             self._content.weights = weights
         context = ConnectorContext(
+            shows_steps=False,
             config=self._config,
             extra=self._extra,
             incarnation=first.incarnation,

@@ -1,0 +1,501 @@
+"""Prompts that are lent, and loaded, while they are computed.
+
+The source computes in chunks and the target reads what is written. The fake engines compare every
+cell that arrives, bit for bit, whatever the two engines' shapes; what each rank has moved is
+compared with a load of the same prompt once it is whole.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.connectors.pull import groups, loads, scheduler
+from kvferry.connectors.pull.sources import LoadState
+from kvferry.control import leases
+from kvferry.control.leases import LeaseOutcome
+from kvferry.control.messages import FinishAnswer
+from kvferry.control.tickets import Transfer
+from kvferry.errors import KVFerryError
+from kvferry.testing.connector_conformance import small_geometry
+from kvferry.testing.fake_engine import FakeEngine, Groups, run
+from kvferry.testing.fake_rank import FakeRequest, Stage
+from tests.connectors.engines import KEY, WAIT_S, pull_config
+from tests.connectors.test_pull_chains import FAMILIES
+
+Choose = Callable[[Sequence[Any]], Any]
+
+
+@dataclass
+class Scene:
+    """A source whose tickets are handed on as soon as they are, and a target."""
+
+    source: FakeEngine
+    target: FakeEngine
+    tickets: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Request id → the params of its leases, the one that was granted last at the end."""
+
+    def __post_init__(self) -> None:
+        pull: Any = self.source.scheduler
+        told = pull.tell_lent
+
+        def tell(ticket: Any) -> dict[str, Any]:
+            params = pull._params(ticket)
+            self.tickets.setdefault(ticket.request_id, []).append(params)
+            return told(ticket)
+
+        pull.tell_lent = tell
+
+    def begin(self, name: str, num_tokens: int, chunk: int, *, hit: int = 0) -> FakeRequest:
+        """The source has computed the first chunk of a prompt, all other ones are to come."""
+        self.source.chunk_tokens = chunk
+        tokens = range(7000, 7000 + num_tokens)
+        transfer = Transfer.begin("127.0.0.1:1", KEY.encode()).text
+        asked = {"do_remote_decode": True, "transfer": transfer}
+        request = self.source.add(name, tokens, asked, local_blocks=hit)
+        self.source.step()
+        return request
+
+    def load(self, name: str, *, hit: int = 0) -> FakeRequest:
+        """The target is given the newest ticket of a prompt, and the token that will follow it."""
+        prompt = self.source.requests[name].prompt_token_ids
+        tokens = (*prompt, len(prompt))
+        return self.target.add(name, tokens, self.tickets[name][-1], local_blocks=hit)
+
+    def run(self, until: Callable[[], bool], what: str, *engines: FakeEngine) -> None:
+        """Steps engines, the target alone unless others are named."""
+        run(engines or [self.target], until, timeout_s=WAIT_S, what=what)
+
+    def end(self, *requests: FakeRequest) -> None:
+        """Steps both until requests have ended, and nothing is left of them."""
+        both = self.source, self.target
+        self.run(lambda: all(r.stage is Stage.FINISHED for r in requests), "the end", *both)
+        for request in self.source.requests.values():
+            # Nobody comes any more for what was lent after all.
+            self.source.scheduler.take_back(request.response_params or {})
+        self.run(lambda: all(each.is_idle for each in both), "both to be idle", *both)
+        for engine in both:
+            assert engine.num_free_blocks == engine.num_blocks - 1
+            engine.check_memory()
+
+    def hear(self, load: FakeRequest) -> None:
+        """The target knows what can be read at this moment."""
+        sources = self.target.scheduler._sources  # type: ignore[attr-defined]
+        known = self.target.scheduler._loads[load.request_id]  # type: ignore[attr-defined]
+        self.run(lambda: known.source.knows_us and known.is_held, "the lease")
+        with sources._lock:
+            sources._ask(known.source, [known], sources._clock())
+        while known.is_asked:
+            sources._client.pump()
+        self.target.step()
+
+    def moved(self, name: str) -> dict[int, int]:
+        """Rank of the target → bytes that it has moved for a request."""
+        records = [r for out in self.target.outputs for r in out.transfer_records]
+        return {r.rank: r.nbytes for r in records if r.request_id == name and r.ok}
+
+
+@contextmanager
+def open_scene(
+    source: Groups,
+    target: Groups,
+    *,
+    early_load: str = "now",
+    layer_windows: dict[int, int] | None = None,
+    **extra: Any,
+) -> Iterator[Scene]:
+    with ExitStack() as stack:
+        engines = []
+        for role, name, groups in (("kv_both", "p", source), ("kv_consumer", "d", target)):
+            keys = {"lease_duration_s": 600.0, "early_load": early_load} | extra
+            config = pull_config(role, name, **keys)
+            engines.append(
+                FakeEngine.open(config, groups, num_blocks=128, layer_windows=layer_windows)
+            )
+            stack.callback(engines[-1].close)
+        yield Scene(*engines)
+
+
+def readable(scene: Scene, name: str) -> int | None:
+    load: Any = scene.target.scheduler._loads[name]  # type: ignore[attr-defined]
+    spec = load.spec
+    return None if spec is None else spec.readable
+
+
+SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
+
+
+def test_what_is_written_is_read_while_the_rest_is_computed() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part, which ends with a block")
+        assert scene.target.requests["a"].stage is Stage.LOADING
+        scene.source.step()
+        scene.run(lambda: readable(scene, "a") == 24, "the second part")
+        scene.end(scene.source.requests["a"], load)
+        assert load.external_tokens == 60
+        assert not load.failed
+
+
+def test_a_load_in_parts_moves_what_a_whole_one_does() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        scene.begin("a", 50, chunk=8)
+        early = scene.load("a")
+        scene.end(scene.source.requests["a"], early)
+        scene.source.chunk_tokens = None
+        whole = scene.source.add("b", range(7000, 7050), {"do_remote_decode": True})
+        scene.run(lambda: whole.stage is Stage.FINISHED, "the prompt", scene.source)
+        late = scene.target.add("b", (*range(7000, 7050), 50), whole.response_params)
+        scene.end(late)
+        assert scene.moved("a") == scene.moved("b")
+        assert sorted(scene.moved("a")) == [0, 1]
+
+
+def test_off_waits_until_the_prompt_is_whole() -> None:
+    with open_scene(SOURCE, TARGET, early_load="off") as scene:
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.hear(load)
+        assert load.stage is Stage.WAITING
+        assert scene.target.num_free_blocks == scene.target.num_blocks - 1
+        scene.end(scene.source.requests["a"], load)
+        assert load.external_tokens == 60
+
+
+def test_a_prompt_of_one_chunk_is_lent_once() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 30, chunk=30)
+        scene.run(lambda: request.stage is Stage.FINISHED, "the prompt", scene.source)
+        assert len(scene.tickets["a"]) == 1
+        scene.end(scene.load("a"))
+
+
+def test_whoever_comes_after_the_prompt_is_whole_gets_the_same_lease() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 30, chunk=8)
+        scene.run(lambda: request.stage is Stage.FINISHED, "the prompt", scene.source)
+        first, last = scene.tickets["a"]
+        assert first["remote_num_tokens"] == last["remote_num_tokens"] == 30
+        load = scene.target.add("a", (*range(7000, 7030), 30), first)
+        scene.end(load)
+        assert load.external_tokens == 30
+        assert not load.failed
+
+
+@pytest.mark.parametrize("how", ["preempt", "abort"])
+def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(how: str) -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        getattr(scene.source, how)("a")
+        scene.end(request, load)
+        assert load.failed
+        pull: Any = scene.source.scheduler
+        assert pull.counters() == {}
+        assert pull._leases.counters()[LeaseOutcome.REVOKED] == 1
+
+
+def test_a_preempted_prompt_is_lent_anew_once_it_is_whole() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 60, chunk=16)
+        scene.source.preempt("a")
+        scene.run(lambda: request.stage is Stage.FINISHED, "the prompt", scene.source)
+        first, last = scene.tickets["a"]
+        assert first["ticket"] != last["ticket"]
+        load = scene.load("a")
+        scene.end(load)
+        assert not load.failed
+
+
+def test_a_load_that_is_aborted_leaves_the_prompt_alone() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 60, chunk=16)
+        scene.load("a")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        scene.target.abort("a")
+        scene.run(lambda: scene.target.is_idle, "the load to be given up")
+        scene.end(request)
+        assert request.finished_cleanly
+        assert request.response_params is None, "who wanted it has gone"
+
+
+def test_a_source_that_ends_fails_the_load() -> None:
+    with open_scene(SOURCE, TARGET, handshake_timeout_s=1.0, lease_duration_s=1.0) as scene:
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        scene.source.close()
+        scene.run(lambda: load.stage is Stage.FINISHED, "the load to fail")
+        assert load.failed
+
+
+def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> None:
+    with open_scene(SOURCE, TARGET, early_load="late") as scene:
+        scene.begin("a", 60, chunk=4)
+        load = scene.load("a")
+        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
+        scene.run(lambda: known.is_held, "the lease")
+        scene.target.step()
+        assert load.stage is Stage.WAITING, "no pace is known"
+        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
+        known.source.moves = 10.0
+        known.readable, known.grown = 20, ((0.0, 10), (10.0, 20))
+        sources._clock = lambda: 10.0  # 40 tokens are left, 40 s; 20 are ready, 2 s
+        scene.target.step()
+        assert load.stage is Stage.WAITING
+        known.source.moves = 0.5  # 40 s
+        scene.target.step()
+        assert load.stage is Stage.LOADING
+        del sources._clock
+        sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
+        scene.end(scene.source.requests["a"], load)
+        assert load.external_tokens == 60
+
+
+# ---- any two engines ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Game:
+    """A prompt, two engines, and what happens while it is computed."""
+
+    source: Groups
+    target: Groups
+    windows: dict[int, int]
+    num_tokens: int
+    chunk: int
+    hits: tuple[int, int]
+    """Local hits of source and target, in blocks; less where the prompt is too short."""
+    early_load: str
+    moves: tuple[str, ...]
+    """Who steps, one after the other, or what happens; then both step in turn."""
+
+
+def drawn(choose: Choose, family: str) -> Game:
+    shape, windows = FAMILIES[family]
+    events = ("source", "source", "target", "target", "hear", "within")
+    once = ("", "", "", "preempt", "abort source", "abort target")
+    moves = [choose(events) for _ in range(choose((4, 10, 20)))]
+    moves.insert(choose(range(len(moves))), choose(once))
+    return Game(
+        shape(choose),
+        shape(choose),
+        dict(windows),
+        choose((9, 22, 40, 57)),
+        choose((3, 5, 8, 16)),
+        (choose((0, 0, 1)), choose((0, 0, 1))),
+        choose(("now", "now", "late", "off")),
+        tuple(moves),
+    )
+
+
+def play(game: Game) -> bool:
+    """Plays it; returns whether the load was good.
+
+    Raises:
+        AssertionError: a cell, a count or a block is not what it must be.
+    """
+    with open_scene(
+        game.source, game.target, early_load=game.early_load, layer_windows=game.windows
+    ) as scene:
+        p, d = scene.source, scene.target
+        hits = [
+            min(hit, (game.num_tokens - 1) // each.block_size)
+            for hit, each in zip(game.hits, (p, d), strict=True)
+        ]
+        request = scene.begin("a", game.num_tokens, game.chunk, hit=hits[0])
+        if "a" not in scene.tickets:
+            scene.end(request)
+            return False  # all of it was in the first chunk
+        load = scene.load("a", hit=hits[1])
+        for move in game.moves:
+            make(scene, move, request, load)
+        scene.end(request, load)
+        is_good = load.error is None and not load.failed and load.finished_cleanly
+        spoilt = {"preempt", "abort source", "abort target"} & set(game.moves)
+        assert is_good or spoilt
+        if is_good:
+            assert load.external_tokens == game.num_tokens - hits[1] * d.block_size
+            check_moved(scene, hits[1])
+        return is_good
+
+
+def make(scene: Scene, move: str, request: FakeRequest, load: FakeRequest) -> None:
+    p, d = scene.source, scene.target
+    if move == "source":
+        p.step()
+    elif move == "target":
+        d.step()
+    elif move == "hear" and load.stage in (Stage.WAITING, Stage.LOADING):
+        hear(scene, load)
+    elif move == "within":
+        # Between the schedule of a step and its ranks, the target reads all that it may.
+        p.during_step = lambda: hear(scene, load)
+        p.step()
+        p.during_step = lambda: None
+    elif move == "preempt":
+        p.preempt("a")
+    elif move == "abort source":
+        p.abort("a")
+    elif move == "abort target":
+        d.abort("a")
+
+
+def hear(scene: Scene, load: FakeRequest) -> None:
+    """As :meth:`Scene.hear`, where there may be nothing to hear."""
+    known: Any = scene.target.scheduler._loads.get("a")  # type: ignore[attr-defined]
+    if known is None or known.state in (LoadState.LOADED, LoadState.FAILED):
+        return
+    waits = known.state is LoadState.WAITING or known.awaits_source
+    if waits and known.wants_lease and load.stage is not Stage.FINISHED:
+        scene.run(
+            lambda: known.is_held or not known.wants_lease or known.state is LoadState.FAILED,
+            "the lease",
+        )
+        if known.is_held and known.wants_lease and "a" in scene.target.scheduler._loads:  # type: ignore[attr-defined]
+            scene.hear(load)
+            scene.target.step()
+
+
+def check_moved(scene: Scene, hit: int) -> None:
+    """Compares the bytes of each rank with those of the same prompt, lent when it was whole."""
+    p, d = scene.source, scene.target
+    p.chunk_tokens = None
+    prompt = p.requests["a"].prompt_token_ids
+    source = p.add("b", prompt, {"do_remote_decode": True})
+    scene.run(lambda: source.stage is Stage.FINISHED, "the prompt", p)
+    whole = d.add("b", (*prompt, len(prompt)), source.response_params, local_blocks=hit)
+    scene.end(whole)
+    assert not whole.failed
+    assert scene.moved("a") == scene.moved("b")
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_arrives_whole(family: str, seed: int) -> None:
+    play(drawn(random.Random(seed).choice, family))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(FAMILIES))
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_prompt_arrives_whole(family: str, data: st.DataObject) -> None:
+    play(drawn(lambda options: data.draw(st.sampled_from(options)), family))
+
+
+# ---- defects that must be caught ----------------------------------------------------------------
+
+
+def publishes_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Says that tokens are written when the step that writes them is put together."""
+    grow = scheduler.PullScheduler._grow
+
+    def too_early(self: Any, output: Any) -> None:
+        grow(self, output)
+        for lease_id, num_tokens in self._step.writes.items():
+            for rank in range(self._context.world_size):
+                self._server.written(lease_id, rank, num_tokens)
+
+    monkeypatch.setattr(scheduler.PullScheduler, "_grow", too_early)
+
+
+def overlooks_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lends on what a request that was preempted has lost."""
+    grow = scheduler.PullScheduler._grow
+
+    def blind(self: Any, output: Any) -> None:
+        grow(self, replace(output, preempted_req_ids=set()))
+
+    monkeypatch.setattr(scheduler.PullScheduler, "_grow", blind)
+
+
+def confirms_what_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source confirms in any case, and the target hears of no end."""
+    late = lambda *_: FinishAnswer.HELD  # noqa: E731
+    monkeypatch.setattr(leases.LeaseTable, "finish", lambda *_, **__: FinishAnswer.HELD)
+    monkeypatch.setattr(leases.LeaseTable, "_late_finish", late)
+    monkeypatch.setattr(loads.Loads, "_cancel", lambda self, lease_id: end_well(self, lease_id))
+
+
+def end_well(ranks: Any, lease_id: str) -> None:
+    load = ranks._loads.get(lease_id)
+    if load is not None and not load.confirming:
+        load.is_all_begun = True
+        ranks._look(load)
+
+
+def reads_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begins each part where the first one began."""
+    read = loads.Loads._read
+
+    def again(self: Any, load: Any, peer: Any) -> None:
+        if not load.is_all_begun:
+            load.read_to.clear()
+        read(self, load, peer)
+
+    monkeypatch.setattr(loads.Loads, "_read", again)
+
+
+def leaves_a_part_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the second part for read."""
+    read_on = loads.Loads._read_on
+
+    def forgetful(self: Any, spec: Any) -> None:
+        load = self._loads.get(spec.ticket.lease_id)
+        if load is not None and spec.readable is not None and load.read_to:
+            load.read_to = dict.fromkeys(load.read_to, spec.readable)
+        read_on(self, spec)
+
+    monkeypatch.setattr(loads.Loads, "_read_on", forgetful)
+
+
+def keeps_the_first_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never tells of blocks that were allocated after the lease was granted."""
+    allocated = leases.LeaseTable.allocated
+
+    def once(self: Any, lease_id: str, tables: Any) -> None:
+        if not self.tables([lease_id]):
+            allocated(self, lease_id, tables)
+
+    monkeypatch.setattr(leases.LeaseTable, "allocated", once)
+
+
+def moves_windows_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of a window what the source has before it lets it go."""
+    monkeypatch.setattr(groups.SourceGroups, "moves_early", lambda *_: True)
+
+
+@pytest.mark.parametrize(
+    ("defect", "family"),
+    [
+        (publishes_before_it_is_written, "plain"),
+        (overlooks_preemptions, "plain"),
+        (confirms_what_was_revoked, "plain"),
+        (reads_twice, "plain"),
+        (leaves_a_part_out, "plain"),
+        (keeps_the_first_tables, "plain"),
+        (moves_windows_early, "hybrid"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+@pytest.mark.slow
+def test_a_game_finds_defects(
+    defect: Callable[[pytest.MonkeyPatch], None], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.connectors.test_pull_early.WAIT_S", 10.0)
+    games = [drawn(random.Random(seed).choice, family) for seed in range(200)]
+    defect(monkeypatch)
+    for game in games:
+        try:
+            play(replace(game, early_load="now"))
+        except (AssertionError, KVFerryError):
+            return
+    pytest.fail("no game has found it")
