@@ -238,6 +238,7 @@ def open_connected(
     windows: Windows = (None,),
     vocab_size: int = VOCAB,
     max_model_len: int = 4096,
+    max_num_batched_tokens: int = 32,
 ) -> tuple[Engine, SimulatedExecutor]:
     """An engine over the toy model with the connector that ``config`` names, and its executor.
 
@@ -264,7 +265,7 @@ def open_connected(
     options = SchedulerOptions(
         load_failure_policy=config.kv_load_failure_policy,
         max_model_len=max_model_len,
-        max_num_batched_tokens=32,
+        max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=8,
         vocab_size=vocab_size,
     )

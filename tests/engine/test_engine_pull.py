@@ -18,14 +18,14 @@ from tests.engine.toy_cache import reference_tokens
 TIMEOUT_S = 60.0
 
 
-def open_engine(role, transport, policy, windows, **shape):
+def open_engine(role, transport, policy, windows, extra=None, **shape):
     config = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role=role,
         engine_id=f"{role}-{secrets.token_hex(4)}",
         kv_port=0,
         kv_load_failure_policy=policy,
-        kv_connector_extra_config={"cluster_key": "k" * 32, "transport": transport},
+        kv_connector_extra_config={"cluster_key": "k" * 32, "transport": transport} | (extra or {}),
     )
     return open_connected(config, windows=windows, **shape)[0]
 
