@@ -422,7 +422,7 @@ def confirms_what_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:
     late = lambda *_: FinishAnswer.HELD  # noqa: E731
     monkeypatch.setattr(leases.LeaseTable, "finish", lambda *_, **__: FinishAnswer.HELD)
     monkeypatch.setattr(leases.LeaseTable, "_late_finish", late)
-    monkeypatch.setattr(loads.Loads, "_cancel", lambda self, lease_id: end_well(self, lease_id))
+    monkeypatch.setattr(loads.Loads, "_cancel", lambda self, lease_id, _: end_well(self, lease_id))
 
 
 def end_well(ranks: Any, lease_id: str) -> None:

@@ -206,9 +206,11 @@ class Loads(Closing):
         """More of a load can be read, as ``spec`` says; loads that are over are ignored."""
         self._serial.post(partial(self._read_on, spec))
 
-    def cancel(self, lease_id: str) -> None:
-        """Gives a load up; it still ends in :meth:`take_ended`. Unknown ids are ignored."""
-        self._serial.post(partial(self._cancel, lease_id))
+    def cancel(self, lease_id: str, reason: str = "") -> None:
+        """Gives a load up, for ``reason``, or as its request was aborted; it still ends in
+        :meth:`take_ended`. Unknown ids are ignored.
+        """
+        self._serial.post(partial(self._cancel, lease_id, reason))
 
     def take_ended(self) -> list[RankLoad]:
         """Loads that ended since the last call, each exactly once.
@@ -418,9 +420,10 @@ class Loads(Closing):
             self._look(load)
         return True
 
-    def _cancel(self, lease_id: str) -> None:
+    def _cancel(self, lease_id: str, reason: str) -> None:
         if (load := self._loads.get(lease_id)) is not None:
-            self._give_up(load, CancelledError(f"request {load.spec.request_id} was aborted"))
+            aborted = f"request {load.spec.request_id} was aborted"
+            self._give_up(load, CancelledError(reason or aborted))
 
     def _give_up(self, load: RankLoad, error: KVFerryError) -> None:
         """Stops a load; it ends once nothing of it can change the cache any more."""

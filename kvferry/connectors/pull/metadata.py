@@ -72,8 +72,8 @@ class PullMetadata(KVConnectorMetadata, kw_only=True):
     """Loads under way of which more can be read now, as they stand now."""
     writes: dict[str, int] = msgspec.field(default_factory=dict)
     """Lease id → leading tokens that are written when this step is over; ranks echo them then."""
-    cancels: list[str] = msgspec.field(default_factory=list)
-    """Lease ids of loads to give up."""
+    cancels: dict[str, str] = msgspec.field(default_factory=dict)
+    """Lease id → why to give its load up; empty where its request was aborted."""
     released: list[str] = msgspec.field(default_factory=list)
     """Requests whose lease ended; each rank echoes them once in ``finished_sending``."""
     lent: list[LentSpec] = msgspec.field(default_factory=list)

@@ -452,15 +452,7 @@ class PullScheduler(SchedulerConnector):
         load = self._loads.get(request.request_id)
         if load is None:
             return 0, False
-        state = load.state  # read once: another thread may change it between two looks
-        if state is LoadState.WAITING and not self._has_looked:
-            # No other thread need run for it. An engine asks for every waiting request in every
-            # step, and one look takes the answers for all of them.
-            self._has_looked = True
-            if self._client.pump():
-                state = load.state
-        if state is LoadState.WAITING and self._is_admitted_early(load):
-            state = load.state
+        state = self._state(load)
         num_tokens = _num_loadable(load, request)
         available = num_tokens - num_computed_tokens
         if state in (LoadState.LOADING, LoadState.LOADED) or available <= 0:
@@ -477,6 +469,19 @@ class PullScheduler(SchedulerConnector):
             self._sources.refuse(load, error)
             raise
         return available, True
+
+    def _state(self, load: Load) -> LoadState:
+        """Where a load stands, read once: another thread may change it between two looks."""
+        state = load.state
+        if state is LoadState.WAITING and not self._has_looked:
+            # No other thread need run for it. An engine asks for every waiting request in every
+            # step, and one look takes the answers for all of them.
+            self._has_looked = True
+            if self._client.pump():
+                state = load.state
+        if state is LoadState.WAITING and self._is_admitted_early(load):
+            state = load.state
+        return state
 
     def _is_admitted_early(self, load: Load) -> bool:
         """Whether a load begins although its source still computes the prompt."""
@@ -563,7 +568,7 @@ class PullScheduler(SchedulerConnector):
         """Has the ranks give a load up."""
         self._growing.pop(load.lease_id, None)
         load.rank_error = load.rank_error or error
-        self._news.cancels.append(load.lease_id)
+        self._news.cancels[load.lease_id] = load.rank_error
 
     def partial_groups(self, request: RequestView) -> frozenset[int]:
         """See :meth:`SchedulerConnector.partial_groups`."""
@@ -632,7 +637,7 @@ class PullScheduler(SchedulerConnector):
             if not load.cancelled:
                 load.cancelled = True
                 self._growing.pop(load.lease_id, None)
-                self._news.cancels.append(load.lease_id)
+                self._news.cancels[load.lease_id] = ""
             return True, None
         if load is not None and load.state is LoadState.LOADED:
             del self._loads[request.request_id]

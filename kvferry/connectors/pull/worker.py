@@ -259,8 +259,8 @@ class PullWorker(WorkerConnector):
             cache.loads.start(spec, writable)
         for spec in metadata.parts:
             cache.loads.read_on(spec)
-        for lease_id in metadata.cancels:
-            cache.loads.cancel(lease_id)
+        for lease_id, reason in metadata.cancels.items():
+            cache.loads.cancel(lease_id, reason)
         self._released.update(metadata.released)
         self._writes = metadata.writes
 
