@@ -1,9 +1,11 @@
 """Pairs of real servers of models with recurrent layers, of equal and unequal shapes.
 
 Every rank writes down digests of what it lent or loaded: cell by cell, states and attention, both
-sides must have the same at any concurrency. Where one request runs at a time the tokens are a lone
-server's, as far as bfloat16 lets them: decode computes a prompt's last token by other kernels than
-a lone server, and TP adds in another order.
+sides must have the same at any concurrency. Where one request runs at a time, of pairs without TP,
+the tokens are a lone server's, as far as bfloat16 lets them: decode computes a prompt's last token
+by other kernels. TP adds in another order, which changes more: of the gated delta nets a lone
+server of two ranks and one of one rank gave other tokens in 29 of 48 answers, two of them not among
+the other server's twenty likeliest. So nothing follows from pairs with TP; their ties are printed.
 """
 
 import dataclasses
@@ -92,7 +94,9 @@ def assert_every_cell_arrived(recorded, leases):
         assert digest_mismatch(sent[lease], records) is None
 
 
-def test_one_request_at_a_time_has_a_lone_servers_tokens(recorded, model, reference, prompt_of):
+def test_one_request_at_a_time_has_a_lone_servers_tokens(
+    recorded, model, shapes, reference, prompt_of
+):
     pair, before = recorded.pair, len(recorded.records("recv"))
     ties = []
     for length in LENGTHS:
@@ -107,7 +111,8 @@ def test_one_request_at_a_time_has_a_lone_servers_tokens(recorded, model, refere
     assert_every_cell_arrived(recorded, before + len(LENGTHS))
     equal = len(LENGTHS) - len(ties)
     print(f"{equal} of {len(LENGTHS)} answers are a lone server's, {ties=}")
-    assert all(tie < TIE_NATS for tie in ties)
+    if all(shape.tp == 1 for shape in shapes):
+        assert all(tie < TIE_NATS for tie in ties)
     assert pair.idle()
 
 
