@@ -16,17 +16,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.connectors.pull import groups, loads, scheduler
+from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.connectors.pull.sources import LoadState
+from kvferry.connectors.records import digest_mismatch
 from kvferry.control import leases
 from kvferry.control.leases import LeaseOutcome
-from kvferry.control.messages import FinishAnswer
+from kvferry.control.messages import FinishAnswer, LeaseAnswer, Renewed
 from kvferry.control.tickets import Transfer
-from kvferry.errors import KVFerryError
-from kvferry.testing.connector_conformance import small_geometry
+from kvferry.errors import KVFerryError, TransferError
+from kvferry.plugins import TRANSPORTS, temporary_plugin
+from kvferry.testing.connector_conformance import WINDOW, WINDOWED, small_geometry
 from kvferry.testing.fake_engine import FakeEngine, Groups, run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.transports.shm import ShmTransport
 from tests.connectors.engines import KEY, WAIT_S, pull_config
 from tests.connectors.test_pull_chains import FAMILIES
+from tests.connectors.test_pull_staged_geometries import CASES, WithoutProof
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -257,6 +262,109 @@ def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> N
         sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
         scene.end(scene.source.requests["a"], load)
         assert load.external_tokens == 60
+
+
+def test_as_much_is_read_as_the_slowest_rank_has_written() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        rank = scene.source.ranks[1]
+        whole = rank.run
+
+        def slow(*step: Any) -> Any:
+            report = whole(*step)
+            report.written.clear()
+            return report
+
+        rank.run = slow  # type: ignore[method-assign]
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.hear(load)
+        assert readable(scene, "a") in (None, 0)
+        rank.run = whole  # type: ignore[method-assign]
+        scene.source.step()
+        scene.run(lambda: readable(scene, "a") == 24, "what both have written")
+        scene.end(scene.source.requests["a"], load)
+        assert not load.failed
+
+
+def test_old_news_and_news_that_come_twice_change_nothing() -> None:
+    with open_scene(SOURCE, TARGET, early_load="off") as scene:
+        scene.begin("a", 60, chunk=16)
+        scene.load("a")
+        pull: Any = scene.target.scheduler
+        load = pull._loads["a"]
+        scene.run(lambda: load.is_held, "the lease")
+        states = {load.lease_id: LeaseAnswer.HELD}
+
+        def told(tokens: int | None, *table: int) -> None:
+            written = {} if tokens is None else {load.lease_id: tokens}
+            tables = {load.lease_id: (table,)}
+            news = Renewed(id=0, states=states, written=written, tables=tables)
+            pull._sources._told(load.source.address, news)
+
+        told(32, 1, 2, 3)
+        told(16, 1)
+        told(32, 1, 2, 3, 4)
+        assert (load.readable, load.ticket.block_ids) == (32, ((1, 2, 3),))
+        told(None, 1, 2, 3, 4, 5)
+        told(48, 1, 2)
+        assert (load.readable, load.ticket.block_ids) == (None, ((1, 2, 3, 4, 5),))
+        assert load.state is LoadState.READY
+
+
+def test_a_part_that_cannot_be_read_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+
+        def broken(peer: Any, *_: Any) -> Any:
+            raise TransferError("nothing comes")
+
+        monkeypatch.setattr(SourcePeer, "read", broken)
+        scene.source.step()
+        scene.run(lambda: load.stage is not Stage.LOADING, "the end of the load")
+        scene.end(request, load)
+        assert load.failed
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["placed", "staged"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_parts_of_all_kinds_arrive_and_their_digests_agree(case: str, staged: bool) -> None:
+    source, target = CASES[case]
+    windows = dict.fromkeys(WINDOWED, WINDOW) if isinstance(source, tuple) else {}
+    transport = WithoutProof if staged else ShmTransport
+    with (
+        temporary_plugin(TRANSPORTS, "shm", transport),
+        open_scene(source, target, layer_windows=windows, record_digests=True) as scene,
+    ):
+        scene.begin("a", 53, chunk=7)
+        load = scene.load("a")
+        for _ in range(7):
+            hear(scene, load)
+            scene.source.step()
+        scene.end(scene.source.requests["a"], load)
+        assert not load.failed
+        both = scene.source, scene.target
+        sent, received = ([r for o in e.outputs for r in o.transfer_records] for e in both)
+        assert digest_mismatch(sent, received) is None
+
+
+def test_a_target_that_asks_reads_what_is_written() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        port = scene.source.scheduler.port  # type: ignore[attr-defined]
+        transfer = Transfer.begin(f"127.0.0.1:{port}", KEY.encode()).text
+        tokens = range(7000, 7060)
+        asks = {"do_remote_prefill": True, "transfer": transfer}
+        load = scene.target.add("d", (*tokens, 60), asks)
+        scene.source.chunk_tokens = 16
+        lends = {"do_remote_decode": True, "transfer": transfer}
+        request = scene.source.add("p", tokens, lends)
+        scene.source.step()
+        pull: Any = scene.target.scheduler
+        scene.run(lambda: "d" in pull._loads and readable(scene, "d") == 12, "the first part")
+        scene.end(request, load)
+        assert load.external_tokens == 60
+        assert not load.failed
 
 
 # ---- any two engines ----------------------------------------------------------------------------
