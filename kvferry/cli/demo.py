@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from kvferry.cli.plan import cluster_engines
 from kvferry.cli.rank_map import show_pair
 from kvferry.cluster import demo as steps
 from kvferry.cluster.answer import TextCodec
-from kvferry.cluster.demo import Answer, Prompt, Reference, Result
+from kvferry.cluster.demo import Answer, Prompt, Reference, Result, Turn, TurnResult
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.preflight import convert
 from kvferry.config import ClusterConfig
@@ -46,6 +46,8 @@ def demo(
     """
     console = make_console()
     questions = steps.load_prompts(prompts)
+    # Engines on other machines would publish prompts to whoever listens there.
+    said = steps.load_prompts(steps.CONVERSATION_FOLDER) if ray is None else []
     transports = [transport]
     if ray is not None and transport == "shm":
         transports.append("tcp")  # ranks of one node still use shared memory
@@ -55,21 +57,24 @@ def demo(
     _heading(console, "1. The model")
     with PartProgress(console) as progress:
         folder = str(convert(config.model, partial(progress, "model")))
-    references = _reference(console, folder, config, questions, max_tokens)
+    references, turns = _reference(console, folder, config, questions, max_tokens, said)
     sequences = [reference.prompt_tokens + max_tokens for reference in references]
-    config = steps.demo_config(model, transports, sequences)
-    answers, results = _cluster(console, config, questions, references, max_tokens, out, ray)
+    sequences += [turn.reference.prompt_tokens + steps.TURN_TOKENS for turn in turns]
+    config = steps.demo_config(model, transports, sequences, converses=bool(turns))
+    answers, results, held = _cluster(
+        console, config, questions, references, turns, max_tokens, out, ray
+    )
 
-    _heading(console, "5. What moved")
+    _heading(console, f"{6 if turns else 5}. What moved")
     console.print(_table(results))
     shape = load_model_config(folder)
     longest = max(results, key=lambda result: result.tokens_moved)
     for pair in map_pairs(*cluster_engines(config, shape), max(1, longest.tokens_moved)):
         show_pair(pair, console)
     draw_timeline(results, out / "timeline.png")
-    _write_json(out / "results.json", config, references, answers, results)
+    _write_json(out / "results.json", config, references, answers, results, held)
     console.print(f"timeline: {out / 'timeline.png'}, all figures: {out / 'results.json'}")
-    sys.exit(_verdict(console, results))
+    sys.exit(_verdict(console, results, held))
 
 
 def _heading(console: Console, text: str) -> None:
@@ -83,8 +88,9 @@ def _reference(
     config: ClusterConfig,
     questions: Sequence[Prompt],
     max_tokens: int,
-) -> list[Reference]:
-    """What one undivided engine answers."""
+    said: Sequence[Prompt],
+) -> tuple[list[Reference], list[Turn]]:
+    """What one undivided engine answers, to prompts and in a conversation."""
     _heading(console, "2. The undivided engine answers every prompt")
     codec = TextCodec.open(folder)
     ids = [codec.encode_chat([{"role": "user", "content": q.text}]) for q in questions]
@@ -109,13 +115,16 @@ def _reference(
         def advance(done: int, total: int) -> None:
             progress.update(task, completed=done, total=total)
 
-        references = steps.run_reference(folder, config.model.dtype, ids, max_tokens, advance)
+        references, turns = steps.run_reference(
+            folder, config.model.dtype, ids, max_tokens, advance, said
+        )
     tokens = sum(len(reference.token_ids) for reference in references)
     console.print(
         f"{len(ids)} prompts of {min(map(len, ids))} to {max(map(len, ids))} tokens, "
-        f"{tokens} tokens answered in {time.monotonic() - began:.1f} s; closed"
+        f"{tokens} tokens answered, and a conversation of {len(turns)} turns held, in "
+        f"{time.monotonic() - began:.1f} s; closed"
     )
-    return references
+    return references, turns
 
 
 def _cluster(
@@ -123,11 +132,14 @@ def _cluster(
     config: ClusterConfig,
     questions: Sequence[Prompt],
     references: Sequence[Reference],
+    turns: Sequence[Turn],
     max_tokens: int,
     out: Path,
     ray: str | None,
-) -> tuple[list[Answer], list[Result]]:
-    """Starts the cluster, sends everything at once, compares; the cluster has ended then."""
+) -> tuple[list[Answer], list[Result], list[TurnResult]]:
+    """Starts the cluster, sends everything at once, holds the conversation, compares; the cluster
+    has ended then.
+    """
     _heading(console, "3. A prefill engine and a decode engine of different shapes")
     for engine, role in ((config.prefill[0], "prefill"), (config.decode[0], "decode")):
         console.print(
@@ -145,22 +157,73 @@ def _cluster(
             console.print(f"{running.role:<8} runs as {running.process.where}")
         _heading(console, "4. All prompts at once, through the router, streaming")
         answers = _send(console, cluster, questions, max_tokens)
-        failed = [answer for answer in answers if answer.error]
-        if failed:
-            for answer in failed:
-                console.print(f"[bold red]{answer.name}:[/] {escape(answer.error)}")
-            for death in cluster.deaths:
-                console.print(f"[bold red]died:[/] {escape(str(death))}")
-            console.print(f"demo: {len(failed)} of {len(answers)} requests failed", soft_wrap=True)
-            cluster.close()
-            sys.exit(1)
+        _end_if_failed(console, cluster, answers)
         records = steps.fetch_records(cluster, answers)
-    return answers, steps.compare(references, answers, records)
+        held = _conversation(console, cluster, turns, max_tokens) if turns else []
+    return answers, steps.compare(references, answers, records), held
+
+
+def _end_if_failed(console: Console, cluster: Cluster, answers: Sequence[Answer]) -> None:
+    failed = [answer for answer in answers if answer.error]
+    if not failed:
+        return
+    for answer in failed:
+        console.print(f"[bold red]{answer.name}:[/] {escape(answer.error)}")
+    for death in cluster.deaths:
+        console.print(f"[bold red]died:[/] {escape(str(death))}")
+    console.print(f"demo: {len(failed)} of {len(answers)} requests failed", soft_wrap=True)
+    cluster.close()
+    sys.exit(1)
+
+
+def _conversation(
+    console: Console, cluster: Cluster, turns: Sequence[Turn], max_tokens: int
+) -> list[TurnResult]:
+    """The second act."""
+    _heading(console, "5. A conversation, over a router that knows what the engines have cached")
+    cluster.change_router(steps.SECOND_ROUTER)
+    answers = _watch(console, lambda changed: steps.hold(cluster, turns, max_tokens, changed))
+    _end_if_failed(console, cluster, answers)
+    held = steps.fetch_turns(cluster, turns, answers)
+    console.print(_turn_table(held))
+    return held
+
+
+def _turn_table(held: Sequence[TurnResult]) -> Table:
+    table = Table(
+        "turn", "prompt", "computed", "by", "cached there", "borrowed", "cached at decode",
+        "moved to decode", "TTFT s", "tokens",
+    )  # fmt: skip
+    for column in (*table.columns[1:3], *table.columns[4:9]):
+        column.justify = "right"
+    for turn in held:
+        answer = turn.answer
+        assert answer.first_token is not None
+        table.add_row(
+            turn.name,
+            str(turn.prompt_tokens),
+            str(turn.computed),
+            turn.engine,
+            str(turn.cached),
+            str(turn.borrowed),
+            str(turn.decode_cached),
+            str(turn.moved),
+            f"{answer.first_token - answer.sent:.2f}",
+            "[red]differ" if turn.difference else f"[green]{len(answer.token_ids)} same",
+        )
+    return table
 
 
 def _send(
     console: Console, cluster: Cluster, questions: Sequence[Prompt], max_tokens: int
 ) -> list[Answer]:
+    return _watch(console, lambda changed: steps.send_all(cluster, questions, max_tokens, changed))
+
+
+def _watch(
+    console: Console, ask: Callable[[Callable[[Answer], None]], Coroutine[Any, Any, list[Answer]]]
+) -> list[Answer]:
+    """Shows answers as they grow."""
     live: dict[str, Answer] = {}
 
     def changed(answer: Answer) -> None:
@@ -170,7 +233,7 @@ def _send(
 
     board = Live(console=console, refresh_per_second=8, get_renderable=lambda: _board(live))
     with board if console.is_terminal else nullcontext():
-        return asyncio.run(steps.send_all(cluster, questions, max_tokens, changed))
+        return asyncio.run(ask(changed))
 
 
 def _line(answer: Answer) -> str:
@@ -227,9 +290,10 @@ def _table(results: Sequence[Result]) -> Table:
     return table
 
 
-def _verdict(console: Console, results: Sequence[Result]) -> int:
+def _verdict(console: Console, results: Sequence[Result], held: Sequence[TurnResult] = ()) -> int:
     """Prints what differs and the last line; returns the exit code."""
-    for result in results:
+    compared: list[Result | TurnResult] = [*results, *held]
+    for result in compared:
         if result.difference is not None:
             gap = result.difference
             console.print(
@@ -237,16 +301,25 @@ def _verdict(console: Console, results: Sequence[Result]) -> int:
                 f"engine drew {gap.expected}; gap between the two best logits there: "
                 f"{_number(gap.reference_gap)} (undivided), {_number(gap.cluster_gap)} (cluster)"
             )
-        if result.damage:
-            console.print(f"[bold red]{result.name}:[/] {escape(result.damage)}")
-    identical = sum(result.difference is None for result in results)
     damaged = [result for result in results if result.damage]
+    for each in damaged:
+        console.print(f"[bold red]{each.name}:[/] {escape(each.damage)}")
+    if held:
+        same = sum(turn.difference is None for turn in held)
+        prompts = sum(turn.prompt_tokens for turn in held)
+        console.print(
+            f"conversation: {same}/{len(held)} turns identical to the undivided engine, "
+            f"{sum(turn.computed for turn in held)} of {prompts} prompt tokens computed",
+            soft_wrap=True,
+        )
+    identical = sum(result.difference is None for result in results)
     kv = f"KV of {len(damaged)} requests differs" if damaged else "KV verified bit for bit"
     console.print(
         f"demo: {identical}/{len(results)} requests identical to the undivided engine, {kv}",
         soft_wrap=True,
     )
-    return 0 if all(result.ok for result in results) else 1
+    is_same = all(turn.difference is None for turn in held)
+    return 0 if is_same and all(result.ok for result in results) else 1
 
 
 def _number(value: float | None) -> str:
@@ -259,6 +332,7 @@ def _write_json(
     references: Sequence[Reference],
     answers: Sequence[Answer],
     results: Sequence[Result],
+    held: Sequence[TurnResult],
 ) -> None:
     requests: list[dict[str, Any]] = []
     for reference, answer, result in zip(references, answers, results, strict=True):
@@ -279,7 +353,15 @@ def _write_json(
                 "decode_timings": result.decode.timings if result.decode else None,
             }
         )
-    document = {"cluster": config, "requests": requests}
+    document = {
+        "cluster": config,
+        "requests": requests,
+        "second_router": steps.SECOND_ROUTER,
+        "conversation": [
+            {"identical": turn.difference is None, "computed": turn.computed, "turn": turn}
+            for turn in held
+        ],
+    }
     path.write_bytes(msgspec.json.format(msgspec.json.encode(document), indent=2))
 
 

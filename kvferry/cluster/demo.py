@@ -1,4 +1,9 @@
-"""The demo without its display: prompts, the undivided engine, the cluster, the comparison."""
+"""The demo without its display: prompts, the undivided engine, the cluster, the comparison.
+
+It has two acts. In the first one all prompts come at once, and each goes from the prefill engine to
+the decode engine. The second one is a conversation, over the same engines and a router that knows
+what they have cached.
+"""
 
 import asyncio
 import time
@@ -10,9 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import msgspec
 
 from kvferry.cluster import web
+from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.metrics import Records, RequestSummary
-from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.config import ClusterConfig, EngineConfig, RouterConfig
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
 from kvferry.engine.messages import SamplingParams
@@ -21,9 +27,18 @@ from kvferry.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     import httpx
 
+    from kvferry.engine.engine import Engine
+
 T = TypeVar("T")
 
 PROMPT_FOLDER = Path(__file__).parent / "demo_prompts"
+CONVERSATION_FOLDER = Path(__file__).parent / "demo_conversation"
+TURN_TOKENS = 48
+"""Tokens of an answer in the conversation at most."""
+DIRECT_TOKENS = 128
+"""Of the second act's router: questions are shorter, and what is read to the model is longer."""
+PAUSE_S = 0.5
+"""Seconds between two turns, for the router to hear what is cached now; people take longer."""
 RECORDS_TIMEOUT_S = 30.0
 """Seconds that the engines have to report their transfers after the last answer."""
 
@@ -62,6 +77,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
+    route: str = ""
+    """What the router says of the engines that it chose, if it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,42 @@ class Result:
         return max(load.finished for load in self.loads) - min(load.started for load in self.loads)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is asked in one turn of the conversation."""
+
+    name: str
+    messages: list[dict[str, str]]
+    """All of it so far; what the assistant said is what the undivided engine answered."""
+    reference: Reference
+    """What that answers now."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """Where the KV of a turn's prompt came from, as the engines tell it."""
+
+    name: str
+    answer: Answer
+    engine: str
+    """Who computed what nobody had: ``prefill`` or ``decode``."""
+    prompt_tokens: int
+    cached: int
+    """Tokens that this engine had."""
+    borrowed: int
+    """Tokens that the other one lent it."""
+    decode_cached: int
+    """Tokens that the decode engine had."""
+    moved: int
+    """Tokens that it loaded from the prefill engine."""
+    difference: Difference | None
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that were computed."""
+        return self.prompt_tokens - self.cached - self.borrowed
+
+
 def load_prompts(folder: Path | None = None) -> list[Prompt]:
     """The prompts of a folder of text files, by name; those that ship if left out.
 
@@ -136,7 +189,11 @@ def load_prompts(folder: Path | None = None) -> list[Prompt]:
 
 
 def demo_config(
-    model: str, transports: Sequence[str], sequences: Sequence[int] = ()
+    model: str,
+    transports: Sequence[str],
+    sequences: Sequence[int] = (),
+    *,
+    converses: bool = False,
 ) -> ClusterConfig:
     """Two engines that agree in nothing: TP 3 against PP 2, blocks of 16 against 24, HND, NHD.
 
@@ -145,6 +202,8 @@ def demo_config(
         transports: what moves the KV, best first.
         sequences: tokens of each request, answers included. Every engine has room for all of them
             and half as much again, as leases may not pin the whole pool.
+        converses: whether there is a second act: either engine may lend and load, and publishes
+            what it has cached. The router of the first act pays no heed to that.
     """
 
     def num_blocks(block_size: int) -> int:
@@ -156,6 +215,9 @@ def demo_config(
         "kv_port": 0,
         "kv_connector_extra_config": extra,
     }
+    free = "tcp://127.0.0.1:0"
+    told = {"kv_events": {"endpoint": free, "replay_endpoint": free}} if converses else {}
+    roles = ("kv_both", "kv_both") if converses else ("kv_producer", "kv_consumer")
     return ClusterConfig.from_mapping(
         {
             "model": {"source": model, "dtype": "float32"},
@@ -166,7 +228,8 @@ def demo_config(
                     "block_size": 16,
                     "layout": "HND",
                     "num_blocks": num_blocks(16),
-                    "kv_transfer_config": {**connector, "kv_role": "kv_producer"},
+                    "kv_transfer_config": {**connector, "kv_role": roles[0]},
+                    **told,
                 }
             ],
             "decode": [
@@ -176,18 +239,28 @@ def demo_config(
                     "block_size": 24,
                     "layout": "NHD",
                     "num_blocks": num_blocks(24),
-                    "kv_transfer_config": {**connector, "kv_role": "kv_consumer"},
+                    "kv_transfer_config": {**connector, "kv_role": roles[1]},
+                    **told,
                 }
             ],
-            "router": {"port": 0},
+            "router": {"port": 0, "route_by": "requests"},
         },
         "demo",
     )
 
 
+SECOND_ROUTER = RouterConfig(port=0, direct_tokens=DIRECT_TOKENS, explain=True)
+"""Chooses by what each way costs, and says why."""
+
+
 def run_reference(
-    folder: str, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int, advance: Advance
-) -> list[Reference]:
+    folder: str,
+    dtype: str,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    advance: Advance,
+    said: Sequence[Prompt] = (),
+) -> tuple[list[Reference], list[Turn]]:
     """The answers of one undivided engine, TP 1 and PP 1, in this process; it is closed then.
 
     Args:
@@ -196,6 +269,7 @@ def run_reference(
         prompts: token ids.
         max_tokens: longest answer.
         advance: told how many of the prompts' and answers' tokens are computed.
+        said: what the user says in the turns of a conversation, which is held after that.
 
     Raises:
         EngineError: a prompt failed.
@@ -209,6 +283,8 @@ def run_reference(
     torch.set_num_threads(1)
     blocks = 64 + sum((len(prompt) + max_tokens) // 16 + 1 for prompt in prompts)
     config = EngineConfig(name="undivided", kv_transfer_config={}, num_blocks=blocks)
+    blocks += config.max_model_len // 16 if said else 0
+    config = msgspec.structs.replace(config, num_blocks=blocks)
     answers = {str(index): Reference([], [], len(p)) for index, p in enumerate(prompts)}
     total = sum(len(prompt) + max_tokens for prompt in prompts)
     with build_engine(config, folder, dtype=dtype, executor="inprocess", connect=False) as engine:
@@ -224,8 +300,28 @@ def run_reference(
                     raise EngineError(f"the undivided engine failed: {output.error}")
                 left -= output.finish_reason is not None
             advance(engine.stats().computed_tokens, total)
-    advance(total, total)
-    return list(answers.values())
+        advance(total, total)
+        turns = _converse(engine, TextCodec.open(folder), said, min(max_tokens, TURN_TOKENS))
+    return list(answers.values()), turns
+
+
+def _converse(
+    engine: "Engine", codec: TextCodec, said: Sequence[Prompt], max_tokens: int
+) -> list[Turn]:
+    """A conversation with the undivided engine."""
+    turns: list[Turn] = []
+    messages: list[dict[str, str]] = []
+    for each in said:
+        messages = [*messages, {"role": "user", "content": each.text}]
+        prompt = codec.encode_chat(messages)
+        (answer,) = engine.generate([prompt], SamplingParams(max_tokens=max_tokens))
+        if answer.error:
+            raise EngineError(f"the undivided engine failed: {answer.error}")
+        reference = Reference(answer.token_ids, answer.gaps, len(prompt))
+        turns.append(Turn(each.name, messages, reference))
+        text = codec.decode(answer.token_ids)
+        messages = [*messages, {"role": "assistant", "content": text}]
+    return turns
 
 
 async def send_all(
@@ -239,34 +335,66 @@ async def send_all(
         max_tokens: longest answer.
         changed: told of every answer that gained something.
     """
-    import httpx
-
     answers = [Answer(prompt.name) for prompt in prompts]
-    timeout = httpx.Timeout(None, connect=10.0)
-    async with httpx.AsyncClient(
-        base_url=cluster.url,
-        timeout=timeout,
-        headers=web.bearer(cluster.api_key),
-        trust_env=False,
-    ) as client:
+    async with _client(cluster) as client:
         await asyncio.gather(
             *(
-                _ask(client, prompt, max_tokens, answer, changed)
+                _ask(
+                    client,
+                    [{"role": "user", "content": prompt.text}],
+                    max_tokens,
+                    answer,
+                    changed,
+                )
                 for prompt, answer in zip(prompts, answers, strict=True)
             )
         )
     return answers
 
 
+async def hold(
+    cluster: Cluster, turns: Sequence[Turn], max_tokens: int, changed: Callable[[Answer], None]
+) -> list[Answer]:
+    """Holds the conversation, one turn after the other; ends with the first turn that fails.
+
+    Args:
+        cluster: whose router is asked.
+        turns: what to ask.
+        max_tokens: longest answer.
+        changed: told of every answer that gained something.
+    """
+    answers: list[Answer] = []
+    async with _client(cluster) as client:
+        for turn in turns:
+            await asyncio.sleep(PAUSE_S)
+            answers.append(Answer(turn.name))
+            tokens = min(max_tokens, TURN_TOKENS)
+            await _ask(client, turn.messages, tokens, answers[-1], changed)
+            if answers[-1].error:
+                break
+    return answers
+
+
+def _client(cluster: Cluster) -> "httpx.AsyncClient":
+    import httpx
+
+    return httpx.AsyncClient(
+        base_url=cluster.url,
+        timeout=httpx.Timeout(None, connect=10.0),
+        headers=web.bearer(cluster.api_key),
+        trust_env=False,
+    )
+
+
 async def _ask(
     client: "httpx.AsyncClient",
-    prompt: Prompt,
+    messages: Sequence[Mapping[str, str]],
     max_tokens: int,
     answer: Answer,
     changed: Callable[[Answer], None],
 ) -> None:
     body = {
-        "messages": [{"role": "user", "content": prompt.text}],
+        "messages": messages,
         "max_completion_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
@@ -278,6 +406,7 @@ async def _ask(
         if response.status_code != 200:
             answer.error = (await response.aread()).decode(errors="replace")
         else:
+            answer.route = response.headers.get("x-kvferry-route", "")
             async for chunk in _chunks(response.aiter_lines()):
                 _take(chunk, answer)
                 changed(answer)
@@ -310,10 +439,17 @@ def fetch_records(cluster: Cluster, answers: Sequence[Answer]) -> dict[str, Reco
     Raises:
         EngineError: a report does not come.
     """
+    moved = [answer.request_id for answer in answers if len(answer.token_ids) > 1]
+    return _records(cluster, moved, lambda name, found: _is_reported(name, found, cluster))
+
+
+def _records(
+    cluster: Cluster, ids: Sequence[str], is_told: Callable[[str, Mapping[str, Records]], bool]
+) -> dict[str, Records]:
+    """Role → what its engine did, once all is told of every request."""
     import httpx
 
     deadline = time.monotonic() + RECORDS_TIMEOUT_S
-    moved = [answer.request_id for answer in answers if len(answer.token_ids) > 1]
     headers = web.bearer(cluster.api_key)
     with httpx.Client(trust_env=False, timeout=RECORDS_TIMEOUT_S, headers=headers) as client:
         while True:
@@ -322,7 +458,7 @@ def fetch_records(cluster: Cluster, answers: Sequence[Answer]) -> dict[str, Reco
                 response = client.get(f"{engine.url}/kvferry/records")
                 response.raise_for_status()
                 found[engine.role] = msgspec.json.decode(response.content, type=Records)
-            missing = [id for id in moved if not _is_reported(id, found, cluster)]
+            missing = [id for id in ids if not is_told(id, found)]
             if not missing:
                 return found
             if time.monotonic() > deadline:
@@ -341,6 +477,49 @@ def _is_reported(request_id: str, found: Mapping[str, Records], cluster: Cluster
     )
 
 
+def fetch_turns(
+    cluster: Cluster, turns: Sequence[Turn], answers: Sequence[Answer]
+) -> list[TurnResult]:
+    """What came from where in each turn, and its answer beside the undivided engine's.
+
+    Raises:
+        EngineError: an engine does not tell.
+    """
+    by_id = {answer.request_id: answer for answer in answers}
+
+    def is_told(request_id: str, found: Mapping[str, Records]) -> bool:
+        answer = by_id[request_id]
+        asked = {"prefill"} if "prefill=-" not in answer.route else set()
+        if not asked or len(answer.token_ids) > 1:  # else its first token was the whole answer
+            asked.add("decode")
+        return all(_summary(found[role], request_id) is not None for role in asked)
+
+    found = _records(cluster, list(by_id), is_told)
+    return [_turn_result(turn, answer, found) for turn, answer in zip(turns, answers, strict=True)]
+
+
+def _turn_result(turn: Turn, answer: Answer, found: Mapping[str, Records]) -> TurnResult:
+    prefill, decode = (_summary(found[role], answer.request_id) for role in ("prefill", "decode"))
+    first = prefill or decode
+    assert first is not None  # it has been waited for
+    gaps = [gap for each in (prefill, decode) if each for gap in each.gaps]
+    return TurnResult(
+        name=turn.name,
+        answer=answer,
+        engine="decode" if prefill is None else "prefill",
+        prompt_tokens=first.prompt_tokens,
+        cached=first.num_cached_tokens,
+        borrowed=first.num_external_tokens,
+        decode_cached=decode.num_cached_tokens if decode else 0,
+        moved=decode.num_external_tokens if prefill and decode else 0,
+        difference=find_difference(turn.reference, answer.token_ids, gaps),
+    )
+
+
+def _summary(records: Records, request_id: str) -> RequestSummary | None:
+    return next((one for one in records.requests if one.request_id == request_id), None)
+
+
 def compare(
     references: Sequence[Reference], answers: Sequence[Answer], records: Mapping[str, Records]
 ) -> list[Result]:
@@ -352,10 +531,7 @@ def compare(
 
 
 def _result(reference: Reference, answer: Answer, records: Mapping[str, Records]) -> Result:
-    prefill, decode = (
-        next((r for r in records[role].requests if r.request_id == answer.request_id), None)
-        for role in ("prefill", "decode")
-    )
+    prefill, decode = (_summary(records[role], answer.request_id) for role in ("prefill", "decode"))
     assert prefill is not None, "it drew the first token"
     lent, loads = (
         [r for r in records[role].transfers if r.request_id == answer.request_id]

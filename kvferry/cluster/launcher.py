@@ -32,7 +32,7 @@ from kvferry.cluster.preflight import (
 )
 from kvferry.cluster.process import TERM_GRACE_S, Child, ChildProcess, News
 from kvferry.cluster.router_client import RouterClient
-from kvferry.config import ClusterConfig, EngineConfig, ModelConfig
+from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, RouterConfig
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError, EngineError, KVFerryError, ModelError, PortInUseError
 from kvferry.lifetimes import Closing
@@ -245,6 +245,27 @@ class Cluster(Closing):
                 self._has_ended(news.child)
                 return news.child.error()
             self._note(news)
+
+    def change_router(self, router: RouterConfig, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Has another router serve, with other settings, over the engines as they are.
+
+        Args:
+            router: the settings; :attr:`url` may change with them.
+            timeout_s: seconds that the router has to reach the engines.
+
+        Raises:
+            KVFerryError: the new router ended, or does not reach them; the old one has ended then.
+        """
+        deadline = time.monotonic() + timeout_s
+        assert self._router is not None  # it is a whole cluster, and serves
+        old, self._router = self._router, None
+        self._processes.remove(old)
+        old.terminate()
+        old.reap(TERM_GRACE_S)
+        self.config = msgspec.structs.replace(self.config, router=router)
+        self._router_port = 0
+        self._start_router(deadline)
+        self._await_router(deadline)
 
     def close(self) -> None:
         """Ends every process, the router first; kills what does not end in time. Idempotent."""
