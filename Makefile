@@ -1,6 +1,7 @@
 # The verbs. Each sets up what it needs in .venv and may be repeated; CI calls the same ones.
 #
-#   make demo        a prefill engine and a decode engine serve a real model, tokens compared
+#   make demo        a prefill engine and a decode engine serve a real model, tokens compared;
+#                    then they hold a conversation
 #   make demo-ray    the same over two Ray nodes, on hosts that are made of network namespaces
 #   make test        the tests, in JOBS=3 processes; SLOW=1 for the slow ones too, ARGS="..." is
 #                    handed to pytest

@@ -5,11 +5,15 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.cli.demo import _verdict, draw_timeline, spans
+from kvferry.cli.demo import _turn_table, _verdict, draw_timeline, spans
 from kvferry.cluster.demo import (
+    CONVERSATION_FOLDER,
     Answer,
     Difference,
     Reference,
+    Turn,
+    TurnResult,
+    _turn_result,
     find_difference,
     load_prompts,
 )
@@ -136,6 +140,61 @@ def test_kv_that_differs_fails_although_the_tokens_agree(records, damage):
     assert "KV of 1 requests differs" in lines[-1]
 
 
+def turn(name="2_sunday", difference=None, **values):
+    fields = {
+        "engine": "prefill",
+        "prompt_tokens": 100,
+        "cached": 48,
+        "borrowed": 24,
+        "decode_cached": 72,
+        "moved": 28,
+        **values,
+    }
+    return TurnResult(name=name, answer=answer([5, 6]), difference=difference, **fields)
+
+
+def test_turn_that_differs_fails_although_the_prompts_are_the_same(records):
+    console = Console(record=True, width=200)
+    difference = Difference(1, 7, 6, 0.25, None)
+    held = [turn(), turn("3_cost", difference)]
+    assert _verdict(console, [compare(records)], [turn()]) == 0
+    assert _verdict(console, [compare(records)], held) == 1
+    lines = console.export_text().splitlines()
+    assert any("3_cost: token 1 is 6, the undivided engine drew 7" in line for line in lines)
+    assert lines[-2] == (
+        "conversation: 1/2 turns identical to the undivided engine, "
+        "56 of 200 prompt tokens computed"
+    )
+
+
+def test_table_of_turns_says_what_came_from_where():
+    console = Console(record=True, width=200)
+    console.print(_turn_table([turn(), turn("4_letter", engine="decode", moved=0, borrowed=0)]))
+    text = console.export_text()
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in text.splitlines()]
+    assert [row for row in rows if row] == [
+        ["2_sunday", "100", "28", "prefill", "48", "24", "72", "28", "1.00", "2 same"],
+        ["4_letter", "100", "52", "decode", "48", "0", "72", "0", "1.00", "2 same"],
+    ]
+
+
+def test_a_turn_is_told_by_the_engine_that_computed_it(records):
+    asked = Turn("one", [], Reference([5, 6, 7], [0.1, 0.2, 0.3], 7))
+    by_both = _turn_result(asked, answer([5, 6, 7]), records)
+    assert (by_both.engine, by_both.difference) == ("prefill", None)
+    alone = {**records, "prefill": Records(engine="p", transfers=[], requests=[])}
+    by_decode = _turn_result(asked, answer([6, 7]), alone)
+    assert (by_decode.engine, by_decode.moved, by_decode.computed) == ("decode", 0, 7)
+    assert by_decode.difference == Difference(0, 5, 6, 0.1, 0.6)
+
+
+def test_conversation_that_ships_has_four_turns_with_something_long_in_the_last():
+    turns = load_prompts(CONVERSATION_FOLDER)
+    lengths = [len(turn.text) for turn in turns]
+    assert len(turns) == 4
+    assert lengths[1] < lengths[0] > 500 < lengths[3] > lengths[2]
+
+
 def test_an_answer_that_ends_early_differs_where_it_ends():
     reference = Reference([1, 2, 3], [0.1, 0.2, 0.3], 1)
 
@@ -191,6 +250,22 @@ def test_a_whole_run_with_the_tiny_model(kvferry, tmp_path, monkeypatch, transpo
         "demo: 3/3 requests identical to the undivided engine, KV verified bit for bit"
     )
     assert (tmp_path / "out" / "timeline.png").exists()
-    requests = json.loads((tmp_path / "out" / "results.json").read_bytes())["requests"]
+    told = json.loads((tmp_path / "out" / "results.json").read_bytes())
+    requests = told["requests"]
     assert [request["identical"] for request in requests] == [True] * 3
     assert all(request["bytes_moved"] > 0 for request in requests)
+    conversation = told["conversation"]
+    assert [each["identical"] for each in conversation] == [True] * 4
+    turns = [each["turn"] for each in conversation]
+    assert [turn["name"] for turn in turns] == [
+        "1_timetable",
+        "2_sunday",
+        "3_cost",
+        "4_letter",
+    ]
+    # What the router knows in time may differ; no engine computes the first prompt once more.
+    first = turns[0]["prompt_tokens"] // 24 * 24
+    for turn, each in zip(turns[1:], conversation[1:], strict=True):
+        assert turn["cached"] + turn["borrowed"] + each["computed"] == turn["prompt_tokens"]
+        assert turn["cached"] + turn["borrowed"] >= first - 24
+    assert "conversation: 4/4 turns identical to the undivided engine" in outcome.out
