@@ -36,7 +36,7 @@ CONVERSATION_FOLDER = Path(__file__).parent / "demo_conversation"
 TURN_TOKENS = 48
 """Tokens of an answer in the conversation at most."""
 DIRECT_TOKENS = 128
-"""Of the second act's router: questions are shorter, and what is read to the model is longer."""
+"""Of the second act's router: two turns are shorter, and the others longer."""
 PAUSE_S = 0.5
 """Seconds between two turns, for the router to hear what is cached now; people take longer."""
 RECORDS_TIMEOUT_S = 30.0

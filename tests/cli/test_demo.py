@@ -140,7 +140,7 @@ def test_kv_that_differs_fails_although_the_tokens_agree(records, damage):
     assert "KV of 1 requests differs" in lines[-1]
 
 
-def turn(name="2_sunday", difference=None, **values):
+def turn(name="2_newspaper", difference=None, **values):
     fields = {
         "engine": "prefill",
         "prompt_tokens": 100,
@@ -156,11 +156,11 @@ def turn(name="2_sunday", difference=None, **values):
 def test_turn_that_differs_fails_although_the_prompts_are_the_same(records):
     console = Console(record=True, width=200)
     difference = Difference(1, 7, 6, 0.25, None)
-    held = [turn(), turn("3_cost", difference)]
+    held = [turn(), turn("3_friend", difference)]
     assert _verdict(console, [compare(records)], [turn()]) == 0
     assert _verdict(console, [compare(records)], held) == 1
     lines = console.export_text().splitlines()
-    assert any("3_cost: token 1 is 6, the undivided engine drew 7" in line for line in lines)
+    assert any("3_friend: token 1 is 6, the undivided engine drew 7" in line for line in lines)
     assert lines[-2] == (
         "conversation: 1/2 turns identical to the undivided engine, "
         "56 of 200 prompt tokens computed"
@@ -173,7 +173,7 @@ def test_table_of_turns_says_what_came_from_where():
     text = console.export_text()
     rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in text.splitlines()]
     assert [row for row in rows if row] == [
-        ["2_sunday", "100", "28", "prefill", "48", "24", "72", "28", "1.00", "2 same"],
+        ["2_newspaper", "100", "28", "prefill", "48", "24", "72", "28", "1.00", "2 same"],
         ["4_letter", "100", "52", "decode", "48", "0", "72", "0", "1.00", "2 same"],
     ]
 
@@ -259,8 +259,8 @@ def test_a_whole_run_with_the_tiny_model(kvferry, tmp_path, monkeypatch, transpo
     turns = [each["turn"] for each in conversation]
     assert [turn["name"] for turn in turns] == [
         "1_timetable",
-        "2_sunday",
-        "3_cost",
+        "2_newspaper",
+        "3_friend",
         "4_letter",
     ]
     # What the router knows in time may differ; no engine computes the first prompt once more.
