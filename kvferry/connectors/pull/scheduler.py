@@ -329,7 +329,7 @@ class PullScheduler(SchedulerConnector):
         pending = self._asks.get(request.request_id)
         if pending is None:
             return True
-        if not pending.is_settled and not self._client.pump():
+        if not pending.is_settled and not (self._look() and pending.is_settled):
             return False
         if pending.error is not None:
             raise pending.error
@@ -473,15 +473,20 @@ class PullScheduler(SchedulerConnector):
     def _state(self, load: Load) -> LoadState:
         """Where a load stands, read once: another thread may change it between two looks."""
         state = load.state
-        if state is LoadState.WAITING and not self._has_looked:
-            # No other thread need run for it. An engine asks for every waiting request in every
-            # step, and one look takes the answers for all of them.
-            self._has_looked = True
-            if self._client.pump():
-                state = load.state
+        if state is LoadState.WAITING and self._look():
+            state = load.state
         if state is LoadState.WAITING and self._is_admitted_early(load):
             state = load.state
         return state
+
+    def _look(self) -> bool:
+        """Takes the answers that have come, so that no other thread need run for it; whether there
+        were some. An engine asks for every waiting request in every step, and one look is enough.
+        """
+        if self._has_looked:
+            return False
+        self._has_looked = True
+        return self._client.pump()
 
     def _is_admitted_early(self, load: Load) -> bool:
         """Whether a load begins although its source still computes the prompt."""

@@ -269,8 +269,8 @@ class SchedulerHalf:
             found = self._without_lease(request, num_computed_tokens)
         else:
             try:
-                # It asks for the id and the number of tokens only, which need no view of ours.
-                found = pull.get_num_new_matched_tokens(request, num_computed_tokens)
+                view = RequestView(request, self._content)
+                found = pull.get_num_new_matched_tokens(view, num_computed_tokens)
             except KVFerryError as error:
                 self._refuse(request, error)
                 found = self._without_lease(request, num_computed_tokens)
