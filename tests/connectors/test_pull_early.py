@@ -258,7 +258,6 @@ def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> N
         known.source.moves = 0.5  # 40 s
         scene.target.step()
         assert load.stage is Stage.LOADING
-        del sources._clock
         sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
         scene.end(scene.source.requests["a"], load)
         assert load.external_tokens == 60

@@ -12,8 +12,9 @@ import pytest
 from kvferry.control.tickets import Transfer
 from kvferry.engine.messages import SamplingParams
 from tests.engine.simulated import VOCAB
-from tests.engine.test_engine_pull import HYBRID, TIMEOUT_S, Pair, open_engine
+from tests.engine.test_engine_pull import HYBRID, Pair, open_engine
 from tests.engine.toy_cache import reference_tokens
+from tests.load import WAIT_S
 
 KEY = b"k" * 32
 
@@ -98,7 +99,7 @@ def test_random_lives_end_with_the_right_tokens_and_every_block_free(seed, early
         open_engine("kv_consumer", "shm", policy, windows[1], **shapes[1]) as d,
     ):
         pair = EarlyPair(p, d, rng)
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + WAIT_S
         while waiting or pair.is_busy:
             assert time.monotonic() < deadline, (p.stats(), d.stats(), pair.live)
             if waiting and rng.random() < 0.3:
