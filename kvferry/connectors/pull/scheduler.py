@@ -1010,7 +1010,8 @@ class PullScheduler(SchedulerConnector):
         """Whether :meth:`build_connector_meta` has anything to say; else it need not be called."""
         self._has_looked = False  # every request of this step has been asked for
         self._sweep()
-        self._read_on()
+        if self._growing:
+            self._read_on()
         return self._step is not None or self._sources.has_news
 
     @property
