@@ -186,9 +186,11 @@ class EngineServer:
         api_key: str | None = None,
         control: str | None = None,
         kv_events: KVEventsPlace | None = None,
+        at_once: bool = False,
     ) -> None:
         """``control`` is ``host:port`` of the connector's control channel, if it has one;
-        ``kv_events`` where its KV cache events are published, if they are.
+        ``kv_events`` where its KV cache events are published, if they are; ``at_once`` whether the
+        connector knows transfers.
         """
         self._engine = engine
         self._name = name
@@ -196,6 +198,7 @@ class EngineServer:
         self._api_key = api_key
         self._control = control
         self._kv_events = kv_events
+        self._at_once = at_once
         self._model_name = model_name
         self._max_model_len = max_model_len
         self._bodies = web.BodyReader()
@@ -382,6 +385,7 @@ class EngineServer:
             "kv_role": self._kv_role,
             "control": self._control,
             "kv_events": self._kv_events,
+            "at_once": self._at_once,
             "drain": self._engine.drain_state,
             "silent_peers": self._engine.silent_peers,
         }
@@ -501,6 +505,14 @@ class _ListensForPeers(Protocol):
         """TCP port of the control channel."""
 
 
+@runtime_checkable
+class _TellsWhatIsLent(Protocol):
+    """A connector half of which other engines ask for the ticket of a transfer, and which asks."""
+
+    def tell_not_lent(self, request_id: str, reason: str) -> None:
+        """It is certain that nothing of a request will be lent."""
+
+
 def _control_address(engine: Engine, config: EngineConfig) -> str | None:
     """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
     connector = engine.connector
@@ -553,6 +565,7 @@ async def _run(
             api_key=settings.api_key,
             control=control,
             kv_events=_events_place(engine, settings.engine),
+            at_once=isinstance(engine.connector, _TellsWhatIsLent),
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

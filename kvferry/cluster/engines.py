@@ -69,6 +69,7 @@ class _Health(msgspec.Struct):
     control: str | None = None
     silent_peers: tuple[str, ...] = ()
     kv_events: KVEventsPlace | None = None
+    at_once: bool = False
 
 
 class Reply(msgspec.Struct):
@@ -171,6 +172,8 @@ class Engine:
     """Where it publishes what its prefix cache holds, where it is known."""
     kv_role: str | None = None
     """What it told of itself, or an operator of it."""
+    at_once: bool = False
+    """Whether it can be sent a request at the same time as the other engine of a pair."""
     pace: Pace = field(default_factory=Pace)
     """How fast it was seen to be."""
     outstanding: int = 0
@@ -323,6 +326,7 @@ class Engine:
         self.drain = drain
         if health.control and _is_place(health.control):
             self.control = health.control
+        self.at_once = health.at_once
         if health.kv_role is not None:  # it is one of ours, and tells all that there is
             self.kv_role, self.kv_events = health.kv_role, health.kv_events
         self.silent_peers = tuple(

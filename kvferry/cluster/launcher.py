@@ -27,6 +27,7 @@ from kvferry.cluster.messages import (
 from kvferry.cluster.preflight import (
     check_cluster,
     check_shapes,
+    cluster_key,
     control_keys,
     with_cluster_key,
 )
@@ -345,6 +346,7 @@ class Cluster(Closing):
             api_key=self.api_key,
             operator_key=self._operator_key,
             curve=control_keys(self.config),
+            cluster_key=cluster_key(self.config, self._cluster_key),
         )
         for engine in self.engines:
             engine.known_url = engine.url

@@ -142,6 +142,8 @@ class RouterSettings(RouterConfig, frozen=True, kw_only=True):
     curve: CurveKeys | None = None
     """Keys of the engines' control channels, where they have some: for people who look at the
     cluster."""
+    cluster_key: bytes | None = None
+    """The engines' cluster key, if they have one, which signs what both of a pair are sent."""
 
 
 class Loading(msgspec.Struct, frozen=True, kw_only=True, tag=True):

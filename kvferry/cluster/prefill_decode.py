@@ -13,6 +13,10 @@ itself, and whoever computes may first load what a third engine lends of its cac
        │◀────── kv_transfer_params ─────┘
        └─────── prompt, kv_transfer_params (and do_remote_decode) ──▶ prefill engine
 
+With ``at_once`` both engines get the prompt at the same time, with a transfer that the router has
+signed, for which the decode engine asks the prefill engine. Both draw the first token; the one that
+comes first is passed on, and where the decode engine then draws another it starts again from there.
+
 :class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
 more than this router does: tools, structured output, log probabilities. Such a body is not taken
 apart. The decode engine gets it as it came plus the transfer parameters, draws every token, the
@@ -26,10 +30,10 @@ first one included, and its answer is relayed byte for byte::
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -46,6 +50,7 @@ from kvferry.cluster.engines import (
 )
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.cluster.openai import ApiError, Generation
+from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
@@ -193,6 +198,10 @@ class PrefillDecode:
     decode: EnginePool
     chooser: Chooser | None = None
     """Chooses by cost; without one by the requests under way."""
+    at_once: bool = False
+    """See :class:`~kvferry.config.RouterConfig`."""
+    key: bytes | None = None
+    """The engines' cluster key, if they have one."""
 
     async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Reply, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
@@ -226,36 +235,47 @@ class PrefillDecode:
                     borrow=not request.failed_loads,
                 )
             loan = await self._borrow(request)
+            pair = None if loan else await self._pair(request)
+            way = self._both(request, *pair) if pair else self._in_turn(request, loan)
             try:
-                reply = await self._prefill(request, loan)
+                async with aclosing(way) as replies:
+                    async for reply in replies:
+                        yield reply
+                return
             except _StartAgainError:
                 request.attempt += 1
-                continue
-            params = reply.kv_transfer_params if reply is not None else loan
-            fetched = False
-            with request.lending(params) as lent:
-                try:
-                    if reply is not None:
-                        ended = _take_first(reply, request)
-                        yield reply
-                        if ended:
-                            request.give_back(params)
-                            return
-                    async with aclosing(self._decode(request, params)) as replies:
-                        async for reply in replies:
-                            fetched = True
-                            lent.close()
-                            yield reply
-                    return
-                except BaseException as error:
-                    # The client went away, time is up, or no decode engine is left or able.
-                    if not fetched:
-                        request.give_back(params)
-                    if not isinstance(error, _StartAgainError):
-                        raise
-                    request.attempt += 1
         # All tokens were drawn by an engine that died before it said so.
         yield Reply.ended("length")
+
+    async def _in_turn(
+        self, request: TokenRequest, loan: dict[str, Any] | None
+    ) -> AsyncGenerator[Reply, None]:
+        """Has one engine work after the other.
+
+        Raises:
+            _StartAgainError: what was lent is of no use.
+        """
+        first = await self._prefill(request, loan)
+        params = first.kv_transfer_params if first is not None else loan
+        fetched = False
+        with request.lending(params) as lent:
+            try:
+                if first is not None:
+                    ended = _take_first(first, request)
+                    yield first
+                    if ended:
+                        request.give_back(params)
+                        return
+                async with aclosing(self._decode(request, params)) as replies:
+                    async for reply in replies:
+                        fetched = True
+                        lent.close()
+                        yield reply
+            except BaseException:
+                # The client went away, time is up, or no decode engine is left or able.
+                if not fetched:
+                    request.give_back(params)
+                raise
 
     async def _borrow(self, request: TokenRequest) -> dict[str, Any] | None:
         """What the engine that computes the prompt is to load; ``None`` where nobody is to lend, or
@@ -326,22 +346,91 @@ class PrefillDecode:
             request.give_back(loan, lender)
         return reply
 
-    async def _decode(
-        self, request: TokenRequest, kv_transfer_params: dict[str, Any] | None
+    async def _pair(self, request: TokenRequest) -> tuple[Engine, Engine] | None:
+        """The two engines that get a request at once; ``None`` if one follows the other."""
+        route = request.route
+        if not self.at_once or request.tokens_left < 2 or request.failed_loads:
+            return None
+        if route is not None and route.prefill is None:
+            return None
+        try:
+            prefill = await self.prefill.pick(request.tried, route.prefill if route else None)
+            decode = await self.decode.pick(request.tried, route.decode if route else None)
+        except NoEngineError:
+            return None
+        knows = prefill.at_once and prefill.control and decode.at_once
+        return (prefill, decode) if knows and prefill.url != decode.url else None
+
+    async def _both(
+        self, request: TokenRequest, prefill: Engine, decode: Engine
     ) -> AsyncGenerator[Reply, None]:
+        """Has both engines work at the same time.
+
+        Raises:
+            _StartAgainError: the prefill engine went away, or what it computed is of no use.
+        """
+        transfer = Transfer.begin(prefill.control, self.key).text
+        params = {"do_remote_prefill": True, "transfer": transfer}
+        told: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
+        request.lender = prefill
+        fetched = asyncio.Event()
+        with request.lending(params) as lent:
+            lent.callback(fetched.set)
+            works = (
+                _compute(request, prefill, transfer, told),
+                _draw(self._decode(request, params, decode), told, lent),
+            )
+            tasks = [asyncio.create_task(_telling(work, told)) for work in works]
+            try:
+                while (news := await told.get()) is not None:
+                    if isinstance(news, Exception):
+                        raise news
+                    yield news
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                if not fetched.is_set():
+                    request.give_back(params, prefill)
+
+    async def _able(self, request: TokenRequest, chosen: Engine | None, *, asks: bool) -> Engine:
+        """A decode engine, the chosen one if it can.
+
+        Raises:
+            _StartAgainError: it would have to ask for a ticket, and does not know how.
+        """
+        engine = await self.decode.pick(request.tried, chosen)
+        if asks and not engine.at_once:
+            raise _StartAgainError
+        return engine
+
+    async def _decode(
+        self,
+        request: TokenRequest,
+        kv_transfer_params: dict[str, Any] | None,
+        first: Engine | None = None,
+    ) -> AsyncGenerator[Reply, None]:
+        """The decode engine's replies, of ``first`` if it can; without the tokens that somebody
+        else has drawn meanwhile.
+        """
+        is_asked_for = "transfer" in (kv_transfer_params or {})
         while True:
-            chosen = None if request.route is None else request.route.decode
-            engine = await self.decode.pick(request.tried, chosen)
+            chosen = first or (None if request.route is None else request.route.decode)
+            engine = await self._able(request, chosen, asks=is_asked_for)
+            at = len(request.drawn)  # what is drawn elsewhere meanwhile it draws too
             body = request.body(request.tokens_left, kv_transfer_params)
             began, ended = False, False
             try:
                 stream = engine.stream(body, request.engine_request_id, request.span)
                 is_loaded = kv_transfer_params is not None
-                timed = self._timed(engine, stream, request, is_loaded=is_loaded)
+                timed = self._timed(
+                    engine, stream, request, is_loaded=is_loaded, is_alone=not is_asked_for
+                )
                 async with aclosing(timed) as replies:
                     async for reply in replies:
                         began, ended = True, reply.finish_reason is not None
-                        request.drawn.extend(reply.token_ids)
+                        at += len(reply.token_ids)
+                        _take_new(reply, request, at)
                         yield reply
                 return
             except EngineDownError as error:
@@ -368,8 +457,11 @@ class PrefillDecode:
         request: TokenRequest,
         *,
         is_loaded: bool,
+        is_alone: bool = True,
     ) -> AsyncGenerator[Reply, None]:
-        """The replies with a choice; the engine's pace is taken from when they come."""
+        """The replies with a choice; the engine's pace is taken from when they come, unless it had
+        to wait for another one that computed.
+        """
         route, outstanding, first_at = request.route, engine.outstanding, 0.0
         held = route.held if route is not None and engine is route.decode else 0
         tokens = request.tokens
@@ -383,13 +475,56 @@ class PrefillDecode:
                     if not first_at:
                         first_at = time.monotonic()
                         cached = reply.cached_or(held)
-                        done(None if is_loaded and is_direct else max(0, tokens - cached))
+                        is_clear = is_alone and not (is_loaded and is_direct)
+                        done(max(0, tokens - cached) if is_clear else None)
                         if self.chooser is not None:
                             self.chooser.missed(held - cached)
                     request.tell_usage(reply)
                     yield reply
             if first_at:
                 engine.pace.drew(outstanding, time.monotonic() - first_at)
+
+
+_Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
+"""What two engines that work at the same time say; ``None`` at the end of the answer."""
+
+
+async def _compute(request: TokenRequest, prefill: Engine, transfer: str, told: _Told) -> None:
+    """The prompt is computed, and the first token is told unless the decode engine has drawn it."""
+    before = len(request.drawn)
+    lends = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
+    try:
+        body = request.body(1, lends)
+        reply = await prefill.complete(body, request.engine_request_id, request.span)
+    except ApiError as error:
+        if len(request.drawn) > before:
+            return  # the decode engine does without
+        if isinstance(error, EngineDownError):
+            request.failed(prefill, error)
+            raise _StartAgainError from error
+        raise
+    if len(request.drawn) == before:
+        ended = _take_first(reply, request)
+        told.put_nowait(reply)
+        if ended:
+            told.put_nowait(None)
+
+
+async def _draw(replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack) -> None:
+    """The decode engine's replies are told."""
+    async with aclosing(replies):
+        async for reply in replies:
+            lent.close()
+            told.put_nowait(reply)
+    told.put_nowait(None)
+
+
+async def _telling(work: Coroutine[Any, Any, None], told: _Told) -> None:
+    """Does a part of the work, and tells what goes wrong."""
+    try:
+        await work
+    except Exception as error:
+        told.put_nowait(error)
 
 
 def _count(value: object) -> int:
@@ -402,7 +537,7 @@ def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
     A lease of ours passes on as soon as its holder's connection has gone; where it does not, the
     load fails. What others lend may be freed by now, and nobody would notice.
     """
-    return kv_transfer_params is None or "ticket" in kv_transfer_params
+    return kv_transfer_params is None or not {"ticket", "transfer"}.isdisjoint(kv_transfer_params)
 
 
 def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, Any] | None) -> bool:
@@ -434,6 +569,21 @@ async def _by_prefill(
             return await work(engine)
         except EngineDownError as error:
             request.failed(engine, error)
+
+
+def _take_new(reply: Reply, request: TokenRequest, end: int) -> None:
+    """Takes the tokens of a reply that nobody has drawn before; ``end`` is where they end.
+
+    Raises:
+        _StartAgainError: the engine has drawn others than the one before it.
+    """
+    known = request.drawn[end - len(reply.token_ids) : end]
+    if reply.token_ids[: len(known)] != known:
+        # Two of nearly equal logits, on engines of unequal shapes: what the client has counts.
+        raise _StartAgainError
+    if known:
+        reply.choices[0].token_ids = reply.token_ids[len(known) :]
+    request.drawn.extend(reply.token_ids)
 
 
 def _take_first(reply: Reply, request: TokenRequest) -> bool:

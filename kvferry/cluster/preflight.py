@@ -204,6 +204,21 @@ def control_keys(cluster: ClusterConfig) -> CurveKeys | None:
     return None
 
 
+def cluster_key(cluster: ClusterConfig, made: str | None) -> bytes | None:
+    """The key that all engines of a cluster sign with, the one made for this start if they were
+    given none; ``None`` where the key they were given cannot be read here.
+    """
+    for extra in check_plugins(cluster).values():
+        if isinstance(extra, _HoldsKeys):
+            try:
+                key = extra.key()
+            except ConfigError:  # the file may lie on the engines' hosts alone
+                return None
+            if key is not None:
+                return key
+    return None if made is None else made.encode()
+
+
 def _key(name: str, extra: _HoldsKeys) -> bytes | None:
     try:
         extra.curve()

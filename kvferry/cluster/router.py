@@ -63,7 +63,13 @@ class Router:
         """The engines that it knows."""
         self._metrics = RouterMetrics(members, members.index)
         chooser = Chooser(members, self._metrics, settings.direct_tokens, settings.explain)
-        self._prefill_decode = PrefillDecode(members.prefill, members.decode, chooser)
+        self._prefill_decode = PrefillDecode(
+            members.prefill,
+            members.decode,
+            chooser,
+            at_once=settings.at_once,
+            key=settings.cluster_key,
+        )
         self._pass_through = PassThrough(
             members.prefill, members.decode, settings.request_timeout_s
         )

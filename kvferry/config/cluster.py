@@ -305,6 +305,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     direct_tokens: int = 512
     """Tokens that a decode engine computes at most of a prompt that it has the beginning of, where
     that costs less than a prefill engine; 0 for never."""
+    at_once: bool = False
+    """Whether a prefill and a decode engine get a request at the same time, where both know how."""
     explain: bool = False
     """Whether the router logs why it chose the engines, and answers with ``x-kvferry-route``."""
     max_connections: int = 1000

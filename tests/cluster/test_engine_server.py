@@ -177,6 +177,7 @@ def test_the_model_and_its_longest_sequence_are_named(served):
         "kv_events": None,
         "drain": None,
         "silent_peers": [],
+        "at_once": False,
     }
 
 

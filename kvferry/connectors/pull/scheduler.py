@@ -320,15 +320,15 @@ class PullScheduler(SchedulerConnector):
             self._note_ticket(record.request_id, error)
             raise
 
-    def _may_go_on(self, request: RequestView) -> bool:
+    def _may_go_on(self, request: RequestView, num_computed_tokens: int) -> bool:
         """Whether a request waits for no ticket any more.
 
         Raises:
             KVFerryError: the ticket is refused, or could not be had.
         """
         pending = self._asks.get(request.request_id)
-        if pending is None:
-            return True
+        if pending is None or request.num_tokens - 1 <= num_computed_tokens:
+            return True  # all of it is here
         if not pending.is_settled and not (self._look() and pending.is_settled):
             return False
         if pending.error is not None:
@@ -445,9 +445,7 @@ class PullScheduler(SchedulerConnector):
             KVFerryError: the handshake was refused, the lease could not be had, or the source
                 no longer keeps a block that is needed.
         """
-        if request.num_tokens - 1 <= num_computed_tokens and request.request_id in self._asks:
-            return 0, False  # all of it is here
-        if not self._may_go_on(request):
+        if not self._may_go_on(request, num_computed_tokens):
             return None, False
         load = self._loads.get(request.request_id)
         if load is None:

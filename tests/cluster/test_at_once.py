@@ -1,0 +1,286 @@
+"""Prefill and decode engine get a request at the same time (``at_once``)."""
+
+import itertools
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+
+from kvferry.cluster.launcher import Cluster
+from kvferry.config import ClusterConfig, EngineConfig
+from kvferry.control.client import fetch_status
+from kvferry.control.tickets import read_transfer
+from kvferry.engine.builder import build_engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.errors import TicketForgedError
+from tests.cluster.conftest import leave
+from tests.load import WAIT_S, until
+
+KEY = b"k" * 32
+CONTROL = "127.0.0.1:14579"
+
+# ---- the router, before engines that are played --------------------------------------------------
+
+
+@pytest.fixture
+def at_once(make_setup):
+    """Makes a router that may send both at once; engines say whether they know how."""
+
+    def make(prefill=1, decode=1, *, knows=("prefill", "decode"), **settings):
+        settings = {"at_once": True, "cluster_key": KEY} | settings
+        setup = make_setup(prefill, decode, **settings)
+        for engine in setup.engines:
+            role = "kv_producer" if engine.role == "prefill" else "kv_consumer"
+            engine.tells = {"kv_role": role, "control": CONTROL}
+            engine.tells["at_once"] = engine.role in knows
+        seen = [engine.probes.total() for engine in setup.engines]
+        for engine, before in zip(setup.engines, seen, strict=True):
+            until(lambda engine=engine, before=before: engine.probes.total() > before + 1)
+        return setup
+
+    return make
+
+
+@pytest.fixture
+def clients():
+    with ThreadPoolExecutor(1) as clients:
+        yield clients
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["text"]
+
+
+def test_both_engines_are_sent_the_prompt_with_one_signed_transfer(at_once):
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    (asked,), (drawn,) = prefill.bodies, decode.bodies
+    assert asked["prompt"] == drawn["prompt"] == list(b"Hi")
+    assert (asked["max_tokens"], drawn["max_tokens"]) == (1, 5)
+    lent, loaded = asked["kv_transfer_params"], drawn["kv_transfer_params"]
+    assert lent["do_remote_decode"]
+    assert not lent["keep_first_token"]
+    assert loaded == {"do_remote_prefill": True, "transfer": lent["transfer"]}
+    assert read_transfer(loaded["transfer"], KEY).address == CONTROL
+    with pytest.raises(TicketForgedError):
+        read_transfer(loaded["transfer"], b"x" * 32)
+    assert not prefill.taken_back
+
+
+@pytest.mark.parametrize("knows", [("prefill",), ("decode",), ()])
+def test_engines_that_do_not_know_how_get_it_in_turn(at_once, knows):
+    setup = at_once(knows=knows)
+    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    (drawn,) = setup.decode[0].bodies
+    assert "ticket" in drawn["kv_transfer_params"]
+
+
+def test_without_the_setting_they_get_it_in_turn(at_once):
+    setup = at_once(at_once=False)
+    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    assert "ticket" in setup.decode[0].bodies[0]["kv_transfer_params"]
+
+
+def test_the_first_token_does_not_wait_for_the_decode_engine(at_once):
+    setup = at_once()
+    setup.decode[0].hang = True
+    body = {"prompt": "Hi", "temperature": 0, "max_tokens": 5, "stream": True}
+    with setup.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+        assert '"text":"H"' in next(lines).replace(" ", "")
+        setup.decode[0].release.set()
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in itertools.islice(lines, 4)]
+    assert "".join(texts) == "ello"
+
+
+def test_an_answer_does_not_wait_for_a_prefill_engine_that_is_not_needed(at_once):
+    setup = at_once()
+    setup.prefill[0].hang = True  # the decode engine has the prompt, say
+    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    assert setup.prefill[0].aborted.wait(WAIT_S)
+
+
+def test_an_answer_of_one_token_ends_the_decode_engines_work_and_gives_back(at_once, clients):
+    setup = at_once()
+    setup.says("", eos=True)
+    setup.decode[0].hang = setup.prefill[0].hang = True
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: setup.decode[0].bodies)
+    setup.prefill[0].release.set()
+    assert text_of(answer.result(WAIT_S)) == ""
+    assert setup.decode[0].aborted.wait(WAIT_S)
+    until(lambda: setup.prefill[0].taken_back)
+    (back,) = setup.prefill[0].taken_back
+    assert back["transfer"] == setup.decode[0].bodies[0]["kv_transfer_params"]["transfer"]
+
+
+def test_a_decode_engine_that_draws_another_first_token_starts_again_from_the_one_told(at_once):
+    setup = at_once()
+    (decode,) = setup.decode
+    decode.hang = True
+    body = {"prompt": "Hi", "temperature": 0, "max_tokens": 5, "stream": True}
+    with setup.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line[6:] for line in response.iter_lines() if line.startswith("data: {"))
+        texts = [json.loads(next(lines))["choices"][0]["text"]]
+        draw = decode._draw
+
+        def then(_body):
+            decode._draw = draw
+            return list(b"Jello"), "length"
+
+        decode._draw = then
+        decode.release.set()
+        texts += [json.loads(line)["choices"][0]["text"] for line in itertools.islice(lines, 4)]
+    assert "".join(texts) == "Hello"
+    assert [body["prompt"] for body in decode.bodies] == [list(b"Hi"), list(b"HiH")]
+
+
+def test_a_prefill_engine_that_dies_is_replaced(at_once, clients):
+    setup = at_once(prefill=2)
+    for engine in setup.engines:
+        engine.hang = True
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: any(engine.bodies for engine in setup.prefill))
+    first = next(engine for engine in setup.prefill if engine.bodies)
+    first.refuse = (503, "it is about to end")
+    for engine in setup.engines:
+        engine.release.set()
+    assert text_of(answer.result(WAIT_S)) == "Hello"
+
+
+def test_a_decode_engine_that_dies_is_replaced_by_one_that_asks_too(at_once, clients):
+    setup = at_once(decode=2)
+    for engine in setup.decode:
+        engine.hang = True
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: any(engine.bodies for engine in setup.decode))
+    first = next(engine for engine in setup.decode if engine.bodies)
+    (second,) = [engine for engine in setup.decode if engine is not first]
+    second.release.set()
+    first.refuse = (503, "it is about to end")
+    first.release.set()
+    assert text_of(answer.result(WAIT_S)) == "Hello"
+    transfers = {one.bodies[0]["kv_transfer_params"]["transfer"] for one in setup.decode}
+    assert len(transfers) == 1
+
+
+def test_a_client_that_goes_away_ends_both(at_once):
+    setup = at_once()
+    for engine in setup.engines:
+        engine.hang = True
+    leave(
+        setup.client,
+        lambda: all(engine.bodies for engine in setup.engines),
+        prompt="Hi",
+        max_tokens=5,
+        temperature=0,
+    )
+    assert all(engine.aborted.wait(WAIT_S) for engine in setup.engines)
+    until(lambda: setup.prefill[0].taken_back)
+
+
+# ---- reference engines of unequal shapes ---------------------------------------------------------
+
+ANSWER = 12
+PROMPTS = [
+    [random.Random(number).randrange(3, 250) for _ in range(20 + 37 * number)]
+    for number in range(8)
+]
+
+
+def engine(name, role, early_load="off", **values):
+    return {
+        "name": name,
+        "num_blocks": 96,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "kv_transfer_config": {
+            "kv_connector": "PullConnector",
+            "kv_role": role,
+            "kv_port": 0,
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"early_load": early_load},
+        },
+        **values,
+    }
+
+
+@pytest.fixture(scope="module", params=["off", "late", "now"])
+def cluster(tmp_path_factory, request):
+    config = ClusterConfig.from_mapping(
+        {
+            "model": {"source": "tiny", "dtype": "float64"},
+            "prefill": [engine("p0", "kv_producer", block_size=16, tp=2)],
+            "decode": [engine("d0", "kv_consumer", request.param, block_size=24, layout="HND")],
+            "router": {"port": 0, "at_once": True},
+        }
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVFERRY_CACHE", str(tmp_path_factory.mktemp("cache")))
+        logs = tmp_path_factory.mktemp("logs")
+        with Cluster.open(config, logs=logs, timeout_s=WAIT_S) as cluster:
+            yield cluster
+
+
+def answer_of(cluster, prompt):
+    body = {"prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+    body["return_token_ids"] = True
+    response = httpx.post(
+        f"{cluster.url}/v1/completions", json=body, timeout=WAIT_S, trust_env=False
+    )
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+def status_of(cluster, name):
+    (one,) = [one for one in cluster.engines if one.name == name]
+    told = httpx.get(f"{one.url}/health", timeout=WAIT_S, trust_env=False).json()
+    host, port = told["control"].rsplit(":", 1)
+    return fetch_status(host, int(port), WAIT_S)
+
+
+def answers_of_one_engine(cluster):
+    config = EngineConfig(name="one", kv_transfer_config={}, num_blocks=96)
+    torch.set_num_threads(1)
+    with build_engine(
+        config, cluster.model_folder, dtype="float64", executor="inprocess", connect=False
+    ) as one:
+        return [
+            output.token_ids
+            for output in one.generate(PROMPTS, SamplingParams(max_tokens=ANSWER, ignore_eos=True))
+        ]
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_the_undivided_engine_and_nothing_stays_lent(cluster):
+    with ThreadPoolExecutor(4) as clients:
+        answers = list(clients.map(lambda prompt: answer_of(cluster, prompt), PROMPTS))
+    assert answers == answers_of_one_engine(cluster)
+    status = status_of(cluster, "p0")
+    assert status.counters["requests.Ask"] >= len(PROMPTS)
+    assert status.counters["leases.done"] == len(PROMPTS)
+    assert "errors.authority" not in status.counters
+    assert "errors.load" not in status_of(cluster, "d0").counters
+
+
+@pytest.mark.slow
+def test_clients_that_go_away_leave_nothing_lent(cluster):
+    asked = status_of(cluster, "p0").counters.get("requests.Ask", 0)
+    draw = random.Random(99)
+    with httpx.Client(base_url=cluster.url, timeout=WAIT_S, trust_env=False) as client:
+        for _ in range(5):
+            prompt = [draw.randrange(3, 250) for _ in range(400)]
+
+            def is_asked(before=asked):
+                return status_of(cluster, "p0").counters.get("requests.Ask", 0) > before
+
+            leave(client, is_asked, prompt=prompt, max_tokens=ANSWER, temperature=0)
+            asked = status_of(cluster, "p0").counters["requests.Ask"]
+    until(lambda: not status_of(cluster, "p0").leases)
+    until(lambda: not status_of(cluster, "d0").transfers)
+    assert answer_of(cluster, PROMPTS[0])
