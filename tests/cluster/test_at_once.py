@@ -55,10 +55,14 @@ def text_of(response):
     return response.json()["choices"][0]["text"]
 
 
-def test_both_engines_are_sent_the_prompt_with_one_signed_transfer(at_once):
+def test_both_engines_are_sent_the_prompt_with_one_signed_transfer(at_once, clients):
     setup = at_once()
     (prefill,), (decode,) = setup.prefill, setup.decode
-    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    decode.hang = True  # it would be done before the other one has read the request
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: prefill.bodies and decode.bodies)
+    decode.release.set()
+    assert text_of(answer.result(WAIT_S)) == "Hello"
     (asked,), (drawn,) = prefill.bodies, decode.bodies
     assert asked["prompt"] == drawn["prompt"] == list(b"Hi")
     assert (asked["max_tokens"], drawn["max_tokens"]) == (1, 5)
@@ -98,10 +102,13 @@ def test_the_first_token_does_not_wait_for_the_decode_engine(at_once):
     assert "".join(texts) == "ello"
 
 
-def test_an_answer_does_not_wait_for_a_prefill_engine_that_is_not_needed(at_once):
+def test_an_answer_does_not_wait_for_a_prefill_engine_that_is_not_needed(at_once, clients):
     setup = at_once()
-    setup.prefill[0].hang = True  # the decode engine has the prompt, say
-    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    setup.prefill[0].hang = setup.decode[0].hang = True
+    answer = clients.submit(setup.complete, max_tokens=5)
+    until(lambda: setup.prefill[0].bodies)
+    setup.decode[0].release.set()  # it has the prompt, say
+    assert text_of(answer.result(WAIT_S)) == "Hello"
     assert setup.prefill[0].aborted.wait(WAIT_S)
 
 
