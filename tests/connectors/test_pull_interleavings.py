@@ -228,10 +228,9 @@ def test_a_source_that_was_silent_is_not_waited_for_again_until_it_answers(
     pair.finish(second)
     assert "has been silent: no answer" in str(second.error)
     monkeypatch.undo()
-    pair.finish(pair.decode(pair.prefill("third", 21)))  # its lease is given back: an attempt
-    pair.run(lambda: not source.silent, "an answer")
+    pair.run(lambda: not source.silent, "an answer, which no load asks for")
     assert scheduler.silent_peers() == ()
-    served(pair, "fourth")
+    served(pair, "third")
 
 
 def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
@@ -255,6 +254,7 @@ def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
     clock = sources._clock
     monkeypatch.setattr(sources, "_clock", lambda: clock() + NAMED_S)
     assert sources.silent_peers() == ()
+    assert not sources._needs_handshake(source, sources._clock())
 
 
 def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed(

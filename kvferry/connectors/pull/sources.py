@@ -54,9 +54,11 @@ RETRY_S = 0.5
 PENDING_RETRY_S = 0.01
 """Pause after a lease was not to be had yet: its source, of a release before leases could grow, is
 copying the blocks to host memory."""
+SILENT_RETRY_S = 2.0
+"""Pause after an attempt to reach a source that is silent."""
 NAMED_S = 600.0
-"""Seconds for which a source is named as silent after it was last asked in vain: one that no
-request names any more may have left for good."""
+"""Seconds for which a silent source is asked, and named as silent, after a load last named it: one
+that no request names any more may have left for good."""
 REFUSED_RETRY_S = 10.0
 """Pause after a refused handshake: only a restart of the other side can change the answer."""
 
@@ -96,6 +98,8 @@ class Source:
     silent: str | None = None
     """The start of this engine for any answer of which a load has waited in vain: until there is
     one, further loads from that start do not wait. A ticket of another start is a sign of life."""
+    silent_at: float = 0.0
+    """Clock reading at which a load of that start last failed for it."""
     computes: float | None = None
     """Tokens per second that it computed of one prompt, last; ``None`` while unknown."""
     moves: float | None = None
@@ -279,8 +283,10 @@ class Sources:
                 record.note("unknown", now)
             self._loads[load.lease_id] = load
             if source.silent == ticket.incarnation:
-                # Giving its lease back is the next attempt to reach the source.
+                source.silent_at = now
                 self._fail(load, _silent(source))
+            elif source.silent is not None:
+                source.next_attempt = now
             elif load.is_renewable:
                 self._ask(source, [load], now)
             self._wake()
@@ -385,7 +391,7 @@ class Sources:
         return tuple(
             source.name
             for source in list(self._sources.values())
-            if source.silent and source.failed_at > since
+            if source.silent and source.silent_at > since
         )
 
     @property
@@ -438,20 +444,22 @@ class Sources:
         due += [
             source.next_attempt
             for source in self._sources.values()
-            if source.handshake is None and self._needs_handshake(source)
+            if source.handshake is None and self._needs_handshake(source, now)
         ]
         return max(min(due) - now, 0.001) if due and self._ours is not None else None
 
-    def _needs_handshake(self, source: Source) -> bool:
+    def _needs_handshake(self, source: Source, now: float) -> bool:
         if source.knows_us:
             return False
+        if source.silent is not None and now < source.silent_at + NAMED_S:
+            return True
         wanted = source.configured or source.given_up or self._asks.wants(source.address)
         return bool(wanted) or any(
             load.source is source and load.wants_lease for load in self._loads.values()
         )
 
     def _shake_hands(self, source: Source, ours: EngineDescription, now: float) -> None:
-        if source.handshake is not None or not self._needs_handshake(source):
+        if source.handshake is not None or not self._needs_handshake(source, now):
             return
         if now < source.next_attempt:
             if isinstance(source.error, IncompatibleError):
@@ -482,7 +490,8 @@ class Sources:
             else:
                 self._failed(source, "handshake", _as_ours(error))
                 refused = isinstance(error, IncompatibleError)
-                source.next_attempt = self._clock() + (REFUSED_RETRY_S if refused else RETRY_S)
+                pause = SILENT_RETRY_S if source.silent else RETRY_S
+                source.next_attempt = self._clock() + (REFUSED_RETRY_S if refused else pause)
                 if refused:
                     self._fail_all(source, _as_ours(error))
                 self._note_end(source, asking)
@@ -681,7 +690,7 @@ class Sources:
         """A load has waited in vain: where nothing at all came back, the others do not wait on."""
         if not isinstance(source.error, PeerLostError):
             return
-        source.silent, source.stale = incarnation, True
+        source.silent, source.silent_at, source.stale = incarnation, self._clock(), True
         for load in self._waiting_for(source):
             if load.ticket.incarnation == incarnation:
                 self._fail(load, _silent(source))
