@@ -15,7 +15,9 @@ itself, and whoever computes may first load what a third engine lends of its cac
 
 With ``at_once`` both engines get the prompt at the same time, with a transfer that the router has
 signed, for which the decode engine asks the prefill engine. Both draw the first token; the one that
-comes first is passed on, and where the decode engine then draws another it starts again from there.
+comes first is passed on, and where the decode engine then draws another the router goes on from
+there in turn. Where each would draw what it likes (a temperature without a seed), the decode
+engine's tokens alone count.
 
 :class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
 more than this router does: tools, structured output, log probabilities. Such a body is not taken
@@ -185,6 +187,11 @@ class TokenRequest(_Tries):
         return len(self.prompt) + len(self.drawn)
 
     @property
+    def is_determined(self) -> bool:
+        """Whether two engines draw the same tokens, but for rounding."""
+        return self.sampling.temperature == 0 or self.sampling.seed is not None
+
+    @property
     def tokens_left(self) -> int:
         """How many may still be drawn."""
         return self.sampling.max_tokens - len(self.drawn)
@@ -349,7 +356,7 @@ class PrefillDecode:
     async def _pair(self, request: TokenRequest) -> tuple[Engine, Engine] | None:
         """The two engines that get a request at once; ``None`` if one follows the other."""
         route = request.route
-        if not self.at_once or request.tokens_left < 2 or request.failed_loads:
+        if not self.at_once or request.tokens_left < 2 or request.failed_loads or request.drawn:
             return None
         if route is not None and route.prefill is None:
             return None
@@ -381,17 +388,28 @@ class PrefillDecode:
                 _draw(self._decode(request, params, decode), told, lent),
             )
             tasks = [asyncio.create_task(_telling(work, told)) for work in works]
+            error: Exception | None = None
             try:
-                while (news := await told.get()) is not None:
+                while error is None and (news := await told.get()) is not None:
                     if isinstance(news, Exception):
-                        raise news
-                    yield news
+                        error = news
+                    else:
+                        yield news
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 if not fetched.is_set():
                     request.give_back(params, prefill)
+        if error is None:
+            return
+        while not told.empty():  # drawn beside the error: whoever goes on goes on from there
+            news = told.get_nowait()
+            if news is None:
+                return
+            if not isinstance(news, Exception):
+                yield news
+        raise error
 
     async def _able(self, request: TokenRequest, chosen: Engine | None, *, asks: bool) -> Engine:
         """A decode engine, the chosen one if it can.
@@ -490,20 +508,21 @@ _Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
 
 
 async def _compute(request: TokenRequest, prefill: Engine, transfer: str, told: _Told) -> None:
-    """The prompt is computed, and the first token is told unless the decode engine has drawn it."""
-    before = len(request.drawn)
+    """The prompt is computed, and the first token is told unless the decode engine has drawn it, or
+    may draw another.
+    """
     lends = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
     try:
         body = request.body(1, lends)
         reply = await prefill.complete(body, request.engine_request_id, request.span)
     except ApiError as error:
-        if len(request.drawn) > before:
+        if request.drawn:
             return  # the decode engine does without
         if isinstance(error, EngineDownError):
             request.failed(prefill, error)
             raise _StartAgainError from error
         raise
-    if len(request.drawn) == before:
+    if request.is_determined and not request.drawn:
         ended = _take_first(reply, request)
         told.put_nowait(reply)
         if ended:

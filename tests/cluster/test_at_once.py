@@ -126,7 +126,7 @@ def test_an_answer_of_one_token_ends_the_decode_engines_work_and_gives_back(at_o
     assert back["transfer"] == setup.decode[0].bodies[0]["kv_transfer_params"]["transfer"]
 
 
-def test_a_decode_engine_that_draws_another_first_token_starts_again_from_the_one_told(at_once):
+def test_where_the_decode_engine_draws_another_first_token_all_goes_on_from_the_one_told(at_once):
     setup = at_once()
     (decode,) = setup.decode
     decode.hang = True
@@ -144,7 +144,20 @@ def test_a_decode_engine_that_draws_another_first_token_starts_again_from_the_on
         decode.release.set()
         texts += [json.loads(line)["choices"][0]["text"] for line in itertools.islice(lines, 4)]
     assert "".join(texts) == "Hello"
-    assert [body["prompt"] for body in decode.bodies] == [list(b"Hi"), list(b"HiH")]
+    assert [body["prompt"] for body in decode.bodies] == [list(b"Hi"), list(b"HiHe")]
+    assert "ticket" in decode.bodies[1]["kv_transfer_params"]  # in turn
+
+
+def test_where_each_draws_what_it_likes_the_decode_engine_draws_all(at_once, clients):
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    decode.hang = True
+    decode._draw = lambda _body: (list(b"Jello"), "length")
+    answer = clients.submit(setup.complete, max_tokens=5, temperature=1.0)
+    until(lambda: prefill.bodies and decode.bodies)
+    decode.release.set()
+    assert text_of(answer.result(WAIT_S)) == "Jello"
+    assert len(prefill.bodies) == len(decode.bodies) == 1
 
 
 def test_a_prefill_engine_that_dies_is_replaced(at_once, clients):
