@@ -507,7 +507,7 @@ def publishes_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def too_early(self: Any, output: Any) -> None:
         grow(self, output)
-        for lease_id, num_tokens in self._step.writes.items():
+        for lease_id, num_tokens in self._news.writes.items():
             for rank in range(self._context.world_size):
                 self._server.written(lease_id, rank, num_tokens)
 
