@@ -13,6 +13,8 @@ from benchmarks.vllm_servers.models import tiny_model
 from benchmarks.vllm_servers.pair import EXTERNAL_TOKENS, Pair
 from benchmarks.vllm_servers.ports import free_ports
 from benchmarks.vllm_servers.server import ServerOptions
+from kvferry.cluster.prefixes import CachedBlocks, Prompt
+from kvferry.control.cache_events import CacheEventSubscriber
 from tests.load import until
 
 ONLY_CACHED = {"do_remote_decode": True, "do_remote_prefill": False, "only_cached": True}
@@ -84,6 +86,33 @@ def test_a_server_that_has_computed_nothing_borrows_all_that_the_other_has(both)
 WAIT_S = 600.0
 
 
+class Heard:
+    """What a server has told of its cache, heard beside the router."""
+
+    def __init__(self, server):
+        events, replay = (f"tcp://127.0.0.1:{port}" for port in server.options.kv_events)
+        self.block_size = server.options.block_size
+        self.blocks = CachedBlocks()
+        self._listener = CacheEventSubscriber(events, replay_endpoint=replay)
+
+    def has(self, tokens):
+        """Whether it has told of every full block of ``tokens``."""
+        while (received := self._listener.receive(0.1)) is not None:
+            self.blocks.apply(received)
+        return self.blocks.held(Prompt(tokens)) == len(tokens) // self.block_size * self.block_size
+
+    def close(self):
+        self._listener.close()
+
+
+@pytest.fixture
+def heard(both):
+    listeners = {"p0": Heard(both.prefill), "d0": Heard(both.decode)}
+    yield listeners
+    for listener in listeners.values():
+        listener.close()
+
+
 @pytest.fixture(params=[512, 0], ids=["a short rest directly", "over both"])
 def routed(request, both, start_router, tmp_path):
     """The URL of a router that hears what both servers have."""
@@ -94,24 +123,34 @@ def routed(request, both, start_router, tmp_path):
         yield url
 
 
-def test_a_router_sends_a_conversation_to_who_has_its_beginning(both, routed):
+def test_a_router_sends_a_conversation_to_who_has_its_beginning(both, routed, heard):
     draw = random.Random(routed)
     model = tiny_model()
     history, routes = [], []
+
+    def drawn(count):
+        return [draw.randrange(8, model.vocab_size) for _ in range(count)]
+
     with httpx.Client(base_url=routed, timeout=WAIT_S, trust_env=False) as client:
 
-        def known(engine):
+        def wait_for_news(engine, tokens):
+            """Until the router, too, knows all that the engine has told: nothing is evicted."""
+            until(lambda: heard[engine].has(tokens), WAIT_S)
             series = f'kvferry_router_prefix_blocks{{engine="{engine}"'
-            lines = client.get("/metrics").text.splitlines()
-            found = [line for line in lines if line.startswith(series)]
-            return float(found[0].split()[-1]) if found else None
+            known = f"{float(len(heard[engine].blocks))}"
 
-        for engine in ("p0", "d0"):
-            until(lambda engine=engine: known(engine) is not None, WAIT_S)
+            def is_known():
+                lines = client.get("/metrics").text.splitlines()
+                return any(line.startswith(series) and line.split()[-1] == known for line in lines)
+
+            until(is_known, WAIT_S)
+
+        for engine, server in (("p0", both.prefill), ("d0", both.decode)):
+            prompt = drawn(200)
+            complete(server.url, prompt, 1)
+            wait_for_news(engine, prompt)
         for turn in range(TURNS):
-            history += [
-                draw.randrange(8, model.vocab_size) for _ in range(400 if turn == 0 else 60)
-            ]
+            history += drawn(400 if turn == 0 else 60)
             body = {
                 "model": "model",
                 "prompt": history,
@@ -120,18 +159,19 @@ def test_a_router_sends_a_conversation_to_who_has_its_beginning(both, routed):
                 "ignore_eos": True,
                 "return_token_ids": True,
             }
-            before = known("d0")
             response = client.post("/v1/completions", json=body)
             assert response.status_code == 200, response.text
             (choice,) = response.json()["choices"]
             expected = complete(both.prefill.url, history, 100, cache_salt=uuid.uuid4().hex).tokens
             assert choice["token_ids"] == expected
-            routes.append(
-                dict(part.split("=") for part in response.headers["x-kvferry-route"].split("; "))
+            route = dict(
+                part.split("=") for part in response.headers["x-kvferry-route"].split("; ")
             )
+            routes.append(route)
+            if route["prefill"] != "-":
+                wait_for_news("p0", history)
             history += expected
-            # The answer of 100 tokens fills a block of either.
-            until(lambda before=before: known("d0") > before, WAIT_S)
+            wait_for_news("d0", history[:-1])
     assert int(routes[0]["cached"]) == 0
     assert all(int(route["cached"]) >= 256 for route in routes[1:])
     assert both.idle()
