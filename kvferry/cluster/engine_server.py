@@ -505,14 +505,6 @@ class _ListensForPeers(Protocol):
         """TCP port of the control channel."""
 
 
-@runtime_checkable
-class _TellsWhatIsLent(Protocol):
-    """A connector half of which other engines ask for the ticket of a transfer, and which asks."""
-
-    def tell_not_lent(self, request_id: str, reason: str) -> None:
-        """It is certain that nothing of a request will be lent."""
-
-
 def _control_address(engine: Engine, config: EngineConfig) -> str | None:
     """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
     connector = engine.connector
@@ -565,7 +557,7 @@ async def _run(
             api_key=settings.api_key,
             control=control,
             kv_events=_events_place(engine, settings.engine),
-            at_once=isinstance(engine.connector, _TellsWhatIsLent),
+            at_once=engine.connector is not None and engine.connector.takes_transfers,
             model_name=settings.model_name,
             max_model_len=min(settings.engine.max_model_len, model.max_position_embeddings),
         )

@@ -249,6 +249,10 @@ class ConnectorContext:
 class SchedulerConnector(ABC):
     """The half that decides. Called from the scheduler's thread only."""
 
+    takes_transfers: ClassVar[bool] = False
+    """Whether a router may send a request to both engines at once, with a ``transfer`` in its
+    ``kv_transfer_params``: the one that loads then asks the one that lends for the ticket."""
+
     def on_new_request(self, request: RequestView) -> None:
         """A request arrived. Default: nothing.
 

@@ -94,7 +94,7 @@ def test_who_asked_hears_of_an_abort(source, begin, asker, when):
 
 
 def test_who_asked_hears_that_the_source_may_not_lend_so_much(source, begin, asker):
-    source.scheduler._leases.max_blocks = 1
+    source.scheduler._lender.leases.max_blocks = 1
     transfer = begin()
     source.add("r", TOKENS, lends(transfer))
     asker.ask_for(transfer)
@@ -112,7 +112,7 @@ def test_what_was_asked_for_and_nobody_took_is_taken_back(source, begin):
     assert "r" in source.held
     source.scheduler.take_back(request.response_params)
     run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._leases.counters()["released"] == 1
+    assert source.scheduler._lender.leases.counters()["released"] == 1
 
 
 # ---- the target ---------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_target_that_is_sent_the_request_at_once_loads_it(source, target, begi
         request = add_target()
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
     assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
-    assert source.scheduler._leases.counters() == {"done": 1}
+    assert source.scheduler._lender.leases.counters() == {"done": 1}
     assert not target.scheduler._asks
     source.check_memory()
     target.check_memory()
@@ -196,7 +196,7 @@ def test_a_ticket_that_nobody_wants_any_more_is_given_back(source, target, begin
     if when == "unknown":
         source.add("r", TOKENS, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
-    assert source.scheduler._leases.counters() == {"released": 1}
+    assert source.scheduler._lender.leases.counters() == {"released": 1}
 
 
 def test_a_target_that_has_all_of_it_gives_the_ticket_back(source, target, begin):
@@ -206,7 +206,7 @@ def test_a_target_that_has_all_of_it_gives_the_ticket_back(source, target, begin
     source.add("r", prompt, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
     assert (request.external_tokens, request.error) == (0, None)
-    assert source.scheduler._leases.counters() == {"released": 1}
+    assert source.scheduler._lender.leases.counters() == {"released": 1}
 
 
 def test_a_prompt_of_which_nothing_is_lent_is_computed_and_no_load_has_failed(
@@ -255,7 +255,7 @@ def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, b
     run([source, target], is_over(target), timeout_s=WAIT_S, what="the refusal")
     assert isinstance(request.error, TicketError)
     assert "begins with other tokens" in str(request.error)
-    assert source.scheduler._leases.counters() == {}
+    assert source.scheduler._lender.leases.counters() == {}
 
 
 def test_one_transfer_serves_one_request(source, target, begin):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.pull import groups, scheduler
+from kvferry.connectors.pull import groups, lender, scheduler
 from kvferry.control.tickets import prompt_digest, verify
 from kvferry.errors import KVFerryError
 from kvferry.testing.connector_conformance import (
@@ -249,13 +249,13 @@ def loads_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def frees_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lends on, and lets the blocks go."""
-    finished = scheduler.PullScheduler._finished
+    finished = lender.Lender._finished
 
     def let_go(self: Any, *args: Any) -> tuple[bool, Any]:
         keep, params = finished(self, *args)
         return keep and params is None, params
 
-    monkeypatch.setattr(scheduler.PullScheduler, "_finished", let_go)
+    monkeypatch.setattr(lender.Lender, "_finished", let_go)
 
 
 def looks_less_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def looks_less_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lends_the_hit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lends what was here before its load, and no more."""
-    lend = scheduler.PullScheduler._lend
+    lend = lender.Lender._lend
 
     def lent(self: Any, request: Any, *args: Any) -> Any:
         computed, request.num_computed_tokens = request.num_computed_tokens, request.local_tokens
@@ -279,7 +279,7 @@ def lends_the_hit_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             request.num_computed_tokens = computed
 
-    monkeypatch.setattr(scheduler.PullScheduler, "_lend", lent)
+    monkeypatch.setattr(lender.Lender, "_lend", lent)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.connectors.pull import groups, loads, scheduler
+from kvferry.connectors.pull import groups, lender, loads
 from kvferry.connectors.pull.peer import SourcePeer
 from kvferry.connectors.pull.sources import LoadState
 from kvferry.connectors.records import digest_mismatch
@@ -46,7 +46,7 @@ class Scene:
     """Request id → the params of its leases, the one that was granted last at the end."""
 
     def __post_init__(self) -> None:
-        pull: Any = self.source.scheduler
+        pull: Any = self.source.scheduler._lender  # type: ignore[attr-defined]
         told = pull.tell_lent
 
         def tell(ticket: Any) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(how: str) -> No
         assert load.failed
         pull: Any = scene.source.scheduler
         assert pull.counters() == {}
-        assert pull._leases.counters()[LeaseOutcome.REVOKED] == 1
+        assert pull._lender.leases.counters()[LeaseOutcome.REVOKED] == 1
 
 
 def test_a_preempted_prompt_is_lent_anew_once_it_is_whole() -> None:
@@ -503,25 +503,25 @@ def test_any_prompt_arrives_whole(family: str, data: st.DataObject) -> None:
 
 def publishes_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Says that tokens are written when the step that writes them is put together."""
-    grow = scheduler.PullScheduler._grow
+    grow = lender.Lender.grow
 
     def too_early(self: Any, output: Any) -> None:
         grow(self, output)
-        for lease_id, num_tokens in self._news.writes.items():
+        for lease_id, num_tokens in self._news().writes.items():
             for rank in range(self._context.world_size):
                 self._server.written(lease_id, rank, num_tokens)
 
-    monkeypatch.setattr(scheduler.PullScheduler, "_grow", too_early)
+    monkeypatch.setattr(lender.Lender, "grow", too_early)
 
 
 def overlooks_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lends on what a request that was preempted has lost."""
-    grow = scheduler.PullScheduler._grow
+    grow = lender.Lender.grow
 
     def blind(self: Any, output: Any) -> None:
         grow(self, replace(output, preempted_req_ids=set()))
 
-    monkeypatch.setattr(scheduler.PullScheduler, "_grow", blind)
+    monkeypatch.setattr(lender.Lender, "grow", blind)
 
 
 def confirms_what_was_revoked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     """Of our release the source says so unasked; of the one before it is asked again and again."""
     pair = Pair(open_engine("p", SOURCE, lease_duration_s=600.0), open_engine("d", TARGET), WAIT_S)
     scheduler: Any = pair.producer.scheduler
-    table, server = scheduler._leases, scheduler._server
+    table, server = scheduler._lender.leases, scheduler._server
     grant, renew = table.grant, table.renew
     monkeypatch.setattr(
         table, "grant", lambda *said, **how: grant(*said, **how | {"writers": (0,)})
@@ -375,7 +375,7 @@ def test_a_read_whose_lease_ended_before_the_confirm_is_not_used(open_engine: Op
     def end_it_once_loading() -> None:
         if request.stage is Stage.LOADING:
             lease_id = pair.consumer.scheduler._loads["r"].lease_id  # type: ignore[attr-defined]
-            pair.producer.scheduler._leases.revoke([lease_id])  # type: ignore[attr-defined]
+            pair.producer.scheduler._lender.leases.revoke([lease_id])  # type: ignore[attr-defined]
             pair.consumer.during_step = lambda: None
 
     pair.consumer.during_step = end_it_once_loading
@@ -530,7 +530,7 @@ def test_a_lease_that_nobody_will_fetch_is_taken_back(pair: Pair) -> None:
         retold(source.response_params, lease_id="unknown"),
     ):
         producer.scheduler.take_back(nonsense)
-        assert producer.scheduler._leases.num_open == 1
+        assert producer.scheduler._lender.leases.num_open == 1
     producer.scheduler.take_back(source.response_params)
     pair.settle()
     used = pair.prefill("s", 21)

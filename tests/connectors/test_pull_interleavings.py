@@ -55,7 +55,7 @@ def test_a_load_whose_lease_is_lost_as_it_starts_keeps_its_blocks_until_the_rank
 
     def lost_just_before(*args: Any) -> None:
         load: Any = consumer.scheduler._loads["r"]  # type: ignore[attr-defined]
-        producer.scheduler._leases.revoke([load.lease_id])  # type: ignore[attr-defined]
+        producer.scheduler._lender.leases.revoke([load.lease_id])  # type: ignore[attr-defined]
         deadline = time.monotonic() + WAIT_S
         while load.state is not LoadState.FAILED:
             assert time.monotonic() < deadline, "no renewal told that the lease is lost"
@@ -328,7 +328,7 @@ def test_a_rank_that_hangs_does_not_keep_the_blocks_of_the_source(
     errors = pair.consumer.scheduler._server.status().errors  # type: ignore[attr-defined]
     assert any("progress_timeout_s: 1" in event.message for event in errors)
     # It was given up: a lease of a living connection is not left to expire.
-    assert producer.scheduler._leases.counters()["released"] == 1  # type: ignore[attr-defined]
+    assert producer.scheduler._lender.leases.counters()["released"] == 1  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ def test_a_lease_whose_holder_lives_is_waited_for_no_longer_than_it_lasts(
 ) -> None:
     _, other, request = taken(2.0)
     # However late its renewals are.
-    other.producer.scheduler._leases._takeover_after_s = math.inf  # type: ignore[attr-defined]
+    other.producer.scheduler._lender.leases._takeover_after_s = math.inf  # type: ignore[attr-defined]
 
     other.finish(request)
 

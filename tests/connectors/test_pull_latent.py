@@ -101,7 +101,7 @@ def test_the_blocks_stay_until_every_rank_of_the_target_is_done_although_one_rea
 ) -> None:
     # Every target rank tells the source, whose own ranks are not asked: replicas that nobody read
     # from, and ranks that many read from, make no difference.
-    table = pair.producer.scheduler._leases  # type: ignore[attr-defined]
+    table = pair.producer.scheduler._lender.leases  # type: ignore[attr-defined]
     finish, told = table.finish, []
 
     def noted(*args: object, **kwargs: object) -> object:

@@ -125,7 +125,7 @@ def test_a_load_that_fails_tells_why_and_what_came_then(pair: Pair) -> None:
 
 def test_no_lease_and_no_secret_is_told_to_strangers(pair: Pair) -> None:
     source = pair.prefill("r", 21)
-    lease_id = pair.producer.scheduler._leases.snapshot()[0].lease_id  # type: ignore[attr-defined]
+    lease_id = pair.producer.scheduler._lender.leases.snapshot()[0].lease_id  # type: ignore[attr-defined]
     pair.producer.scheduler.take_back(source.response_params)
     pair.finish(pair.decode(source))
 

@@ -202,7 +202,7 @@ class Chaos:
             self.any_of(DECODE).add(name, *self.rng.choice(self.tickets))
 
     def expire(self):
-        leases = self.any_of(PREFILL).engine.connector._leases
+        leases = self.any_of(PREFILL).engine.connector._lender.leases
         clock, jump = leases._clock, 1.1 * self.lease_s
         leases._clock = lambda: clock() + jump
 

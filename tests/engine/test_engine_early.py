@@ -27,8 +27,8 @@ class EarlyPair(Pair):
         self.failed = 0
         self.early = 0
         """Loads that began before their prompt was whole."""
-        self.told = prefill.connector.tell_lent
-        prefill.connector.tell_lent = self.tell_lent
+        self.told = prefill.connector._lender.tell_lent
+        prefill.connector._lender.tell_lent = self.tell_lent
 
     def send(self, name, prompt, max_tokens):
         self.live[name] = (prompt, max_tokens)
@@ -51,7 +51,7 @@ class EarlyPair(Pair):
                 name,
                 [*prompt, *first],
                 SamplingParams(max_tokens=max_tokens - 1, seed_offset=1),
-                kv_transfer_params=self.prefill.connector._params(ticket),
+                kv_transfer_params=self.prefill.connector._lender._params(ticket),
             )
         return self.told(ticket)
 

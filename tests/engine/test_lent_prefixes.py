@@ -229,7 +229,7 @@ def test_a_prefix_that_is_being_fetched_is_not_withdrawn(opened: Callable[..., E
     asked(lender, prompt(40))
     params = lent(lender, prompt(41))
     borrower.add_request("b", prompt(41), SamplingParams(max_tokens=3), kv_transfer_params=params)
-    leases = lender.connector._leases  # type: ignore[union-attr]
+    leases = lender.connector._lender.leases  # type: ignore[union-attr]
     until(lambda: any(lease.target for lease in leases.snapshot()))
     lender.add_request("own", prompt(60, 3), SamplingParams(max_tokens=1))
     for _ in range(5):

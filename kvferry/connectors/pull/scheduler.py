@@ -1,11 +1,9 @@
-"""The deciding half of the PullConnector: leases out blocks, obtains leases for loads."""
+"""The deciding half of the PullConnector: obtains leases for loads, and has prompts lent."""
 
-import hmac
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,7 +14,6 @@ from kvferry.connectors.base import (
     ConnectorContext,
     KVConnectorOutput,
     RequestView,
-    ScheduledRequestView,
     SchedulerConnector,
     SchedulerOutputView,
     TransferRecord,
@@ -24,15 +21,16 @@ from kvferry.connectors.base import (
 from kvferry.connectors.pull.asks import PendingTicket
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.groups import Filled
-from kvferry.connectors.pull.metadata import LentSpec, LoadSpec, PullMetadata
+from kvferry.connectors.pull.lender import Lender, lends_only_cached
+from kvferry.connectors.pull.metadata import LoadSpec, PullMetadata
 from kvferry.connectors.pull.record import RequestRecord, RequestRecords
 from kvferry.connectors.pull.sources import Load, LoadState, Sources
 from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
-from kvferry.control.leases import Lease, LeaseOutcome, LeaseRefusal, LeaseTable
-from kvferry.control.messages import BlockTables, TransferStatus
+from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import Ticket, Transfer, prompt_digest, read_transfer, sign, verify
+from kvferry.control.tickets import Ticket
 from kvferry.control.tracing import Spans
 from kvferry.errors import (
     CancelledError,
@@ -49,30 +47,11 @@ logger = logging.getLogger(__name__)
 
 _ranks = msgspec.msgpack.Decoder(RankDescription)
 
-NOTHING_LENT: Mapping[str, Any] = {
-    "do_remote_prefill": False,
-    "do_remote_decode": False,
-    "remote_num_tokens": 0,
-}
-"""``kv_transfer_params`` of the answer to ``only_cached`` where nothing is lent. Who forwards them
-has the prompt computed."""
-
-
-@dataclass(slots=True, eq=False)
-class EarlyLease:
-    """The lease of a prompt that is lent while it is computed."""
-
-    request: RequestView
-    lease: Lease | None = None
-    """``None`` until the first step that computes the prompt."""
-    is_lent: bool = False
-    """Whether the prompt is computed, and its blocks are kept for whoever takes the lease."""
-    outcome: LeaseOutcome | None = None
-    """How it ended while the prompt was computed."""
-
 
 class PullScheduler(SchedulerConnector):
     """Scheduler half; see :class:`~kvferry.connectors.pull.PullConnector`."""
+
+    takes_transfers = True
 
     def __init__(
         self,
@@ -93,7 +72,6 @@ class PullScheduler(SchedulerConnector):
         self._context = context
         self._extra = extra
         self._key = key
-        self._leases = leases
         self._server = server
         self._client = client
         self._sources = sources
@@ -110,31 +88,25 @@ class PullScheduler(SchedulerConnector):
         """Of this engine, once its ranks are known."""
         self._told_of_plain = False
         """Whether the log has a request that came past the prefill engines."""
-        self._outdated: set[str] = set()
-        """Requests with KV of weights that the engine no longer has."""
-        self._lends = True
-        """Until its weights change where nobody knows which KV is of which."""
-        self._lending: dict[str, Transfer] = {}
-        """Request id → the transfer that others may ask for, of requests that have come with one:
-        until nothing is lent, or no longer."""
-        self._lent_as: dict[Transfer, str] = {}
-        """The leases of those that are lent."""
-        self._prompts: dict[str, EarlyLease] = {}
-        """Request id → its lease, for those that are to be lent while they are computed."""
-        self._early: dict[str, EarlyLease] = {}
-        """Those that were granted and not swept, by the lease's id."""
         self._growing: dict[str, Load] = {}
         """Lease id → the load, where the ranks read a prompt that was not whole when they began."""
-        self._prefixes: dict[str, Lease] = {}
-        """Request id → its lease, for those that lend what was cached; the oldest first."""
-        self._counters: Counter[str] = Counter()
         self._step: PullMetadata | None = None
         """What the ranks are to be told; made when there is something."""
         self._has_looked = False
         """Whether this step has looked for answers of sources."""
         self._reported: dict[str, tuple[int, int]] = {}
-        self._mirrored_ranks: frozenset[int] = frozenset()
-        self._mirroring: dict[str, set[int]] = {}
+        self._counters: Counter[str] = Counter()
+        self._lender = Lender(
+            context,
+            extra,
+            key,
+            leases,
+            server,
+            self._records,
+            self._counters,
+            news=lambda: self._news,
+            filled=self._filled,
+        )
 
     @classmethod
     def open(cls, context: ConnectorContext) -> "PullScheduler":
@@ -195,7 +167,7 @@ class PullScheduler(SchedulerConnector):
         """Completes this engine's description: from now on it answers and makes handshakes."""
         config = self._context.config
         ranks = tuple(_ranks.decode(handshake) for handshake in handshakes)
-        self._mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
+        self._lender.mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
         self._describe(
             EngineDescription(
                 engine_id=config.engine_id,
@@ -232,9 +204,7 @@ class PullScheduler(SchedulerConnector):
             f"weights: the KV was computed with {model.weights_digest}, this engine has {digest} "
             "now; compute the prompt again"
         )
-        self.revoke_leases()
-        self._lends = self._lends and outdated is not None
-        self._outdated.update(outdated or ())
+        self._lender.outdate(outdated)
         for load in self._loads.values():
             if load.state is LoadState.LOADING:
                 self._cancel(load, f"{type(error).__name__}: {error}")
@@ -252,7 +222,7 @@ class PullScheduler(SchedulerConnector):
 
     def revoke_leases(self) -> None:
         """Takes every lease back: its blocks will not hold any longer what was lent."""
-        self._leases.revoke_all()
+        self._lender.leases.revoke_all()
 
     # ---- target side --------------------------------------------------------------------------
 
@@ -277,12 +247,12 @@ class PullScheduler(SchedulerConnector):
             return
         record = self._records.begin(request, loads=loads)
         try:
-            transfer = self._transfer_to_lend(params)
+            transfer = self._lender.transfer_of(params)
         except KVFerryError as error:
             self._refused(record, error)
             raise
         if not loads:
-            self._expect(request, transfer)
+            self._lender.expect(request, transfer)
             return
         try:
             if "ticket" not in params and "transfer" in params and transfer is None:
@@ -292,7 +262,7 @@ class PullScheduler(SchedulerConnector):
         except KVFerryError as error:
             self._refused(record, error)
             raise
-        self._expect(request, transfer)
+        self._lender.expect(request, transfer)
         self._begin_load(record, ticket)
 
     def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
@@ -300,7 +270,7 @@ class PullScheduler(SchedulerConnector):
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
-            self._withdraw_own(ticket)
+            self._lender.withdraw_own(ticket)
             record.loads = False
             return
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
@@ -378,7 +348,7 @@ class PullScheduler(SchedulerConnector):
 
     def lends_only_cached(self, request: RequestView) -> bool:
         """See :meth:`SchedulerConnector.lends_only_cached`."""
-        return bool((request.kv_transfer_params or {}).get("only_cached"))
+        return lends_only_cached(request)
 
     def _note_plain(self, request: RequestView) -> None:
         """Says once that a request came past every prefill engine; nothing else would show it."""
@@ -599,7 +569,6 @@ class PullScheduler(SchedulerConnector):
         self._records.loaded(load.record, None if ok else load.rank_error or "no rank told why")
         if load.cancelled:
             self._records.end(load.record, "aborted")
-            self._outdated.discard(load.request_id)
         elif ok:
             self._sources.moved(load)
         self._growing.pop(load.lease_id, None)
@@ -614,382 +583,53 @@ class PullScheduler(SchedulerConnector):
         self, request: RequestView, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Cancels or gives back a load, or leases the prompt's blocks out."""
-        keep, params = self._finished(request, block_ids)
-        early = self._prompts.pop(request.request_id, None)
-        if early is not None and not early.is_lent:
-            self._revoke(early)
-        if params is None:
-            self.tell_not_lent(
-                request.request_id,
-                f"request {request.request_id} has ended ({request.finish_reason}) without a lease",
-            )
-        if params is None and self.lends_only_cached(request) and request.finished_cleanly:
-            params = dict(NOTHING_LENT)
+        filled = self._filled(request)
+        keep, params = True, None
+        self._drop_ask(request.request_id)
+        if self._ends_load(request.request_id):
+            keep, params = self._lender.request_finished(request, block_ids, filled)
+        else:
+            self._lender.drop(request)
         self._records.finished(request, keep, params)
         return keep, params
 
-    def _finished(
-        self, request: RequestView, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        is_outdated = request.request_id in self._outdated
-        self._outdated.discard(request.request_id)
-        self._drop_ask(request.request_id)
-        filled = self._filled(request)
-        load = self._loads.get(request.request_id)
-        if load is not None and load.state is LoadState.LOADING:
+    def _ends_load(self, request_id: str) -> bool:
+        """Whether nothing is read for a request that has ended; else the ranks are told."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return True
+        if load.state is LoadState.LOADING:
             if not load.cancelled:
                 load.cancelled = True
                 self._growing.pop(load.lease_id, None)
                 self._news.cancels[load.lease_id] = ""
-            return True, None
-        if load is not None and load.state is LoadState.LOADED:
-            del self._loads[request.request_id]
-        elif load is not None:
-            self._give_back(request.request_id)
-        params = request.kv_transfer_params
-        if is_outdated or not params or not params.get("do_remote_decode"):
-            return False, None
-        if filled is not None and filled.partial:
-            return self._not_lent(
-                request,
-                f"KV cache groups {sorted(filled.partial)} keep all tokens, and were loaded from "
-                "an engine that keeps a window of them, so the others were never there; borrow "
-                "from an engine that keeps all tokens, or keep windows here too",
-            )
-        ends_here = request.finish_reason == "stop" and bool(params.get("keep_first_token"))
-        if ends_here or not request.finished_cleanly or not self._lends:
-            return False, None
-        if not self._context.config.is_producer:
-            return self._not_lent(
-                request,
-                f"kv_role: this engine is {self._context.config.kv_role} and was asked to lend "
-                "(do_remote_decode); send such requests to a kv_producer, or make this one kv_both",
-            )
-        first_tokens = () if filled is None else filled.first_tokens
-        return self._lend(request, block_ids, first_tokens)
-
-    def _lend(
-        self,
-        request: RequestView,
-        block_ids: tuple[list[int], ...],
-        first_tokens: tuple[int, ...],
-    ) -> tuple[bool, dict[str, Any] | None]:
-        num_tokens = min(request.num_computed_tokens, len(request.prompt_token_ids))
-        has_states = any(group.is_recurrent for group in self._context.groups)
-        if has_states and num_tokens < request.num_computed_tokens:
-            return self._not_lent(
-                request,
-                f"its recurrent layers have moved on to token {request.num_computed_tokens}, past "
-                f"the prompt of {num_tokens}; ask for max_tokens=1",
-            )
-        tables = self._tables(block_ids, num_tokens)
-        early = self._prompts.get(request.request_id)
-        if early is not None and early.lease is not None:
-            return self._lend_rest(early, early.lease, tables, num_tokens, first_tokens)
-        num_blocks = sum(block != 0 for ids in tables for block in ids)
-        if num_blocks == 0:
-            return False, None
-        mirrored = self._mirrored_ranks
-        lease = self._granted(request, num_blocks, num_tokens, mirrored)
-        if isinstance(lease, LeaseRefusal):
-            return self._not_lent(request, lease.reason)
-        if self.lends_only_cached(request):
-            self._prefixes[request.request_id] = lease
-            self._counters["prefixes_lent"] += 1
-            self._counters["prefix_tokens_lent"] += num_tokens
-        if mirrored:
-            self._mirroring[lease.lease_id] = set(mirrored)
-        self._note_lent(lease, tables, num_tokens)
-        ticket = self._ticket(request, lease, tables, num_tokens, first_tokens)
-        return True, self.tell_lent(ticket)
-
-    def _tables(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockTables:
-        """The parts of block tables that hold the first ``num_tokens`` tokens."""
-        return tuple(
-            tuple(ids[: -(-num_tokens // group.virtual_block_size)])
-            for ids, group in zip(block_ids, self._context.groups, strict=True)
-        )
-
-    def _note_lent(self, lease: Lease, tables: BlockTables, num_tokens: int) -> None:
-        """Has the ranks mirror, or digest, what is lent."""
-        if self._mirrored_ranks or self._extra.record_digests:
-            self._news.lent.append(
-                LentSpec(
-                    request_id=lease.request_id,
-                    lease_id=lease.lease_id,
-                    block_ids=tuple(list(ids) for ids in tables),
-                    num_tokens=num_tokens,
-                )
-            )
-
-    def _ticket(
-        self,
-        request: RequestView,
-        lease: Lease,
-        tables: BlockTables,
-        num_tokens: int,
-        first_tokens: tuple[int, ...],
-    ) -> Ticket:
-        parallel = self._context.groups[0].parallel
-        return Ticket(
-            lease_id=lease.lease_id,
-            engine_id=self._context.config.engine_id,
-            incarnation=self._context.incarnation,
-            secret=self._server.secret(lease.lease_id),
-            host=self._extra.host,
-            port=self._server.port,
-            request_id=request.request_id,
-            num_tokens=num_tokens,
-            block_ids=tables,
-            prompt_digest=prompt_digest(request.prompt_token_ids[:num_tokens]),
-            lease_duration_s=lease.duration_s,
-            tp=parallel.tp,
-            pp=parallel.pp,
-            first_tokens=first_tokens if any(first_tokens) else (),
-            content=dict(request.content_keys(num_tokens)),
-            shared=lease.shared,
-        )
-
-    # ---- prompts that are lent while they are computed ----------------------------------------
-
-    def _lends_early(self, request: RequestView) -> bool:
-        """Whether the prompt of a request with a transfer is lent from its first chunk on: where
-        each step shows what it writes, to memory that is read as it is.
-        """
-        shows = self._context.shows_steps and not self._mirrored_ranks
-        return shows and self._context.config.is_producer and not self.lends_only_cached(request)
-
-    def _grow(self, output: SchedulerOutputView) -> None:
-        """Grants leases of the prompts that begin in this step, and notes what the step writes."""
-        for request_id in output.preempted_req_ids & self._prompts.keys():
-            self._revoke(self._prompts.pop(request_id))
-        counts = output.num_scheduled_tokens
-        for part in output.requests:
-            early = self._prompts.get(part.request_id)
-            if early is None:
-                continue
-            end = part.first_position + counts[part.request_id]
-            is_last = end >= len(early.request.prompt_token_ids)
-            if early.lease is None and (is_last or not self._grant(early, part)):
-                del self._prompts[part.request_id]  # it is lent once it is whole
-            elif not is_last and early.lease is not None:
-                self._leases.allocated(early.lease.lease_id, self._tables(part.block_ids, end))
-                self._news.writes[early.lease.lease_id] = end
-
-    def _grant(self, early: EarlyLease, part: ScheduledRequestView) -> bool:
-        """Grants the lease of a prompt of which this step computes a part, if it can be had."""
-        request, filled = early.request, self._filled(early.request)
-        is_outdated = request.request_id in self._outdated or not self._lends
-        if is_outdated or (filled is not None and filled.partial):
             return False
-        num_tokens = len(request.prompt_token_ids)
-        num_blocks = sum(
-            -(-num_tokens // group.virtual_block_size)
-            - group.first_kept_token(num_tokens) // group.virtual_block_size
-            for group in self._context.groups
-        )
-        writers = range(self._context.world_size)
-        lease = self._granted(request, num_blocks, num_tokens, writers)
-        if isinstance(lease, LeaseRefusal):
-            return False  # maybe it is granted once the prompt is whole
-        early.lease = lease
-        self._early[lease.lease_id] = early
-        tables = self._tables(part.block_ids, num_tokens)
-        first_tokens = () if filled is None else filled.first_tokens
-        self.tell_lent(self._ticket(request, lease, tables, num_tokens, first_tokens))
-        return True
-
-    def _lend_rest(
-        self,
-        early: EarlyLease,
-        lease: Lease,
-        tables: BlockTables,
-        num_tokens: int,
-        first_tokens: tuple[int, ...],
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The prompt is computed: its lease is whole."""
-        if early.outcome is not None:
-            return False, None  # who held it needs nothing any more
-        early.is_lent = True
-        self._note_lent(lease, tables, num_tokens)
-        self._leases.allocated(lease.lease_id, tables)
-        for rank in range(self._context.world_size):
-            self._server.written(lease.lease_id, rank, num_tokens)
-        ticket = self._ticket(early.request, lease, tables, num_tokens, first_tokens)
-        return True, self.tell_lent(ticket)
-
-    def _revoke(self, early: EarlyLease) -> None:
-        """What was written of a prompt will not stay as it is, or will not be lent."""
-        if early.lease is not None and early.outcome is None:
-            self._server.revoke([early.lease.lease_id])
-
-    def _granted(
-        self, request: RequestView, num_blocks: int, num_tokens: int, writers: Iterable[int]
-    ) -> Lease | LeaseRefusal:
-        """A lease of a request's blocks, if the caps allow it. Prompts that were computed to be
-        lent go before cached prefixes that nobody has fetched yet.
-        """
-        if self.lends_only_cached(request):
-            cap = self._extra.max_lent_prefix_blocks
-            if cap is None:
-                cap = self._leases.max_blocks // 2
-            pinned = sum(lease.num_blocks for lease in self._prefixes.values())
-            if pinned + num_blocks > cap:
-                return LeaseRefusal(
-                    f"max_lent_prefix_blocks: the prefix has {num_blocks} blocks, and cached "
-                    f"prefixes that are lent hold {pinned} of {cap}; raise max_lent_prefix_blocks"
-                )
+        if load.state is LoadState.LOADED:
+            del self._loads[request_id]
         else:
-            self._make_room(self._leases.max_blocks - num_blocks)
-        return self._leases.grant(
-            request.request_id,
-            num_blocks,
-            shared=bool((request.kv_transfer_params or {}).get("shared")),
-            num_tokens=num_tokens,
-            writers=writers,
-        )
-
-    def _make_room(self, room: int) -> None:
-        """Withdraws untaken prefixes until leases pin so many blocks at most, if that can be."""
-        for name in list(self._prefixes):
-            if room < 0 or self._leases.pinned_blocks <= room:
-                return
-            if self.withdraw(name):
-                self._sweep()
+            self._give_back(request_id)
+        return True
 
     def withdraw(self, request_id: str) -> bool:
         """See :meth:`SchedulerConnector.withdraw`."""
-        lease = self._prefixes.get(request_id)
-        is_withdrawn = lease is not None and self._leases.withdraw(lease.lease_id)
-        self._counters["prefixes_withdrawn"] += is_withdrawn
-        return is_withdrawn
+        return self._lender.withdraw(request_id)
 
     @property
     def lends_prefixes(self) -> bool:
         """Whether any cached prefix is lent."""
-        return bool(self._prefixes)
+        return self._lender.lends_prefixes
 
     def withdraw_oldest(self) -> bool:
-        """Withdraws the cached prefix that has been lent for longest and that nobody has fetched,
-        and says whether there is one.
-        """
-        return any(self.withdraw(request_id) for request_id in list(self._prefixes))
+        """See :meth:`Lender.withdraw_oldest`."""
+        return self._lender.withdraw_oldest()
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """See :meth:`SchedulerConnector.take_back`."""
+        self._lender.take_back(kv_transfer_params)
 
     def counters(self) -> Mapping[str, float]:
         """See :meth:`SchedulerConnector.counters`."""
         return self._counters
-
-    def _not_lent(self, request: RequestView, reason: str) -> tuple[bool, None]:
-        """The decode engine will not know why it gets no ticket, so it is said here."""
-        if self.lends_only_cached(request):
-            self._counters["prefixes_refused"] += 1
-            logger.info("request %s: no cached prefix is lent: %s", request.request_id, reason)
-            return False, None
-        self.tell_not_lent(request.request_id, reason)
-        self._server.note_error("lease", f"request {request.request_id}: {reason}")
-        logger.warning(
-            "request %s: its KV is not lent, and the decode engine has to compute it: %s",
-            request.request_id,
-            reason,
-        )
-        return False, None
-
-    # ---- transfers: who asks is told what is lent ---------------------------------------------
-
-    def _transfer_to_lend(self, params: Mapping[str, Any]) -> Transfer | None:
-        """What the router has given to this engine and to the one that will load, if it has.
-
-        Raises:
-            TicketError: it is not the router's.
-        """
-        if not params.get("do_remote_decode") or "transfer" not in params:
-            return None
-        try:
-            return read_transfer(params["transfer"], self._key)
-        except TicketError as error:
-            self._server.note_error("ticket", str(error))
-            raise
-
-    def _expect(self, request: RequestView, transfer: Transfer | None) -> None:
-        if transfer is not None:
-            self._lending[request.request_id] = transfer
-            self._server.expect(transfer)
-            if self._lends_early(request):
-                self._prompts[request.request_id] = EarlyLease(request)
-
-    def tell_lent(self, ticket: Ticket) -> dict[str, Any]:
-        """The lease of a request was granted: to be called as soon as that is so.
-
-        Whoever has asked for the request's transfer is given the ticket.
-
-        Returns:
-            The ``kv_transfer_params`` of the request's answer, without the ticket where it is asked
-            for.
-        """
-        transfer = self._lending.get(ticket.request_id)
-        if transfer is None:
-            return self._params(ticket)
-        self._lent_as[transfer] = ticket.lease_id
-        self._server.lend(transfer, ticket)
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_num_tokens": ticket.num_tokens,
-            "transfer": transfer.text,
-        }
-
-    def tell_not_lent(self, request_id: str, reason: str) -> None:
-        """It is certain that nothing of a request will be lent, or is any more."""
-        transfer = self._lending.pop(request_id, None)
-        if transfer is not None:
-            self._lent_as.pop(transfer, None)
-            self._server.deny(transfer, reason)
-
-    def _params(self, ticket: Ticket) -> dict[str, Any]:
-        """The fields that vLLM's proxies look at, and the ticket, which alone counts."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": ticket.engine_id,
-            "remote_request_id": ticket.request_id,
-            "remote_block_ids": ticket.block_ids,
-            "remote_host": ticket.host,
-            "remote_port": ticket.port,
-            "remote_num_tokens": ticket.num_tokens,
-            "tp_size": ticket.tp,
-            "pp_size": ticket.pp,
-            "ticket": sign(ticket, self._key),
-        }
-
-    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Ends the lease of a ticket of ours that no target has used; anything else is ignored."""
-        if "transfer" in kv_transfer_params:
-            self._take_back_transfer(kv_transfer_params["transfer"])
-            return
-        if "ticket" not in kv_transfer_params:
-            return  # nothing was lent
-        try:
-            ticket = verify(kv_transfer_params.get("ticket"), self._key)
-        except TicketError as error:
-            self._server.note_error("ticket", f"to be taken back: {error}")
-            return
-        self._withdraw_own(ticket)
-
-    def _withdraw_own(self, ticket: Ticket) -> None:
-        # Without a cluster key anybody could write a ticket, but not its secret.
-        if hmac.compare_digest(ticket.secret, self._server.secret(ticket.lease_id)):
-            self._leases.withdraw(ticket.lease_id)
-
-    def _take_back_transfer(self, text: object) -> None:
-        """Ends the lease of a transfer that no target has used."""
-        try:
-            transfer = read_transfer(text, self._key)
-        except TicketError as error:
-            self._server.note_error("ticket", f"to be taken back: {error}")
-            return
-        lease_id = self._lent_as.get(transfer)
-        if lease_id is not None:
-            self._leases.withdraw(lease_id)
 
     # ---- every step ---------------------------------------------------------------------------
 
@@ -998,8 +638,7 @@ class PullScheduler(SchedulerConnector):
         self._has_looked = False
         self._sweep()
         self._read_on()
-        if self._prompts:
-            self._grow(scheduler_output)
+        self._lender.grow(scheduler_output)
         step, self._step = self._news, None
         step.peers = self._sources.take_news()
         return step
@@ -1021,18 +660,7 @@ class PullScheduler(SchedulerConnector):
 
     def _sweep(self) -> None:
         self._records.look()
-        for lease in self._leases.sweep():
-            early = self._early.pop(lease.lease_id, None)
-            if early is not None and not early.is_lent:
-                early.outcome = lease.outcome  # its request goes on, with its blocks
-                self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
-                continue
-            self._mirroring.pop(lease.lease_id, None)
-            self._prefixes.pop(lease.request_id, None)
-            self._outdated.discard(lease.request_id)
-            self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
-            self._news.released.append(lease.request_id)
-            self._records.freed(lease)
+        self._lender.sweep()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See :meth:`SchedulerConnector.update_connector_output`."""
@@ -1056,8 +684,8 @@ class PullScheduler(SchedulerConnector):
         self._records.add(record)
         if record.ok and record.transport:
             self._server.peers.loaded(record.peer, record.nbytes, record.transport)
-        if record.lease_id in self._mirroring:
-            self._mirrored(record)
+        if record.direction == "send":
+            self._lender.recorded(record)
         if record.error:
             self._server.note_error(
                 "load", f"request {record.request_id}, rank {record.rank}: {record.error}"
@@ -1082,17 +710,6 @@ class PullScheduler(SchedulerConnector):
             load.rank_error or "no rank told why",
         )
 
-    def _mirrored(self, record: TransferRecord) -> None:
-        """A rank has copied the blocks of a lease to where they are read, or could not."""
-        if not record.ok:
-            self._server.revoke([record.lease_id])
-            return
-        self._server.written(record.lease_id, record.rank, record.tokens)
-        missing = self._mirroring[record.lease_id]
-        missing.discard(record.rank)
-        if not missing:
-            del self._mirroring[record.lease_id]
-
     def _note_progress(self, reported: dict[str, tuple[int, int]]) -> None:
         """Notes since when each load has stood where it stands."""
         self._reported = reported
@@ -1109,7 +726,7 @@ class PullScheduler(SchedulerConnector):
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()
         loading = any(load.state is LoadState.LOADING for load in self._loads.values())
-        return loading or bool(self._mirroring) or self._step is not None
+        return loading or self._lender.is_mirroring or self._step is not None
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""
