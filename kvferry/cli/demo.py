@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from kvferry.cluster.demo import Answer, Prompt, Reference, Result, Turn, TurnRe
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.preflight import convert
 from kvferry.config import ClusterConfig
+from kvferry.connectors.base import TransferRecord
+from kvferry.engine.messages import RequestTimings
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import ConfigError
 from kvferry.explain.pairs import map_pairs
@@ -71,7 +74,7 @@ def demo(
     longest = max(results, key=lambda result: result.tokens_moved)
     for pair in map_pairs(*cluster_engines(config, shape), max(1, longest.tokens_moved)):
         show_pair(pair, console)
-    draw_timeline(results, out / "timeline.png")
+    draw_timeline(results, held, out / "timeline.png")
     _write_json(out / "results.json", config, references, answers, results, held)
     console.print(f"timeline: {out / 'timeline.png'}, all figures: {out / 'results.json'}")
     sys.exit(_verdict(console, results, held))
@@ -379,68 +382,113 @@ Spans = dict[str, tuple[float, float]]
 """Phase → begin and end in seconds."""
 
 
-def spans(result: Result, origin: float) -> Spans:
-    """When each phase of a request began and ended.
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One request's row in the picture."""
 
-    Args:
-        result: the request.
-        origin: Unix seconds that count as 0.
-    """
-    found: Spans = {}
-    prefill = result.prefill.timings
-    if prefill is not None and prefill.prefill_started and prefill.prefill_finished:
-        found["prefill"] = (prefill.prefill_started - origin, prefill.prefill_finished - origin)
-        found["waiting"] = (result.answer.sent - origin, prefill.prefill_started - origin)
-    if result.loads:
-        began = min(load.started for load in result.loads)
-        ended = max(load.finished for load in result.loads)
-        found["transfer"] = (began - origin, ended - origin)
-    decode = result.decode.timings if result.decode is not None else None
-    if decode is not None and decode.prefill_started and decode.finished:
-        found["decode"] = (decode.prefill_started - origin, decode.finished - origin)
-    return found
+    label: str
+    answer: Answer
+    prefill: RequestTimings | None
+    decode: RequestTimings | None
+    loads: Sequence[TransferRecord]
+
+    @classmethod
+    def of(cls, result: Result | TurnResult) -> "Life":
+        """That of a request of either act."""
+        if isinstance(result, TurnResult):
+            label = f"{result.name} ({result.computed} of {result.prompt_tokens} computed)"
+            return cls(label, result.answer, result.prefill, result.decode, result.loads)
+        decode = result.decode.timings if result.decode is not None else None
+        label = f"{result.name} ({result.prefill.prompt_tokens} tokens)"
+        return cls(label, result.answer, result.prefill.timings, decode, result.loads)
+
+    def spans(self, origin: float) -> Spans:
+        """When each phase began and ended, in seconds since ``origin``, a Unix time."""
+        found: Spans = {}
+        computed = self.prefill or self.decode
+        if computed is not None and computed.prefill_started and computed.prefill_finished:
+            started, finished = computed.prefill_started, computed.prefill_finished
+            found["prefill"] = (started - origin, finished - origin)
+            found["waiting"] = (self.answer.sent - origin, started - origin)
+        if self.loads:
+            began = min(load.started for load in self.loads)
+            ended = max(load.finished for load in self.loads)
+            found["transfer"] = (began - origin, ended - origin)
+        decode = self.decode
+        if decode is not None and decode.prefill_started and decode.finished:
+            begun = decode.prefill_started if self.prefill else decode.prefill_finished
+            found["decode"] = ((begun or decode.finished) - origin, decode.finished - origin)
+        return found
 
 
-def draw_timeline(results: Sequence[Result], path: Path) -> None:
-    """Writes the timeline as PNG: one bar per request, and below it the transfers enlarged.
+def draw_timeline(results: Sequence[Result], turns: Sequence[TurnResult], path: Path) -> None:
+    """Writes the timeline as PNG: one bar per request, below it the transfers enlarged, and then
+    the turns of the conversation, which follow each other, each from when it was sent.
 
     Transfers take milliseconds where the rest takes seconds, so that they get a minimum width in
-    the upper picture, and a panel of their own with a true scale.
+    the upper picture, and a panel of their own with a true scale. In the conversation they may
+    begin while the prompt is computed.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")  # no display is needed, or there
     from matplotlib import pyplot as plt
 
-    origin = min(result.answer.sent for result in results)
-    height = 0.42 * len(results)
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(11, 2.4 + 1.7 * height), height_ratios=(1.0, 0.7), layout="constrained"
+    requests, held = [Life.of(result) for result in results], [Life.of(turn) for turn in turns]
+    heights = [1.0 + 0.42 * len(requests), 0.9 + 0.3 * len(requests)]
+    if held:
+        heights.append(1.0 + 0.42 * len(held))
+    figure, panels = plt.subplots(
+        len(heights), 1, figsize=(11, sum(heights)), height_ratios=heights, layout="constrained"
     )
-    _draw_requests(top, results, origin)
-    _draw_transfers(bottom, results)
+    origin = min(life.answer.sent for life in requests)
+    end = _draw_lives(panels[0], requests, [origin] * len(requests))
+    panels[0].set_xlabel("seconds since the first request was sent")
+    panels[0].set_title("Each request's life (black mark: first token at the client)", loc="left")
+    panels[0].set_xlim(0, end * 1.01)
+    _add_legend(panels[0])
+    _draw_transfers(panels[1], results)
+    if held:
+        _draw_lives(panels[2], held, [life.answer.sent for life in held])
+        panels[2].set_xlabel("seconds since the turn was sent, until just after its first token")
+        panels[2].set_title(
+            "The conversation: a load may begin while its prompt is computed", loc="left"
+        )
+        firsts = [(life.answer.first_token or 0.0) - life.answer.sent for life in held]
+        panels[2].set_xlim(0, max(firsts) * 1.25)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _draw_requests(axes: Any, results: Sequence[Result], origin: float) -> None:
-    from matplotlib.patches import Patch
-
-    end = max(result.answer.finished or origin for result in results) - origin
-    thinnest = end / 400
+def _draw_lives(axes: Any, lives: Sequence[Life], origins: Sequence[float]) -> float:
+    """Draws a row each; returns when the last one ends."""
+    end = max(
+        (life.answer.finished or origin) - origin
+        for life, origin in zip(lives, origins, strict=True)
+    )
     colours = dict(PHASES)
-    for row, result in enumerate(results):
-        for phase, (began, ended) in spans(result, origin).items():
-            width = max(ended - began, thinnest)
-            front = 3 if phase == "transfer" else 2
-            axes.barh(row, width, left=began, height=0.62, color=colours[phase], zorder=front)
-        first = result.answer.first_token
+    for row, (life, origin) in enumerate(zip(lives, origins, strict=True)):
+        for phase, (began, ended) in life.spans(origin).items():
+            is_load = phase == "transfer"
+            width = max(ended - began, end / 400) if is_load else ended - began
+            axes.barh(
+                row,
+                width,
+                left=began,
+                height=0.3 if is_load else 0.62,
+                color=colours[phase],
+                zorder=3 if is_load else 2,
+            )
+        first = life.answer.first_token
         if first is not None:
             axes.plot(first - origin, row, marker="|", color="black", markersize=13, zorder=4)
-    _label_rows(axes, results)
-    axes.set_xlabel("seconds since the first request was sent")
-    axes.set_title("Each request's life (black mark: first token at the client)", loc="left")
-    axes.set_xlim(0, end * 1.01)
+    _label_rows(axes, lives)
+    return end
+
+
+def _add_legend(axes: Any) -> None:
+    from matplotlib.patches import Patch
+
     handles = [Patch(color=colour, label=phase) for phase, colour in PHASES]
     axes.legend(
         handles=handles,
@@ -458,15 +506,14 @@ def _draw_transfers(axes: Any, results: Sequence[Result]) -> None:
     for row, result in enumerate(results):
         text = f" {result.nbytes / 1e6:.1f} MB, {result.copies} copies"
         axes.text(milliseconds[row], row, text, va="center", fontsize=8)
-    _label_rows(axes, results)
+    _label_rows(axes, [Life.of(result) for result in results])
     axes.set_xlim(0, max(milliseconds) * 1.35 or 1.0)
     axes.set_xlabel("milliseconds from the first rank's start to the last rank's end")
     axes.set_title("Transfers alone", loc="left")
 
 
-def _label_rows(axes: Any, results: Sequence[Result]) -> None:
-    labels = [f"{result.name} ({result.prefill.prompt_tokens} tokens)" for result in results]
-    axes.set_yticks(range(len(results)), labels, fontsize=8)
+def _label_rows(axes: Any, lives: Sequence[Life]) -> None:
+    axes.set_yticks(range(len(lives)), [life.label for life in lives], fontsize=8)
     axes.invert_yaxis()
     axes.set_axisbelow(True)
     axes.grid(axis="x", alpha=0.3)

@@ -21,7 +21,7 @@ from kvferry.cluster.metrics import Records, RequestSummary
 from kvferry.config import ClusterConfig, EngineConfig, RouterConfig
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.records import digest_mismatch
-from kvferry.engine.messages import SamplingParams
+from kvferry.engine.messages import RequestTimings, SamplingParams
 from kvferry.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ PROMPT_FOLDER = Path(__file__).parent / "demo_prompts"
 CONVERSATION_FOLDER = Path(__file__).parent / "demo_conversation"
 TURN_TOKENS = 48
 """Tokens of an answer in the conversation at most."""
+CHUNK_TOKENS = 128
+"""That a step of the prefill engine computes at most, so that long prompts take several."""
 DIRECT_TOKENS = 128
 """Of the second act's router: two turns are shorter, and the others longer."""
 PAUSE_S = 0.5
@@ -167,6 +169,11 @@ class TurnResult:
     """Tokens that the decode engine had."""
     moved: int
     """Tokens that it loaded from the prefill engine."""
+    prefill: RequestTimings | None
+    """When the prefill engine computed; ``None`` where the decode engine did it alone."""
+    decode: RequestTimings | None
+    loads: tuple[TransferRecord, ...]
+    """What each decode rank has loaded."""
     difference: Difference | None
 
     @property
@@ -202,14 +209,17 @@ def demo_config(
         transports: what moves the KV, best first.
         sequences: tokens of each request, answers included. Every engine has room for all of them
             and half as much again, as leases may not pin the whole pool.
-        converses: whether there is a second act: either engine may lend and load, and publishes
-            what it has cached. The router of the first act pays no heed to that.
+        converses: whether there is a second act: either engine may lend and load, also while a
+            prompt is computed, and publishes what it has cached. The router of the first act pays
+            no heed to that.
     """
 
     def num_blocks(block_size: int) -> int:
         return 64 + sum(-(-tokens // block_size) for tokens in sequences) * 3 // 2
 
     extra = {"transport": list(transports), "record_digests": True}
+    if converses:
+        extra["early_load"] = "now"
     connector = {
         "kv_connector": "PullConnector",
         "kv_port": 0,
@@ -228,6 +238,7 @@ def demo_config(
                     "block_size": 16,
                     "layout": "HND",
                     "num_blocks": num_blocks(16),
+                    "max_num_batched_tokens": CHUNK_TOKENS,
                     "kv_transfer_config": {**connector, "kv_role": roles[0]},
                     **told,
                 }
@@ -249,8 +260,8 @@ def demo_config(
     )
 
 
-SECOND_ROUTER = RouterConfig(port=0, direct_tokens=DIRECT_TOKENS, explain=True)
-"""Chooses by what each way costs, and says why."""
+SECOND_ROUTER = RouterConfig(port=0, direct_tokens=DIRECT_TOKENS, explain=True, at_once=True)
+"""Chooses by what each way costs, says why, and sends a request to both engines at once."""
 
 
 def run_reference(
@@ -486,13 +497,21 @@ def fetch_turns(
         EngineError: an engine does not tell.
     """
     by_id = {answer.request_id: answer for answer in answers}
+    num_ranks = sum(
+        engine.config.tp * engine.config.pp for engine in cluster.engines if engine.role == "decode"
+    )
 
     def is_told(request_id: str, found: Mapping[str, Records]) -> bool:
         answer = by_id[request_id]
         asked = {"prefill"} if "prefill=-" not in answer.route else set()
         if not asked or len(answer.token_ids) > 1:  # else its first token was the whole answer
             asked.add("decode")
-        return all(_summary(found[role], request_id) is not None for role in asked)
+        ended = {role: _summary(found[role], request_id) for role in asked}
+        if not all(ended.values()):
+            return False
+        decode = ended.get("decode")
+        is_loaded = len(asked) == 2 and decode is not None and decode.num_external_tokens > 0
+        return not is_loaded or len(_loads(found["decode"], request_id)) == num_ranks
 
     found = _records(cluster, list(by_id), is_told)
     return [_turn_result(turn, answer, found) for turn, answer in zip(turns, answers, strict=True)]
@@ -502,7 +521,9 @@ def _turn_result(turn: Turn, answer: Answer, found: Mapping[str, Records]) -> Tu
     prefill, decode = (_summary(found[role], answer.request_id) for role in ("prefill", "decode"))
     first = prefill or decode
     assert first is not None  # it has been waited for
-    gaps = [gap for each in (prefill, decode) if each for gap in each.gaps]
+    gaps = decode.gaps if decode else []
+    if prefill and len(gaps) < len(answer.token_ids):  # else both have drawn the first token
+        gaps = prefill.gaps + gaps
     return TurnResult(
         name=turn.name,
         answer=answer,
@@ -512,12 +533,23 @@ def _turn_result(turn: Turn, answer: Answer, found: Mapping[str, Records]) -> Tu
         borrowed=first.num_external_tokens,
         decode_cached=decode.num_cached_tokens if decode else 0,
         moved=decode.num_external_tokens if prefill and decode else 0,
+        prefill=prefill.timings if prefill else None,
+        decode=decode.timings if decode else None,
+        loads=_loads(found["decode"], answer.request_id) if prefill else (),
         difference=find_difference(turn.reference, answer.token_ids, gaps),
     )
 
 
 def _summary(records: Records, request_id: str) -> RequestSummary | None:
     return next((one for one in records.requests if one.request_id == request_id), None)
+
+
+def _loads(records: Records, request_id: str) -> tuple[TransferRecord, ...]:
+    return tuple(
+        record
+        for record in records.transfers
+        if record.request_id == request_id and record.direction == "recv"
+    )
 
 
 def compare(

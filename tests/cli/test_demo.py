@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvferry.cli.demo import _turn_table, _verdict, draw_timeline, spans
+from kvferry.cli.demo import Life, _turn_table, _verdict, draw_timeline
 from kvferry.cluster.demo import (
     CONVERSATION_FOLDER,
     Answer,
@@ -148,6 +148,9 @@ def turn(name="2_newspaper", difference=None, **values):
         "borrowed": 24,
         "decode_cached": 72,
         "moved": 28,
+        "prefill": None,
+        "decode": None,
+        "loads": (),
         **values,
     }
     return TurnResult(name=name, answer=answer([5, 6]), difference=difference, **fields)
@@ -206,13 +209,16 @@ def test_an_answer_that_ends_early_differs_where_it_ends():
 def test_the_timeline_has_every_phase_and_is_a_png(records, tmp_path):
     result = compare(records)
 
-    assert spans(result, 100.0) == {
+    assert Life.of(result).spans(100.0) == {
         "waiting": (0.0, pytest.approx(0.2)),
         "prefill": (pytest.approx(0.2), pytest.approx(0.9)),
         "transfer": (pytest.approx(1.0), pytest.approx(1.5)),
         "decode": (pytest.approx(1.7), pytest.approx(3.0)),
     }
-    draw_timeline([result] * 3, tmp_path / "timeline.png")
+    early = turn(prefill=result.prefill.timings, decode=result.decode.timings, loads=result.loads)
+    assert Life.of(early).spans(100.0) == Life.of(result).spans(100.0)
+    alone = turn(decode=result.decode.timings)
+    draw_timeline([result] * 3, [early, alone], tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
