@@ -1,0 +1,248 @@
+"""The command."""
+
+import itertools
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks import tables
+from benchmarks.early.cluster import (
+    ANSWER_TOKENS,
+    BLOCK_SIZES,
+    CHUNK,
+    DTYPE,
+    MODEL,
+    MODES,
+    EarlyCluster,
+    EarlyError,
+    Served,
+)
+from benchmarks.early.report import HALF, EarlyResults, Sample, markdown, rows, seconds
+from benchmarks.machine import command_of, describe_machine, load_average
+from kvferry.config import EngineConfig
+from kvferry.engine.builder import build_engine
+from kvferry.engine.messages import SamplingParams
+from kvferry.engine.weights import prepare_model
+
+PROMPTS = {256: 5, 1000: 3, 4000: 2, 16_000: 1}
+"""Tokens of a prompt → requests of each mode in a round."""
+LINKS: dict[str, float | None] = {"full": None, "200 MB/s": 200e6, "50 MB/s": 50e6}
+"""Name → bytes per second."""
+LONG = 4000
+"""Tokens from which on a prompt is tried over the link that takes half as long as its prefill."""
+LONGEST_KINDS = 3
+"""Different prompts of the greatest length: what one leaves in a prefix cache the next evicts."""
+WARM_UP = 2
+"""Requests of each mode before a link is measured: the paces of loads are learned from them."""
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One request of a cell."""
+
+    link: str
+    bytes_per_s: float | None
+    mode: str
+    prompt: Prompt
+    served: Served
+
+
+class Prompts:
+    """Draws prompts that no engine has in its prefix cache."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._chance = random.Random(23)
+        self._last: dict[str, int] = {}
+        """Prefill engine and each decode engine → which prompt of the greatest length it had."""
+        self._kinds = [self._draw(longest) for _ in range(LONGEST_KINDS)]
+
+    def _draw(self, tokens: int) -> Prompt:
+        return tuple(self._chance.randrange(3, MODEL.vocab_size) for _ in range(tokens))
+
+    def next(self, tokens: int, mode: str) -> Prompt:
+        """One for a mode."""
+        if tokens != self._longest:
+            return self._draw(tokens)
+        engines = ("prefill", MODES[mode][0])
+        had = {self._last.get(engine) for engine in engines}
+        kind = next(number for number in range(LONGEST_KINDS) if number not in had)
+        self._last.update(dict.fromkeys(engines, kind))
+        return self._kinds[kind]
+
+
+class Run:
+    """Measures cell by cell."""
+
+    def __init__(
+        self,
+        cluster: EarlyCluster,
+        lengths: Sequence[int],
+        rounds: int,
+        say: Callable[[str], object],
+    ) -> None:
+        self._cluster = cluster
+        self._lengths = lengths
+        self._rounds = rounds
+        self._say = say
+        self._prompts = Prompts(max(lengths))
+        self.measured: list[Measured] = []
+
+    def link(self, name: str, bytes_per_s: float | None, lengths: Sequence[int]) -> None:
+        """All modes over one link, in turn, in every round another one first."""
+        self._cluster.slow(bytes_per_s)
+        shortest = [length for length in lengths if length > CHUNK] or list(lengths)
+        for mode, _ in itertools.product(MODES, range(WARM_UP)):
+            self._ask(mode, min(shortest))
+        for number in range(self._rounds):
+            self._say(f"{name}: round {number + 1} of {self._rounds}")
+            modes = list(MODES)
+            turn = number % len(modes)
+            for mode in modes[turn:] + modes[:turn]:
+                for length in lengths:
+                    for _ in range(PROMPTS[length]):
+                        prompt, served = self._ask(mode, length)
+                        self.measured.append(Measured(name, bytes_per_s, mode, prompt, served))
+
+    def _ask(self, mode: str, tokens: int) -> tuple[Prompt, Served]:
+        prompt = self._prompts.next(tokens, mode)
+        served = self._cluster.serve(mode, prompt)
+        cached = max(one.num_cached_tokens for one in (served.prefill, served.decode))
+        if cached > tokens / 100:
+            raise EarlyError(f"{mode}: {cached} of {tokens} tokens were cached")
+        return prompt, served
+
+    def half_rate(self, tokens: int) -> float:
+        """Bytes per second at which the KV of a prompt takes half as long as its prefill."""
+        found = [
+            2 * one.served.nbytes / seconds(timings.prefill_started, timings.prefill_finished)
+            for one in self.measured
+            if one.mode == "in turn" and len(one.prompt) == tokens
+            if (timings := one.served.prefill.timings) is not None
+        ]
+        return statistics.median(found)
+
+
+def answers(
+    model: Path, prompts: Sequence[Prompt], say: Callable[[str], object]
+) -> dict[Prompt, list[int]]:
+    """What one engine of one rank answers, which computes in the same chunks."""
+    torch.set_num_threads(1)
+    longest = max(map(len, prompts)) + ANSWER_TOKENS
+    alone = EngineConfig(
+        name="alone",
+        kv_transfer_config={},
+        num_blocks=-(-longest // BLOCK_SIZES["prefill"]) + 1,
+        max_model_len=longest,
+        max_num_batched_tokens=CHUNK,
+    )
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+    found: dict[Prompt, list[int]] = {}
+    with build_engine(alone, model, dtype=DTYPE, executor="inprocess", connect=False) as engine:
+        say(f"an undivided engine answers {len(prompts)} prompts")
+        for prompt in prompts:
+            (output,) = engine.generate([prompt], sampling)
+            found[prompt] = list(output.token_ids)
+    return found
+
+
+def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The links and lengths that are named; all, where none is.
+
+    >>> chosen(["256", "half"])
+    (['half'], [256])
+
+    Raises:
+        typer.BadParameter: there is no such link or length.
+    """
+    links, lengths = [*LINKS, HALF], list(PROMPTS)
+    for name in only:
+        if name not in links and name not in map(str, lengths):
+            known = ", ".join([*links, *map(str, lengths)])
+            raise typer.BadParameter(f"{name!r} is none of {known}", param_hint="--only")
+    return (
+        [link for link in links if link in only] or links,
+        [length for length in lengths if str(length) in only] or lengths,
+    )
+
+
+def measure(
+    cluster: EarlyCluster,
+    links: Sequence[str],
+    lengths: Sequence[int],
+    rounds: int,
+    say: Callable[[str], object],
+) -> list[Measured]:
+    """All links and lengths, in rounds."""
+    run = Run(cluster, lengths, rounds, say)
+    for name in [link for link in LINKS if link in links] or ["full"]:
+        run.link(name, LINKS[name], lengths)
+    long = [length for length in lengths if length >= LONG] if HALF in links else []
+    for length in long:
+        run.link(HALF, run.half_rate(length), [length])
+    return run.measured
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
+    only: Annotated[
+        list[str], typer.Option(help="A link or a number of tokens; several times for more.")
+    ] = [],  # noqa: B006 - typer's way
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    logs: Annotated[
+        Path | None, typer.Option(help="Folder for what engines and routers write.")
+    ] = None,
+) -> None:
+    """Compares the ways to begin a load, over links of several speeds."""
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    links, lengths = chosen(only)
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="early-") as created:
+        folder = logs or Path(created)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ["KVFERRY_CACHE"] = str(Path(created) / "cache")
+        model = prepare_model("tiny", tiny=MODEL)
+        say("engines and routers start")
+        with EarlyCluster(model, max(lengths), folder) as cluster:
+            measured = measure(cluster, links, lengths, rounds, say)
+        expected = answers(model, list(dict.fromkeys(one.prompt for one in measured)), say)
+    results = EarlyResults(
+        command=command_of("benchmarks.early"),
+        machine=machine,
+        load_after=load_average(),
+        rounds=rounds,
+        samples=tuple(
+            Sample.of(
+                one.link,
+                one.bytes_per_s,
+                one.mode,
+                one.served,
+                is_right=list(one.served.tokens) == expected[one.prompt],
+            )
+            for one in measured
+        ),
+    )
+    tables.show(console, "Loads that begin early", rows(results.samples), (), left=3)
+    say(markdown(results))
+    tables.write(out, "early", results, markdown(results))
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()
