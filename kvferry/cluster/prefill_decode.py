@@ -60,6 +60,7 @@ from kvferry.errors import LeaseError, TicketError, TransferError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
 
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -191,6 +192,10 @@ class TokenRequest(_Tries):
         """Whether two engines draw the same tokens, but for rounding."""
         return self.sampling.temperature == 0 or self.sampling.seed is not None
 
+    def is_chosen(self, engine: Engine) -> bool:
+        """Whether the way that was chosen has this engine compute the prompt."""
+        return self.route is not None and engine is self.route.prefill
+
     @property
     def tokens_left(self) -> int:
         """How many may still be drawn."""
@@ -242,8 +247,8 @@ class PrefillDecode:
                     borrow=not request.failed_loads,
                 )
             loan = await self._borrow(request)
-            pair = None if loan else await self._pair(request)
-            way = self._both(request, *pair) if pair else self._in_turn(request, loan)
+            pair = await self._pair(request)
+            way = self._both(request, *pair, loan) if pair else self._in_turn(request, loan)
             try:
                 async with aclosing(way) as replies:
                     async for reply in replies:
@@ -314,30 +319,17 @@ class PrefillDecode:
         Raises:
             _StartAgainError: it could not load what it was lent.
         """
-        route, tokens = request.route, request.tokens
+        route = request.route
         if route is not None and route.prefill is None:
             return None
         # With one token left nothing follows, so nothing has to be kept.
-        asks = REMOTE_DECODE if request.tokens_left > 1 else None
-        borrows = loan and {
-            **loan,
-            **{name: value for name, value in (asks or {}).items() if value},
-        }
+        asks = REMOTE_DECODE if request.tokens_left > 1 else {}
         is_used = False
 
         async def work(engine: Engine) -> Reply:
             nonlocal is_used
-            begin = route.begin if route is not None and engine is route.prefill else None
-            is_used = loan is not None and begin is not None
-            body = request.body(1, borrows if is_used else asks)
-            cached, computed = (begin.cached, begin.computed) if begin else (0, tokens)
-            with engine.pace.computing.doing(computed) as done:
-                reply = await engine.complete(body, request.engine_request_id, request.span)
-                had = reply.cached_or(cached)
-                done(None if is_used else max(0, tokens - had))
-            if self.chooser is not None:
-                self.chooser.missed(cached - had)
-            return reply
+            is_used = loan is not None and request.is_chosen(engine)
+            return await self._computed(request, engine, asks, loan if is_used else None)
 
         chosen, lender = None if route is None else route.prefill, request.lender
         with request.lending(loan):
@@ -368,14 +360,46 @@ class PrefillDecode:
         knows = prefill.at_once and prefill.control and decode.at_once
         return (prefill, decode) if knows and prefill.url != decode.url else None
 
+    async def _computed(
+        self,
+        request: TokenRequest,
+        engine: Engine,
+        asks: Mapping[str, Any],
+        loan: Mapping[str, Any] | None,
+    ) -> Reply:
+        """The reply of an engine that computes the prompt, but for what it loads of a loan."""
+        begin = request.route.begin if request.route and request.is_chosen(engine) else None
+        params = dict(asks)
+        if loan is not None:
+            params = {**loan, **{name: value for name, value in asks.items() if value}}
+        tokens = request.tokens
+        cached, computed = (begin.cached, begin.computed) if begin else (0, tokens)
+        with engine.pace.computing.doing(computed) as done:
+            body = request.body(1, params or None)
+            reply = await engine.complete(body, request.engine_request_id, request.span)
+            had = reply.cached_or(cached)
+            done(None if loan is not None else max(0, tokens - had))
+        if self.chooser is not None:
+            self.chooser.missed(cached - had)
+        return reply
+
     async def _both(
-        self, request: TokenRequest, prefill: Engine, decode: Engine
+        self,
+        request: TokenRequest,
+        prefill: Engine,
+        decode: Engine,
+        loan: dict[str, Any] | None,
     ) -> AsyncGenerator[Reply, None]:
         """Has both engines work at the same time.
 
         Raises:
-            _StartAgainError: the prefill engine went away, or what it computed is of no use.
+            _StartAgainError: the prefill engine went away, what it computed is of no use, or what
+                it was lent.
         """
+        if loan is not None and not request.is_chosen(prefill):
+            request.give_back(loan)  # the one for which it was is down
+            loan = None
+        lender = request.lender
         transfer = Transfer.begin(prefill.control, self.key).text
         params = {"do_remote_prefill": True, "transfer": transfer}
         told: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
@@ -384,7 +408,7 @@ class PrefillDecode:
         with request.lending(params) as lent:
             lent.callback(fetched.set)
             works = (
-                _compute(request, prefill, transfer, told),
+                self._compute(request, prefill, transfer, told, loan, lender),
                 _draw(self._decode(request, params, decode), told, lent),
             )
             tasks = [asyncio.create_task(_telling(work, told)) for work in works]
@@ -410,6 +434,43 @@ class PrefillDecode:
             if not isinstance(news, Exception):
                 yield news
         raise error
+
+    async def _compute(
+        self,
+        request: TokenRequest,
+        prefill: Engine,
+        transfer: str,
+        told: _Told,
+        loan: dict[str, Any] | None,
+        lender: Engine | None,
+    ) -> None:
+        """The prompt is computed, and the first token is told unless the decode engine has drawn
+        it, or may draw another.
+        """
+        asks = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
+        with ExitStack() as borrowed:
+            if loan is not None and lender is not None:
+                borrowed.enter_context(lender.lending())
+            try:
+                reply = await self._computed(request, prefill, asks, loan)
+            except BaseException as error:
+                request.give_back(loan, lender)
+                if not isinstance(error, ApiError):
+                    raise
+                if request.drawn:
+                    return  # the decode engine does without
+                if isinstance(error, EngineDownError):
+                    request.failed(prefill, error)
+                elif _tells_of_a_failed_load(error, loan):
+                    request.failed_loads += 1
+                else:
+                    raise
+                raise _StartAgainError from error
+        if request.is_determined and not request.drawn:
+            ended = _take_first(reply, request)
+            told.put_nowait(reply)
+            if ended:
+                told.put_nowait(None)
 
     async def _able(self, request: TokenRequest, chosen: Engine | None, *, asks: bool) -> Engine:
         """A decode engine, the chosen one if it can.
@@ -503,30 +564,7 @@ class PrefillDecode:
                 engine.pace.drew(outstanding, time.monotonic() - first_at)
 
 
-_Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
 """What two engines that work at the same time say; ``None`` at the end of the answer."""
-
-
-async def _compute(request: TokenRequest, prefill: Engine, transfer: str, told: _Told) -> None:
-    """The prompt is computed, and the first token is told unless the decode engine has drawn it, or
-    may draw another.
-    """
-    lends = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
-    try:
-        body = request.body(1, lends)
-        reply = await prefill.complete(body, request.engine_request_id, request.span)
-    except ApiError as error:
-        if request.drawn:
-            return  # the decode engine does without
-        if isinstance(error, EngineDownError):
-            request.failed(prefill, error)
-            raise _StartAgainError from error
-        raise
-    if request.is_determined and not request.drawn:
-        ended = _take_first(reply, request)
-        told.put_nowait(reply)
-        if ended:
-            told.put_nowait(None)
 
 
 async def _draw(replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack) -> None:

@@ -10,7 +10,9 @@ import torch
 from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.prefill_decode import PrefillDecode
 from kvferry.cluster.prefixes import Prompt
+from kvferry.cluster.preflight import cluster_key
 from kvferry.cluster.router import Router
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
@@ -143,8 +145,8 @@ class Fixed:
         return nullcontext(lambda _count: None)
 
 
-@pytest.fixture
-def saving_router(cluster, server_thread):
+@pytest.fixture(params=[False, True], ids=["in turn", "at once"])
+def saving_router(request, cluster, server_thread, monkeypatch):
     """Another router of the cluster, to which computing is dear and loading is cheap."""
     addresses = tuple(
         EngineAddress(name=one.name, role=one.role, url=one.url) for one in cluster.engines
@@ -155,12 +157,22 @@ def saving_router(cluster, server_thread):
         model_name="tiny",
         direct_tokens=0,
         explain=True,
+        at_once=request.param,
+        cluster_key=cluster_key(cluster.config, cluster._cluster_key),
     )
     router = Router(settings, TextCodec.open(cluster.model_folder))
     for one in router.members:
         one.pace.computing, one.pace.moving = Fixed(1000.0), Fixed(0.001)
+    loans = []
+    both = PrefillDecode._both
+
+    def noted(self, asked, prefill, decode, loan):
+        loans.append(loan is not None)
+        return both(self, asked, prefill, decode, loan)
+
+    monkeypatch.setattr(PrefillDecode, "_both", noted)
     url = server_thread.start(router.app())
-    yield SimpleNamespace(url=url, members=router.members)
+    yield SimpleNamespace(url=url, members=router.members, is_at_once=request.param, loans=loans)
     server_thread.end_all()
 
 
@@ -169,7 +181,18 @@ def test_prefill_engine_borrows_the_answer_that_only_the_decode_engine_has(
     cluster, saving_router, converse
 ):
     chat = converse(saving_router.url)
-    assert chat.turn(range(30, 130)) == 0
+    (prefill,) = [one for one in cluster.engines if one.name == "p0"]
+
+    def loaded():
+        """Tokens that the prefill engine has loaded."""
+        text = httpx.get(f"{prefill.url}/metrics", timeout=WAIT_S, trust_env=False).text
+        series = 'kvferry_engine_prompt_tokens_total{source="peer"} '
+        return sum(float(line[len(series) :]) for line in text.splitlines() if series in line)
+
+    before = loaded()
+    first = 31 if saving_router.is_at_once else 30
+    new = range(first, first + 100)  # another first token: nothing is cached
+    assert chat.turn(new) == 0
     prompt = Prompt(chat.prompts[0] + chat.answers[0])
     held = {"p0": 96, "d0": 120}  # six blocks of 16 tokens of the prompt, five of 24 of it all
 
@@ -179,14 +202,15 @@ def test_prefill_engine_borrows_the_answer_that_only_the_decode_engine_has(
         return {name: each.held(prompt) for name, each in blocks.items() if each} == held
 
     until(are_known)
-    assert chat.turn(range(130, 150)) == 96
+    cached = chat.turn(range(130, 150))
+    # Whoever draws the first token tells of its own cache.
+    assert cached in ((96, 120) if saving_router.is_at_once else (96,))
     assert chat.routes[1].startswith(
         "prefill=p0; decode=d0; cached=96; borrowed=24; lender=d0; computed=30; moved=30; "
     )
     assert chat.metric("kvferry_router_borrowed_tokens_total") == 24
     assert chat.metric("kvferry_router_prefix_missed_tokens_total") == 0
-    (prefill,) = [one for one in cluster.engines if one.name == "p0"]
-    told = httpx.get(f"{prefill.url}/metrics", timeout=WAIT_S, trust_env=False).text
-    assert 'kvferry_engine_prompt_tokens_total{source="peer"} 24.0' in told
+    assert loaded() - before == 24
     chat.turn(range(150, 170))
+    assert saving_router.loans[:2] == ([False, True] if saving_router.is_at_once else [])
     assert chat.answers == answers_of_one_engine(cluster, chat.prompts)
