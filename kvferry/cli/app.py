@@ -242,6 +242,13 @@ def router(
             "cache events; or always by the requests under way."
         ),
     ] = RouteBy.COST,
+    assume_cached: Annotated[
+        bool,
+        typer.Option(
+            "--assume-cached",
+            help="Take servers that publish no KV cache events to have what they were sent last.",
+        ),
+    ] = False,
     direct_tokens: Annotated[
         int,
         typer.Option(
@@ -274,6 +281,7 @@ def router(
         "outstanding_timeout_s": outstanding_timeout,
         "decode_only": decode_only.value,
         "route_by": route_by.value,
+        "assume_cached": assume_cached,
         "direct_tokens": direct_tokens,
         "explain": explain,
     }

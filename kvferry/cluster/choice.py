@@ -1,7 +1,8 @@
 """Which engines serve a prompt: the way that costs the fewest seconds.
 
 Where engines publish their KV cache events, the router knows what they have
-(:mod:`kvferry.cluster.prefixes`). Then it adds up, for each way, what the client waits for::
+(:mod:`kvferry.cluster.prefixes`). Of the others it can go by what it sent them (``assume_cached``).
+Then it adds up, for each way, what the client waits for::
 
     over a prefill engine P         compute at P the rest of what P has
                                     + move to D what D has not       + decode at D
@@ -143,14 +144,16 @@ class Chooser:
     """See :class:`~kvferry.config.RouterConfig`."""
     explain: bool = False
     """Whether each choice is logged, with what was not chosen."""
+    assume_cached: bool = False
+    """See :class:`~kvferry.config.RouterConfig`."""
 
     def choose(
         self, request_id: str, tokens: Sequence[int], tried: set[Engine], *, borrow: bool = True
     ) -> Route | None:
         """The way for a prompt, over engines that were not tried, with a loan if one may be made;
-        ``None`` where no engine tells what it has, or none of a role is fit.
+        ``None`` where nothing is known of what engines have, or none of a role is fit.
         """
-        if self.members.index.is_empty:
+        if self.members.index.is_empty and not self.assume_cached:
             return None
         ways = list(self.ways(tokens, tried, borrow=borrow))
         if not ways:
@@ -170,14 +173,21 @@ class Chooser:
             logger.info("request %s: %s%s", request_id, best, others)
         return best
 
+    def computed(self, engine: Engine, prompt: Sequence[int], drawn: Sequence[int]) -> None:
+        """An engine has the KV of a prompt now, and of what was drawn behind it."""
+        if self.assume_cached and self.members.index.blocks(engine.kv_events) is None:
+            engine.sent.note(Prompt((*prompt, *drawn)))
+
     def borrowed(self, tokens: int, expected: int) -> None:
         """An engine lends so many tokens, and so many were expected."""
         self.metrics.borrowed_tokens.inc(tokens)
-        self.missed(expected - tokens)
+        self.metrics.prefix_missed.inc(max(0, expected - tokens))
 
-    def missed(self, tokens: int) -> None:
+    def missed(self, engine: Engine, tokens: int) -> None:
         """An engine had so many tokens less than it was chosen for; no less if it is negative."""
-        self.metrics.prefix_missed.inc(max(0, tokens))
+        if tokens > 0:
+            self.metrics.prefix_missed.inc(tokens)
+            engine.sent.missed()
 
     def ways(self, tokens: Sequence[int], tried: set[Engine], *, borrow: bool) -> Iterator[Route]:
         """All of them; of those over a prefill engine only the ones that begin with the best
@@ -231,7 +241,8 @@ class Chooser:
     def _held(self, engine: Engine, prompt: Prompt) -> int:
         """Tokens that an engine should have; its last one is always computed."""
         blocks = self.members.index.blocks(engine.kv_events)
-        return 0 if blocks is None else min(blocks.held(prompt), prompt.num_tokens - 1)
+        held = (engine.sent if blocks is None else blocks).held(prompt)
+        return min(held, prompt.num_tokens - 1)
 
 
 def _cost(way: Route) -> tuple[float, int]:

@@ -19,6 +19,7 @@ from kvferry.cluster.engine_client import UNSENT, EngineClient
 from kvferry.cluster.messages import KVEventsPlace, Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pace import Pace
+from kvferry.cluster.prefixes import SentPrompts
 from kvferry.config import printable
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
@@ -176,6 +177,8 @@ class Engine:
     """Whether it can be sent a request at the same time as the other engine of a pair."""
     pace: Pace = field(default_factory=Pace)
     """How fast it was seen to be."""
+    sent: SentPrompts = field(default_factory=SentPrompts)
+    """What it should have, where the router goes by that."""
     outstanding: int = 0
     """Requests that it works on for this router."""
     healthy: bool = False
@@ -487,6 +490,7 @@ class Engine:
             self.down_since = time.monotonic()
         self.healthy = False
         self.is_slow = False
+        self.sent.forget()
         self.last_error = printable(reason[:_REASON_LENGTH], keep="\n")
         return self._error(self.last_error, reached=reached)
 

@@ -61,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
+"""What two engines that work at the same time say; ``None`` at the end of the answer."""
 
 REMOTE_DECODE: dict[str, Any] = {
     "do_remote_decode": True,
@@ -380,7 +381,8 @@ class PrefillDecode:
             had = reply.cached_or(cached)
             done(None if loan is not None else max(0, tokens - had))
         if self.chooser is not None:
-            self.chooser.missed(cached - had)
+            self.chooser.missed(engine, cached - had)
+            self.chooser.computed(engine, request.prompt, request.drawn)
         return reply
 
     async def _both(
@@ -557,14 +559,14 @@ class PrefillDecode:
                         is_clear = is_alone and not (is_loaded and is_direct)
                         done(max(0, tokens - cached) if is_clear else None)
                         if self.chooser is not None:
-                            self.chooser.missed(held - cached)
+                            self.chooser.missed(engine, held - cached)
+                            self.chooser.computed(engine, request.prompt, request.drawn)
                     request.tell_usage(reply)
                     yield reply
             if first_at:
                 engine.pace.drew(outstanding, time.monotonic() - first_at)
-
-
-"""What two engines that work at the same time say; ``None`` at the end of the answer."""
+                if self.chooser is not None:
+                    self.chooser.computed(engine, request.prompt, request.drawn[:-1])
 
 
 async def _draw(replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack) -> None:

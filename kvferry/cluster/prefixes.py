@@ -11,8 +11,9 @@ one behind the other and none of them has left since, a look at the last one tel
     prompt ──▶ keys, by block size ──────────┘ how many tokens from the start?
 
 What is found is a guess: the engine may evict the blocks before it is asked. But nothing is guessed
-beyond the events. Where some of them are lost, or an engine was started again, all that was known
-of it is forgotten. A wrong guess costs a computed prompt, and never changes a token.
+beyond the events, unless that is asked for where there are none (:class:`SentPrompts`). Where some
+are lost, or an engine was started again, all that was known of it is forgotten. A wrong guess costs
+a computed prompt, and never changes a token.
 
 An engine's blocks belong to the thread that listens to it. Look-ups come from the router's thread
 and take no lock: each is of one key or of a copy of a chain, and at worst they see half of what the
@@ -40,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 MOST_BLOCKS = 1_000_000
 """Blocks that an index keeps of all engines; of more it knows nothing. They take some 160 MB."""
+SENT_BLOCK = 32
+"""Tokens of a block of what engines were sent; what they keep of a prompt is no finer."""
+MOST_SENT_BLOCKS = 16_384
+"""Blocks of what one engine was sent that are kept: half a million tokens, in some 2 MB."""
 LISTEN_S = 0.5
 """Seconds after which a listener looks whether it is still wanted."""
 PAUSE_S = 1e-4
@@ -298,6 +303,55 @@ def _number(block_hash: BlockHash) -> int:
     if isinstance(block_hash, bytes):
         block_hash = int.from_bytes(block_hash[-8:], "big")
     return block_hash & _BITS
+
+
+class SentPrompts:
+    """What an engine should have that tells nothing itself: the prompts that it was sent last.
+
+    Nobody knows how much it keeps. Each time it had less than was thought, only half as much is
+    thought from then on, and with each prompt a little more again.
+    """
+
+    def __init__(self, most_blocks: int = MOST_SENT_BLOCKS) -> None:
+        self._most_blocks = most_blocks
+        self._room = most_blocks
+        self._keys: dict[int, None] = {}
+        """Of blocks of :data:`SENT_BLOCK` tokens, the last one that was sent at the end."""
+
+    def __len__(self) -> int:
+        """Blocks that it should have."""
+        return len(self._keys)
+
+    def note(self, prompt: Prompt) -> None:
+        """It was sent a prompt, and has computed or loaded all of it."""
+        # An engine evicts the end of a prompt before its beginning.
+        for index in reversed(range(prompt.num_tokens // SENT_BLOCK)):
+            key = prompt.key(SENT_BLOCK, index)
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        self._room = min(self._room + 1, self._most_blocks)
+        self._trim()
+
+    def held(self, prompt: Prompt) -> int:
+        """Tokens from the start of a prompt that it should have."""
+        for index in range(prompt.num_tokens // SENT_BLOCK):
+            if prompt.key(SENT_BLOCK, index) not in self._keys:
+                return index * SENT_BLOCK
+        return prompt.num_tokens // SENT_BLOCK * SENT_BLOCK
+
+    def missed(self) -> None:
+        """It had less than was thought."""
+        self._room = max(1, len(self) // 2)
+        self._trim()
+
+    def forget(self) -> None:
+        """It has gone, and what comes in its place has nothing."""
+        self._keys.clear()
+        self._room = self._most_blocks
+
+    def _trim(self) -> None:
+        for key in list(islice(self._keys, max(0, len(self) - self._room))):
+            del self._keys[key]
 
 
 class _Listener(threading.Thread):

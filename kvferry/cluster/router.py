@@ -62,7 +62,13 @@ class Router:
         self.members = members = Members(settings, self._client, lists)
         """The engines that it knows."""
         self._metrics = RouterMetrics(members, members.index)
-        chooser = Chooser(members, self._metrics, settings.direct_tokens, settings.explain)
+        chooser = Chooser(
+            members,
+            self._metrics,
+            settings.direct_tokens,
+            settings.explain,
+            settings.assume_cached and settings.route_by == "cost",
+        )
         self._prefill_decode = PrefillDecode(
             members.prefill,
             members.decode,

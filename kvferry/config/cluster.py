@@ -302,6 +302,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     route_by: Literal["cost", "requests"] = "cost"
     """How engines are chosen: by the seconds that a prompt costs there, where engines publish their
     KV cache events; or always by the requests under way."""
+    assume_cached: bool = False
+    """Whether engines without KV cache events are taken to have what they were sent last."""
     direct_tokens: int = 512
     """Tokens that a decode engine computes at most of a prompt that it has the beginning of, where
     that costs less than a prefill engine; 0 for never."""

@@ -83,6 +83,8 @@ class FakeEngine:
     """Send nothing more after so many tokens, until the client goes away."""
     hang: bool = False
     """Take requests and never answer, unless released."""
+    cached_tokens: int | None = 3
+    """Tokens of a prompt that it says it had; it says nothing of them without."""
     lends: int = 0
     """Tokens that it lends of its cache to who asks for nothing else."""
     params: dict[str, Any] | None = None
@@ -174,7 +176,9 @@ class FakeEngine:
         if body["stream"]:
             return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
         choice = {"index": 0, "token_ids": tokens, "finish_reason": reason}
-        usage = {"prompt_tokens_details": {"cached_tokens": 3}}
+        usage = {}
+        if self.cached_tokens is not None:
+            usage = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
         reply = {"choices": [choice], "usage": usage}
         if body.get("kv_transfer_params", {}).get("do_remote_decode") and reason == "length":
             reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}

@@ -14,6 +14,7 @@ from kvferry.cluster.members import EnginePool
 from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.metrics import RouterMetrics
 from kvferry.cluster.pace import HALF_LIFE_S, Line, Pace
+from kvferry.cluster.prefixes import Prompt, SentPrompts
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.errors import ConfigError
@@ -377,6 +378,68 @@ def test_what_is_not_wanted_is_not_done(make_setup, publish, settings):
         publish(setup, setup.decode[0], 40)
     ask(setup)
     assert [len(fake.bodies) for fake in setup.engines] == [1, 1]
+
+
+def test_engines_that_publish_nothing_are_taken_to_have_what_they_were_sent(make_setup):
+    setup = make_setup(2, 2, explain=True, assume_cached=True)
+    for fake in setup.engines:
+        fake.cached_tokens = None  # as vLLM's servers, unless they are told to tell
+    first = ask(setup).headers["x-kvferry-route"]
+    decode = next(fake for fake in setup.decode if fake.bodies)
+    assert f"decode={decode.name}; cached=0; " in first
+    for _ in range(2):
+        route = ask(setup).headers["x-kvferry-route"]
+        start = f"prefill=-; decode={decode.name}; cached=32; borrowed=0; lender=-; computed=10; "
+        assert route.startswith(start)
+    # It has drawn "Hello" itself, all but the last of which it has.
+    longer = f"{PROMPT}Hell"
+    for tokens, held in ((longer * 2, 32), ("another" * 10, 0)):
+        setup.says("Hello", prompt=tokens)
+        response = setup.complete(prompt=tokens, max_tokens=5)
+        assert f"cached={held}; " in response.headers["x-kvferry-route"]
+
+
+def test_what_an_engine_had_less_than_it_was_sent_is_counted(make_setup):
+    setup = make_setup(1, 1, explain=True, assume_cached=True, direct_tokens=0)
+    ask(setup)
+    assert "cached=32; " in ask(setup).headers["x-kvferry-route"]
+    # The fake engine says that it had 3.
+    assert "prefix_missed_tokens_total 29.0" in setup.client.get("/metrics").text
+
+
+def test_of_an_engine_that_publishes_nothing_is_assumed(make_setup, publish):
+    setup = make_setup(1, 1, explain=True, assume_cached=True)
+    for fake in setup.engines:
+        publish(setup, fake, 4)
+    for _ in range(2):
+        assert "cached=4; " in ask(setup).headers["x-kvferry-route"]
+
+
+def test_what_an_engine_was_sent_is_forgotten_when_it_is_down(make_setup):
+    setup = make_setup(1, 1, explain=True, assume_cached=True)
+    ask(setup)
+    (decode,) = setup.decode
+    decode.healthy = False
+    until(lambda: 'engine_up{engine="d0",role="decode"} 0.0' in setup.client.get("/metrics").text)
+    decode.healthy = True
+    until(lambda: 'engine_up{engine="d0",role="decode"} 1.0' in setup.client.get("/metrics").text)
+    assert "prefill=p0; " in ask(setup).headers["x-kvferry-route"]
+
+
+def test_prompts_that_were_sent_first_are_forgotten_first_and_their_ends_before():
+    sent = SentPrompts(most_blocks=3)
+    one, other = (Prompt([token] * 96) for token in (1, 2))
+    sent.note(one)
+    assert (sent.held(one), sent.held(Prompt([1] * 50)), sent.held(other)) == (96, 32, 0)
+    sent.note(Prompt([2] * 70))
+    assert (sent.held(one), sent.held(other)) == (32, 64)
+    sent.missed()
+    assert (sent.held(one), sent.held(other)) == (0, 32)
+    sent.note(other)  # and counts on one more
+    assert (sent.held(other), len(sent)) == (64, 2)
+    sent.forget()
+    sent.note(one)
+    assert sent.held(one) == 96
 
 
 def test_clusters_that_publish_nothing_have_no_routes(make_setup):
