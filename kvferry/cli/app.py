@@ -257,6 +257,22 @@ def router(
             "beginning of, where that costs less; 0 for never.",
         ),
     ] = 512,
+    at_once: Annotated[
+        bool,
+        typer.Option(
+            "--at-once",
+            help="Send a prompt to a prefill and a decode server at the same time, where --control "
+            "names the channels of both. Needs --tokenizer.",
+        ),
+    ] = False,
+    cluster_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The servers' cluster key, which signs what both are sent with --at-once.",
+            show_default=False,
+        ),
+    ] = None,
     explain: Annotated[
         bool,
         typer.Option(
@@ -283,9 +299,11 @@ def router(
         "route_by": route_by.value,
         "assume_cached": assume_cached,
         "direct_tokens": direct_tokens,
+        "at_once": at_once,
         "explain": explain,
     }
-    command(servers, engines, all_addresses, tokenizer, keys, (host, port), options)
+    address = (host, port)
+    command(servers, engines, all_addresses, tokenizer, keys, cluster_key_file, address, options)
 
 
 @routers.command("list")

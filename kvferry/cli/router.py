@@ -19,6 +19,7 @@ from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, withou
 from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import serve
+from kvferry.connectors.pull.config import PullConfig
 from kvferry.control.tracing import Spans
 from kvferry.zeromq import join_address
 
@@ -29,6 +30,7 @@ def router(
     all_addresses: bool,
     tokenizer: Path | None,
     keys: Path | None,
+    cluster_key: Path | None,
     address: tuple[str, int],
     options: dict[str, Any],
 ) -> None:
@@ -41,13 +43,20 @@ def router(
         all_addresses: whether the names in the URLs stand for all their addresses.
         tokenizer: the model's folder, if answers are to begin with the prefill server's token.
         keys: file of the CURVE keys of the control channels.
+        cluster_key: file of the servers' cluster key.
         address: host and port to listen on.
         options: more fields of the settings.
 
     Raises:
         KVFerryError: a file or the tokenizer cannot be used, or the port is taken.
-        typer.BadParameter: a URL is none, or the control channels are not those of the servers.
+        typer.BadParameter: a URL is none, the control channels are not those of the servers, or
+            an option is given without another one that it needs.
     """
+    if options["at_once"] and tokenizer is None:
+        raise typer.BadParameter(
+            "both servers are sent tokens: give --tokenizer", param_hint="--at-once"
+        )
+    key = _key(cluster_key, signs=options["at_once"])
     named = _named(*servers)
     if all_addresses and servers[2]:
         raise typer.BadParameter(
@@ -67,6 +76,7 @@ def router(
         host=host,
         port=port,
         curve=load_keys(keys),
+        cluster_key=key,
         **options,
     )
     _set_up_logs(explain=settings.explain)
@@ -74,23 +84,7 @@ def router(
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
         spans = Spans.from_environment("kvferry-router", join_address(host, port))
         app = Router(settings, codec, lists, spans).app()
-        console = make_console()
-        table = Table("role", "server")
-        for engine in named:
-            table.add_row(engine.role, without_credentials(engine.url))
-        if named:
-            console.print(table)
-        if file is not None:
-            console.print(f"more servers: as {file} says", style="dim")
-        if not named and file is None:
-            console.print("no servers yet: see kvferry router add --help", style="dim")
-        if settings.operator_key is None:
-            console.print("its servers are fixed: no KVFERRY_OPERATOR_KEY is set", style="dim")
-        first = "prefill" if codec is not None else "decode (give --tokenizer to have prefill's)"
-        console.print(f"first token: from {first}", style="dim")
-        port = listener.getsockname()[1]
-        console.print(f"OpenAI API at [bold]http://{host}:{port}/v1[/] (Ctrl-C stops it)")
-        console.print(f"the cluster at http://{host}:{port}/kvferry", style="dim")
+        _tell(named, file, settings, listener.getsockname()[1])
 
         async def run() -> None:
             stop = asyncio.Event()
@@ -98,6 +92,47 @@ def router(
             await serve(app, listener, stop, settings.max_connections)
 
         asyncio.run(run())
+
+
+def _tell(
+    named: Sequence[EngineAddress], file: Path | None, settings: RouterSettings, port: int
+) -> None:
+    """Prints what is served, for whom and where."""
+    console = make_console()
+    table = Table("role", "server")
+    for engine in named:
+        table.add_row(engine.role, without_credentials(engine.url))
+    if named:
+        console.print(table)
+    if file is not None:
+        console.print(f"more servers: as {file} says", style="dim")
+    if not named and file is None:
+        console.print("no servers yet: see kvferry router add --help", style="dim")
+    if settings.operator_key is None:
+        console.print("its servers are fixed: no KVFERRY_OPERATOR_KEY is set", style="dim")
+    first = "prefill" if settings.model_folder else "decode (give --tokenizer to have prefill's)"
+    if settings.at_once:
+        first = "decode, where both servers get a prompt at once"
+    console.print(f"first token: from {first}", style="dim")
+    console.print(f"OpenAI API at [bold]http://{settings.host}:{port}/v1[/] (Ctrl-C stops it)")
+    console.print(f"the cluster at http://{settings.host}:{port}/kvferry", style="dim")
+
+
+def _key(file: Path | None, *, signs: bool) -> bytes | None:
+    """The cluster key.
+
+    Raises:
+        ConfigError: the file cannot be read, or the key is too short.
+        typer.BadParameter: nothing is to be signed with it.
+    """
+    if file is None:
+        return None
+    if not signs:
+        raise typer.BadParameter(
+            "it signs what both servers are sent at once: give --at-once, or leave it out",
+            param_hint="--cluster-key-file",
+        )
+    return PullConfig(cluster_key_file=str(file)).key()
 
 
 def _set_up_logs(*, explain: bool) -> None:

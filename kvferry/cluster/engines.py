@@ -175,6 +175,8 @@ class Engine:
     """What it told of itself, or an operator of it."""
     at_once: bool = False
     """Whether it can be sent a request at the same time as the other engine of a pair."""
+    is_ours: bool = False
+    """Whether it told that it is an engine of ours, and no foreign one."""
     pace: Pace = field(default_factory=Pace)
     """How fast it was seen to be."""
     sent: SentPrompts = field(default_factory=SentPrompts)
@@ -329,7 +331,9 @@ class Engine:
         self.drain = drain
         if health.control and _is_place(health.control):
             self.control = health.control
-        self.at_once = health.at_once
+        self.is_ours = health.kv_role is not None
+        # A foreign one tells nothing; an operator has named its channel, which only kvferry has.
+        self.at_once = health.at_once or (not self.is_ours and bool(self.control))
         if health.kv_role is not None:  # it is one of ours, and tells all that there is
             self.kv_role, self.kv_events = health.kv_role, health.kv_events
         self.silent_peers = tuple(

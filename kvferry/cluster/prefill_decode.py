@@ -16,8 +16,8 @@ itself, and whoever computes may first load what a third engine lends of its cac
 With ``at_once`` both engines get the prompt at the same time, with a transfer that the router has
 signed, for which the decode engine asks the prefill engine. Both draw the first token; the one that
 comes first is passed on, and where the decode engine then draws another the router goes on from
-there in turn. Where each would draw what it likes (a temperature without a seed), the decode
-engine's tokens alone count.
+there in turn. Where each would draw what it likes (a temperature without a seed), and where the
+prefill engine is a foreign one, the decode engine's tokens alone count.
 
 :class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
 more than this router does: tools, structured output, log probabilities. Such a body is not taken
@@ -447,7 +447,8 @@ class PrefillDecode:
         lender: Engine | None,
     ) -> None:
         """The prompt is computed, and the first token is told unless the decode engine has drawn
-        it, or may draw another.
+        it, or may draw another. A foreign engine's never is: vLLM may leave the prompt's last token
+        to the decode engine.
         """
         asks = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
         with ExitStack() as borrowed:
@@ -468,7 +469,7 @@ class PrefillDecode:
                 else:
                     raise
                 raise _StartAgainError from error
-        if request.is_determined and not request.drawn:
+        if prefill.is_ours and request.is_determined and not request.drawn:
             ended = _take_first(reply, request)
             told.put_nowait(reply)
             if ended:

@@ -9,7 +9,7 @@ to be lent.
 import hmac
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,11 @@ class Lender:
     def lends_prefixes(self) -> bool:
         """Whether any cached prefix is lent."""
         return bool(self._prefixes)
+
+    @property
+    def prompts(self) -> Collection[str]:
+        """Requests of which :meth:`grow` must be shown every part."""
+        return self._prompts.keys()
 
     @property
     def is_mirroring(self) -> bool:

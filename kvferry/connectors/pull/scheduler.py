@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -649,7 +649,14 @@ class PullScheduler(SchedulerConnector):
         self._sweep()
         if self._growing:
             self._read_on()
-        return self._step is not None or self._sources.has_news
+        return self._step is not None or self._sources.has_news or bool(self._lender.prompts)
+
+    @property
+    def shown_prompts(self) -> Collection[str]:
+        """Requests of which :meth:`build_connector_meta` must be shown every part, as they are lent
+        while they are computed. It may be shown no others.
+        """
+        return self._lender.prompts
 
     @property
     def _news(self) -> PullMetadata:

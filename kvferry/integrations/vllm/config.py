@@ -42,11 +42,6 @@ def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorCo
             "adapter serves 1: vLLM names the ranks of one stage to a connector by their TP rank "
             "alone"
         )
-    if extra.early_load != "off":
-        raise ConfigError(
-            f"early_load: {extra.early_load!r}, but inside vLLM a prompt is loaded when it is "
-            "whole; delete the key"
-        )
     config = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role=theirs.kv_role,

@@ -16,7 +16,7 @@ Methods of vLLM's API that are left to its base classes, and why:
 | `set_host_xfer_buffer_ops` | caches are read where they are |
 | `finish_forward` | nothing is saved during the forward pass |
 | `reset_capture_state` | nothing happens inside a captured graph |
-| `handle_preemptions` | only ended requests lend blocks |
+| `handle_preemptions` | the scheduler half revokes what preempted prompts lend |
 | `get_kv_connector_kv_cache_events` | the connector keeps no cache |
 | `get_external_cache_hit_sources` | the class attribute `_cache_hit_source` says it: a peer |
 | `register_finished_partial_tail` | it is for stores that keep partial blocks by hash |

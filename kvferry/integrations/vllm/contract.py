@@ -90,6 +90,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "max_tokens",
         "mm_features",
         "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
         "prompt_embeds",
@@ -125,6 +126,19 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "block_size",
         "num_cached_block",
         "req_to_blocks",
+    ),
+    # Steps.
+    "vllm.v1.core.sched.output:SchedulerOutput": (
+        "finished_req_ids",
+        "num_scheduled_tokens",
+        "scheduled_cached_reqs",
+        "scheduled_new_reqs",
+    ),
+    "vllm.v1.core.sched.output:NewRequestData": ("block_ids", "num_computed_tokens", "req_id"),
+    "vllm.v1.core.sched.output:CachedRequestData": (
+        "new_block_ids",
+        "num_computed_tokens",
+        "req_ids",
     ),
     # KV caches.
     "vllm.v1.kv_cache_interface:KVCacheConfig": (

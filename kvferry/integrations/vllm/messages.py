@@ -51,6 +51,8 @@ class StepReport(KVConnectorWorkerMetadata):
     """Request id → (bytes in place, bytes in all)."""
     failed: set[str] = field(default_factory=set)
     """Requests whose load failed on a rank; vLLM counts on when every rank is done with it."""
+    written: dict[str, dict[int, int]] = field(default_factory=dict)
+    """See :attr:`kvferry.connectors.base.KVConnectorOutput.written`."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """This report and that of another rank."""
@@ -59,4 +61,9 @@ class StepReport(KVConnectorWorkerMetadata):
         for request_id, (done, total) in other.progress.items():
             before = progress.get(request_id, (0, 0))
             progress[request_id] = (before[0] + done, before[1] + total)
-        return StepReport(self.records + other.records, progress, self.failed | other.failed)
+        written = {lease_id: dict(ranks) for lease_id, ranks in self.written.items()}
+        for lease_id, ranks in other.written.items():
+            written.setdefault(lease_id, {}).update(ranks)
+        return StepReport(
+            self.records + other.records, progress, self.failed | other.failed, written
+        )

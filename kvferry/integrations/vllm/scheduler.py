@@ -18,7 +18,7 @@ from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.content import ContentKeys
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
 from kvferry.integrations.vllm.stats import LoadStats
-from kvferry.integrations.vllm.views import BlocksView, RequestView
+from kvferry.integrations.vllm.views import BlocksView, Prompts, RequestView
 from kvferry.integrations.vllm.weights import EngineWeights
 from kvferry.topology import GroupGeometry
 
@@ -50,6 +50,7 @@ class SchedulerHalf:
         self._config, self._extra = transfer_config(vllm_config)
         self._recompute = self._config.kv_load_failure_policy == "recompute"
         self._groups: tuple[CacheGroup, ...] = ()
+        self._prompts = Prompts(())
         self._pull: PullScheduler | None = None
         self._has_windows = False
         self._has_states = False
@@ -142,11 +143,12 @@ class SchedulerHalf:
                     "same model"
                 )
         self._groups = first.groups
+        self._prompts = Prompts(first.groups)
         weights = self._weights.open()
         if self._extra.weights_check != "config":
             self._content.weights = weights
         context = ConnectorContext(
-            shows_steps=False,
+            shows_steps=self._shows_steps(),
             config=self._config,
             extra=self._extra,
             incarnation=first.incarnation,
@@ -167,6 +169,27 @@ class SchedulerHalf:
         logger.info(
             "engine %s listens on %s:%d", self._config.engine_id, self._extra.host, self._pull.port
         )
+
+    def _shows_steps(self) -> bool:
+        """Whether a report of a step means that its tokens are written, so that prompts can be lent
+        while they are computed.
+        """
+        for reason, is_so in (
+            # The device may still compute when its worker reports.
+            ("the KV cache is on a device", not compat.computes_on_host()),
+            # What drafts them computes its own KV after the report.
+            (
+                "tokens are drafted (speculative_config)",
+                self._vllm_config.speculative_config is not None,
+            ),
+            # It may say after a step that what it brought for the step was never there.
+            ("there is another connector beside kvferry's", bool(self._beside)),
+        ):
+            if is_so:
+                if self._config.is_producer:
+                    logger.info("prompts are lent once they are whole: %s", reason)
+                return False
+        return True
 
     @property
     def pull(self) -> PullScheduler:
@@ -250,6 +273,8 @@ class SchedulerHalf:
             self.pull.on_new_request(self._view(request))
         except KVFerryError as error:
             self._refuse(request, error)
+        if request.request_id in self.pull.shown_prompts:
+            self._prompts.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -349,8 +374,6 @@ class SchedulerHalf:
         if num_external_tokens and refused is None:
             self._loaded[request.request_id] = request
             self._beside.will_write(ids for table in blocks.get_block_ids() for ids in table)
-            if self._leaves_out:
-                self._leave_blocks_out(view)
 
     def _last_loaded_block(self, request: Any, blocks: Any) -> int:
         """Which of vLLM's blocks holds the last token of a load, in the first KV cache group."""
@@ -361,7 +384,7 @@ class SchedulerHalf:
         return block
 
     def _leave_blocks_out(self, request: RequestView) -> None:
-        """Keeps what a load does not fill from vLLM's prefix cache.
+        """Keeps what a load that has ended did not fill from vLLM's prefix cache.
 
         Where a window begins inside a block of ours, the source may have freed the tokens before
         it; and where the source has a window and we keep all tokens, most were never there.
@@ -384,6 +407,7 @@ class SchedulerHalf:
         self._loaded.pop(request.request_id, None)
         self._without_blocks.discard(request.request_id)
         self._overtaken.discard(request.request_id)
+        self._prompts.forget(request.request_id)
         self._beside.request_finished(request.request_id)
         tables = tuple(group.block_ids(block_ids) for group in self._groups)
         view = self._view(request)
@@ -402,6 +426,8 @@ class SchedulerHalf:
         has_news = pull.has_news()
         if not has_news and not self._refused_now:
             return _NOTHING
+        if shown := pull.shown_prompts:
+            scheduler_output = self._prompts.show(scheduler_output, shown)
         news = pull.build_connector_meta(scheduler_output) if has_news else None
         refused, self._refused_now = self._refused_now, {}
         return StepMetadata(news, refused)
@@ -423,8 +449,12 @@ class SchedulerHalf:
                 failed_recving=failed,
                 transfer_records=report.records,
                 transfer_progress=report.progress,
+                written=report.written,
             )
         )
+        if self._leaves_out:
+            for request_id in (finished - failed) & self._loaded.keys():
+                self._leave_blocks_out(self._view(self._loaded[request_id]))
         overtaken = self._overtaken & finished
         self._overtaken -= overtaken
         for request_id in overtaken - failed:

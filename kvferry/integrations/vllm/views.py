@@ -1,6 +1,7 @@
-"""vLLM's requests and blocks in the shape in which our scheduler half looks at them."""
+"""vLLM's requests, blocks and steps in the shape in which our scheduler half looks at them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.integrations.vllm.caches import CacheGroup
@@ -87,3 +88,108 @@ class BlocksView:
         """The whole block tables, one per group of ours."""
         tables = self._blocks.get_block_ids()
         return tuple(group.block_ids(tables) for group in self._groups)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledPrompt:
+    """A part of a prompt as a :class:`kvferry.connectors.base.ScheduledRequestView`."""
+
+    request_id: str
+    first_position: int
+    block_ids: tuple[list[int], ...]
+    num_new_blocks: tuple[int, ...]
+    resumed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What a step computes of some prompts, a :class:`kvferry.connectors.base.SchedulerOutputView`.
+
+    The other requests of the step are left out.
+    """
+
+    requests: list[ScheduledPrompt]
+    finished_req_ids: set[str]
+    preempted_req_ids: set[str]
+    num_scheduled_tokens: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    request: Any
+    tables: tuple[list[int], ...] = ()
+    """vLLM's block tables, as far as its steps have told of them."""
+
+
+class Prompts:
+    """The prompts of which every step is shown, because they are lent while they are computed.
+
+    A step of vLLM's tells of new blocks only, and not in every release of preemptions outside of
+    it, so both are followed here.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup]) -> None:
+        self._groups = groups
+        self._prompts: dict[str, _Prompt] = {}
+
+    def add(self, request: Any) -> None:
+        """A new request has such a prompt."""
+        self._prompts[request.request_id] = _Prompt(request)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended. Unknown ones are ignored."""
+        self._prompts.pop(request_id, None)
+
+    def show(self, scheduler_output: Any, wanted: Collection[str]) -> StepView:
+        """What a step computes of the wanted prompts. To be called in each step while there are
+        any.
+        """
+        known = self._prompts
+        preempted = {name for name in wanted if known[name].request.num_preemptions}
+        parts = []
+        for name, position, new, is_whole in _parts(scheduler_output):
+            if name not in wanted or name in preempted:
+                continue
+            prompt = known[name]
+            before = self._tables(prompt)
+            if is_whole:
+                prompt.tables = tuple(list(ids) for ids in new)
+            else:
+                for table, ids in zip(prompt.tables, new, strict=False):  # none: no new ones
+                    table.extend(ids)
+            tables = self._tables(prompt)
+            parts.append(
+                ScheduledPrompt(
+                    request_id=name,
+                    first_position=position,
+                    block_ids=tables,
+                    num_new_blocks=tuple(
+                        len(now) - len(then) for now, then in zip(tables, before, strict=True)
+                    ),
+                    resumed=False,  # whoever was preempted is not looked at any more
+                )
+            )
+        return StepView(
+            parts,
+            scheduler_output.finished_req_ids,
+            preempted,
+            scheduler_output.num_scheduled_tokens,
+        )
+
+    def _tables(self, prompt: _Prompt) -> tuple[list[int], ...]:
+        """The block tables, one per group of ours."""
+        if not prompt.tables:
+            return tuple([] for _ in self._groups)
+        return tuple(group.block_ids(prompt.tables) for group in self._groups)
+
+
+def _parts(scheduler_output: Any) -> Iterator[tuple[str, int, Sequence[Sequence[int]], bool]]:
+    """Each request of a step: its id, the position of its first token, its new blocks, and whether
+    these are all that it has.
+    """
+    for new in scheduler_output.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, new.block_ids, True
+    cached = scheduler_output.scheduled_cached_reqs
+    each = zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+    for name, position, blocks in each:
+        yield name, position, blocks or (), False

@@ -55,6 +55,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._records: list[TransferRecord] = []
         self._progress: dict[str, tuple[int, int]] = {}
+        self._written: dict[str, dict[int, int]] = {}
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         """Whether vLLM finds a request by a block of its: it looks in one KV cache group only."""
         self._first_blocks: dict[str, int] = {}
@@ -163,6 +164,7 @@ class WorkerHalf:
         output = self.pull.get_transfer_results(finished_req_ids)
         self._num_loading -= len(output.finished_recving)
         self._records, self._progress = output.transfer_records, output.transfer_progress
+        self._written = output.written
         refused, self._refused = self._refused, set()
         output.finished_recving |= refused
         output.failed_recving |= refused
@@ -197,10 +199,10 @@ class WorkerHalf:
 
     def take_report(self) -> StepReport | None:
         """What else the scheduler half wants to know of this step."""
-        if not self._records and not self._progress and not self._failed:
+        if not (self._records or self._progress or self._failed or self._written):
             return None
-        report = StepReport(self._records, self._progress, self._failed)
-        self._records, self._progress, self._failed = [], {}, set()
+        report = StepReport(self._records, self._progress, self._failed, self._written)
+        self._records, self._progress, self._failed, self._written = [], {}, set(), {}
         return report
 
     def close(self) -> None:

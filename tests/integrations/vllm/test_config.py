@@ -51,11 +51,6 @@ def test_prefill_context_parallelism_is_refused():
         transfer_config(engine(pcp=2))
 
 
-def test_loads_that_begin_early_are_refused():
-    with pytest.raises(ConfigError, match="early_load: 'late', but inside vLLM"):
-        transfer_config(engine({"early_load": "late"}))
-
-
 def test_what_vllm_says_is_kept():
     config, extra = transfer_config(engine({"lease_duration_s": 60}))
     assert (config.engine_id, config.kv_role) == ("decode", "kv_consumer")

@@ -1,0 +1,156 @@
+"""Real vLLM servers of unequal blocks that get a request at once: decode reads the prompt while
+prefill computes it, in chunks."""
+
+import random
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.vllm_servers.client import complete, stream
+from benchmarks.vllm_servers.connectors import KVFerry
+from benchmarks.vllm_servers.models import hybrid_model, tiny_model
+from benchmarks.vllm_servers.pair import Shape
+from kvferry.control.client import ControlClient
+from kvferry.control.options import ControlOptions
+from kvferry.control.tickets import Transfer
+from kvferry.control.timeline import gather
+
+pytestmark = pytest.mark.slow
+
+KEY = "a key of the whole cluster"
+CHUNK = ("--max-num-batched-tokens", "128")
+LENGTHS = (5, 127, 129, 300, 1000, 1900)
+WAIT_S = 600.0
+CASES = {
+    "now": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "now"),
+    "late": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "late"),
+    "off": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "off"),
+    "now, pp 2 to tp 2": (
+        tiny_model,
+        Shape(64, pp=2, arguments=CHUNK),
+        Shape(128, tp=2),
+        "now",
+    ),
+    "now, hybrid": (hybrid_model, Shape(64, arguments=CHUNK), Shape(128), "now"),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(case):
+    return CASES[case][0]()
+
+
+@pytest.fixture(scope="module")
+def pair(case, model, start_pair):
+    _, prefill, decode, mode = CASES[case]
+    connector = KVFerry(extra={"cluster_key": KEY, "early_load": mode})
+    with start_pair(model, prefill, decode, connector) as pair:
+        yield pair
+
+
+@pytest.fixture
+def clients():
+    with ThreadPoolExecutor(8) as clients:
+        yield clients
+
+
+@pytest.fixture
+def prompt_of(model, request):
+    """``prompt_of(length)``: random tokens, other ones in every test."""
+    draw = random.Random(request.node.name)
+    return lambda length: [draw.randrange(8, model.vocab_size) for _ in range(length)]
+
+
+def control(server):
+    return f"127.0.0.1:{server.options.transfer['kv_port']}"
+
+
+def send(pair, prompt, clients, request_id=None):
+    """The request at both servers; the futures of their answers."""
+    transfer = Transfer.begin(control(pair.prefill), KEY.encode()).text
+    lent = {"do_remote_decode": True, "do_remote_prefill": False, "transfer": transfer}
+    loaded = {"do_remote_prefill": True, "transfer": transfer}
+    ask = {"request_id": request_id, "timeout_s": WAIT_S}
+    return (
+        clients.submit(complete, pair.prefill.url, prompt, 1, kv_transfer_params=lent, **ask),
+        clients.submit(complete, pair.decode.url, prompt, 16, kv_transfer_params=loaded, **ask),
+    )
+
+
+def answers(pair, prompt, clients, request_id=None):
+    both = send(pair, prompt, clients, request_id)
+    _, answer = [future.result(WAIT_S) for future in both]
+    return answer.tokens
+
+
+def spans(pair, request_id):
+    """When prefill computed a prompt, and when decode's ranks read it: each from and to."""
+    options = ControlOptions(request_timeout_s=WAIT_S)
+    with ControlClient(engine_id="test", incarnation="test", options=options) as client:
+        told = gather(client, [control(pair.prefill), control(pair.decode)], request_id)
+    parts = [part for engine in told for request in engine.requests for part in request.parts]
+    found = {}
+    for name in ("prefill", "read"):
+        times = [(part.started, part.started + part.seconds) for part in parts if part.name == name]
+        found[name] = min(first for first, _ in times), max(last for _, last in times)
+    return found["prefill"], found["read"]
+
+
+def test_the_tokens_of_a_single_server_come_out_and_the_prompt_from_outside(
+    pair, model, reference, prompt_of, clients
+):
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        before = pair.external_tokens()
+        assert answers(pair, prompt, clients) == reference.tokens(model, prompt), length
+        assert pair.external_tokens() - before == length - 1
+    assert pair.idle()
+
+
+def test_the_prompt_is_read_while_it_is_computed(case, pair, prompt_of, clients):
+    """A machine may be so busy that decode asks too late, so it is tried until it is seen."""
+    if CASES[case][3] != "now":
+        pytest.skip("only with `now` is it sure to begin early")
+    for _ in range(200):
+        request_id = uuid.uuid4().hex
+        answers(pair, prompt_of(1900), clients, request_id)
+        computed, read = spans(pair, request_id)
+        if read[0] < sum(computed) / 2:
+            return
+    raise AssertionError("no load began in the first half of its prefill")
+
+
+def test_many_at_once(pair, model, reference, prompt_of, clients):
+    prompts = [prompt_of(length) for length in (40, 700, 1300, 90, 500, 1700, 260, 1100)]
+    expected = [reference.tokens(model, prompt) for prompt in prompts]
+    both = [send(pair, prompt, clients) for prompt in prompts[:4]]
+    found = [answer.result(WAIT_S).tokens for _, answer in both]
+    both = [send(pair, prompt, clients) for prompt in prompts[4:]]
+    found += [answer.result(WAIT_S).tokens for _, answer in both]
+    assert found == expected
+    assert pair.idle()
+
+
+def test_behind_our_router(pair, model, reference, prompt_of, start_router, clients, tmp_path):
+    key = tmp_path / "cluster.key"
+    key.write_text(KEY)
+    arguments = ["--at-once", "--cluster-key-file", str(key), "--tokenizer", str(model.folder)]
+    for server in (pair.prefill, pair.decode):
+        arguments += ["--control", control(server)]
+    prompts = [prompt_of(length) for length in LENGTHS]
+    expected = [reference.tokens(model, prompt) for prompt in prompts]
+    with start_router(pair, *arguments) as url:
+        before = pair.external_tokens()
+        asked = [clients.submit(complete, url, prompt, 16) for prompt in prompts]
+        assert [answer.result(WAIT_S).tokens for answer in asked] == expected
+        asked = [clients.submit(stream, url, prompt, 16) for prompt in prompts]
+        assert [answer.result(WAIT_S)[1] for answer in asked] == expected
+    # Decode computed nothing but last tokens, each time.
+    assert pair.external_tokens() - before >= sum(len(prompt) - 1 for prompt in prompts)
+    assert pair.idle()
