@@ -1,18 +1,25 @@
 """Prefill and decode engine get a request at the same time (``at_once``)."""
 
+import asyncio
 import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import msgspec
 import pytest
 import torch
 
+from kvferry.cluster.engines import Engine, EngineDownError, Reply
 from kvferry.cluster.launcher import Cluster
+from kvferry.cluster.members import EnginePool
+from kvferry.cluster.openai import ApiError, parse_completion
+from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest, _StartAgainError
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.control.client import fetch_status
 from kvferry.control.tickets import read_transfer
+from kvferry.control.tracing import RequestSpan
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketForgedError
@@ -235,6 +242,81 @@ def test_a_client_that_goes_away_ends_both(at_once):
     )
     assert all(engine.aborted.wait(WAIT_S) for engine in setup.engines)
     until(lambda: setup.prefill[0].taken_back)
+
+
+# ---- what one engine has drawn beside the other's error ------------------------------------------
+
+
+class PlayedEngine(Engine):
+    """Says one thing once its gate opens, without another wait."""
+
+    def __init__(self, name, says):
+        super().__init__(name, f"http://{name}", "decode", None, control=CONTROL)
+        self.healthy = self.at_once = True
+        self.says, self.gate, self.is_asked = says, asyncio.Event(), False
+
+    async def complete(self, body, request_id, span):
+        self.is_asked = True
+        await self.gate.wait()
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    async def stream(self, body, request_id, span):
+        yield await self.complete(body, request_id, span)
+        await asyncio.Event().wait()
+
+    def take_back(self, kv_transfer_params, request_id):
+        pass
+
+
+def one_token(finish_reason):
+    choice = {"token_ids": [7], "finish_reason": finish_reason}
+    return msgspec.convert({"choices": [choice]}, Reply)
+
+
+FAILURES = {
+    "prefill": EngineDownError("prefill", "it went away", reached=True),
+    "decode": ApiError(500, "it has failed"),
+}
+
+
+@pytest.mark.parametrize("fails", FAILURES)
+def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
+    """Whoever goes on takes it for told: it stands in ``drawn``."""
+
+    async def play():
+        says = {"prefill": one_token("length"), "decode": one_token(None)}
+        says[fails] = FAILURES[fails]
+        prefill, decode = both = [PlayedEngine(name, said) for name, said in says.items()]
+        pools = [EnginePool("prefill", 60.0, engines=[prefill])]
+        pools.append(EnginePool("decode", 60.0, engines=[decode]))
+        generation = parse_completion({"prompt": [1, 2], "max_tokens": 5, "temperature": 0})
+        request = TokenRequest(
+            request_id="r",
+            died=set(),
+            span=RequestSpan(None, "request", ""),
+            prompt=(1, 2),
+            sampling=generation.sampling,
+            generation=generation,
+        )
+        replies = PrefillDecode(*pools, at_once=True)._both(request, prefill, decode)
+        told = []
+
+        async def consume():
+            async for reply in replies:
+                told.extend(reply.token_ids)
+
+        client = asyncio.create_task(consume())
+        while not all(engine.is_asked for engine in both):
+            await asyncio.sleep(0)
+        for engine in sorted(both, key=lambda engine: engine.name != fails):
+            engine.gate.set()  # it speaks before anybody has heard the other
+        with pytest.raises((ApiError, _StartAgainError)):
+            await client
+        return told, request.drawn
+
+    assert asyncio.run(play()) == ([7], [7])
 
 
 # ---- reference engines of unequal shapes ---------------------------------------------------------

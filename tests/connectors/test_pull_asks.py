@@ -248,6 +248,40 @@ def test_a_source_that_does_not_get_the_request_is_named_after_a_while(source, o
     )
 
 
+def test_a_source_that_has_forgotten_the_request_is_named_after_a_while(
+    source, open_engine, begin, soon
+):
+    target = open_engine("d", TARGET, handshake_timeout_s=0.2)
+    transfer = begin()
+    source.add("r", TOKENS, lends(transfer))
+    request = target.add("r", TOKENS, loads(transfer))
+    sources = target.scheduler._sources
+    pending = target.scheduler._asks["r"]
+    run([target], lambda: pending.incarnation, timeout_s=WAIT_S, what="the source to know it")
+    assert sources._asks.is_waiting
+    # It said that it will lend nothing, to nobody; and longer ago than it remembers.
+    source.scheduler._server.asks._known.clear()
+    run([target], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
+    assert "did not get request 'r'" in str(request.error)
+
+
+def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
+    """The simulation has the whole of it; this is the arithmetic."""
+    pulled = target.scheduler
+    waiting, now = pulled._sources._asks, pulled._clock()
+    target.add("r", TOKENS, loads(begin()))
+    pending = pulled._asks["r"]
+    with pulled._sources._lock:
+        pending.looked, pending.deadline = now, now + 30.0
+        for seconds, owes in ((100.0, True), (129.0, False)):
+            waiting.expire(now + seconds, lambda _, owes=owes: owes)
+            assert pending.deadline - now == pytest.approx(130.0)
+            assert pending.error is None
+        pending.is_asked = False
+        waiting.expire(now + 131.0, lambda _: False)
+    assert isinstance(pending.error, PeerLostError)
+
+
 def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, begin):
     transfer = begin()
     request = target.add("r", range(50, 71), loads(transfer))

@@ -27,7 +27,10 @@ class PendingTicket:
     record: RequestRecord
     """What is told of the request."""
     deadline: float
-    """Clock reading by which the source must know of the request; infinite once it does."""
+    """Clock reading by which the source must know of the request; infinite once it does. Time in
+    which it owes us an answer, and nothing else is wrong with it, is not charged."""
+    looked: float
+    """Clock reading of the last look at that."""
     next_ask: float = 0.0
     """Clock reading of the next ask."""
     is_asked: bool = False
@@ -93,8 +96,9 @@ class Asks:
                 f"transfer: {transfer.transfer_id} was brought by request {other.request_id!r}, "
                 f"now request {record.request_id!r} brings it again; each serves one request"
             )
-        deadline = self._clock() + self._patience_s
-        pending = PendingTicket(record.request_id, transfer, record, deadline)
+        now = self._clock()
+        deadline = now + self._patience_s
+        pending = PendingTicket(record.request_id, transfer, record, deadline, now)
         self._waiting[transfer.transfer_id] = pending
         return pending
 
@@ -155,10 +159,18 @@ class Asks:
         if one.is_settled:
             del self._waiting[name]
 
-    def expire(self, now: float) -> None:
-        """Ends the waits that have lasted too long."""
+    def expire(self, now: float, is_slow: Callable[[PendingTicket], bool]) -> None:
+        """Ends the waits that have lasted too long.
+
+        Args:
+            now: clock reading.
+            is_slow: whether the source owes us an answer, and nothing else is wrong with it.
+        """
         for one in list(self._waiting.values()):
-            if now >= one.deadline and not one.is_asked:
+            passed, one.looked = now - one.looked, now
+            if is_slow(one):
+                one.deadline += passed
+            elif now >= one.deadline and not one.is_asked:
                 self.fail(
                     one,
                     PeerLostError(
@@ -194,8 +206,11 @@ class Asks:
             now, error = self._clock(), future.exception()
             if error is None:
                 one.next_ask = now + ASK_AGAIN_S
-                if future.result().state is AskState.COMING:
+                state = future.result().state
+                if state is AskState.COMING:
                     one.incarnation = incarnation
+                elif state is AskState.UNKNOWN and one.deadline == float("inf"):
+                    one.deadline = now + self._patience_s  # it had it, and has forgotten its end
                 self.told(one.transfer.address, future.result())
                 self._on_answer(one.transfer.address, None)
                 return

@@ -660,9 +660,10 @@ class Sources:
             self._fail(load, error)
 
     def _expire(self, now: float) -> None:
-        if self._thread.awake_s < self._handshake_timeout_s:
-            return  # we have not run: answers may have come since
-        self._asks.expire(now)
+        has_run = self._thread.awake_s >= self._handshake_timeout_s
+        self._asks.expire(now, lambda pending: not has_run or self._owes_answer(pending))
+        if not has_run:
+            return  # answers may have come since
         for load in self._loads.values():
             source = load.source
             if load.error is not None or not load.awaits_source or now < load.deadline:
@@ -678,6 +679,12 @@ class Sources:
                 ),
             )
             self._note_silence(source, load.ticket.incarnation)
+
+    def _owes_answer(self, pending: PendingTicket) -> bool:
+        """Whether a source is asked for a ticket, or asked to know us, and all is well so far."""
+        source = self._sources[pending.transfer.address]
+        is_asked = pending.is_asked or source.handshake is not None
+        return is_asked and source.error is None
 
     def _note_end(self, source: Source, asking: list[Load]) -> None:
         """Where the source's process has ended, nobody waits for what it lent before that."""

@@ -3,6 +3,7 @@
 Each has the name of the invariant that must find it.
 """
 
+import math
 from concurrent.futures import Future
 from typing import ClassVar, TypeAlias
 
@@ -16,9 +17,9 @@ from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import Connection
 from kvferry.control.leases import Lease, LeaseOutcome, LeaseTable
-from kvferry.control.messages import FinishAnswer
+from kvferry.control.messages import AskState, FinishAnswer
 from kvferry.control.server import ControlService
-from kvferry.control.tickets import SeenTickets
+from kvferry.control.tickets import SeenTickets, sign
 from kvferry.errors import PeerLostError
 from tests.control.simulation.play import SLOWNESS
 from tests.control.simulation.shapes import Build
@@ -138,6 +139,13 @@ class PublishesTheFastestRank(LeaseTable):
         return tokens if tokens < base.num_tokens else None
 
 
+class ConfirmsParts(LeaseTable):
+    """A lease of which a part is written is confirmed."""
+
+    def _is_whole(self, entry):
+        return True
+
+
 class NeverExpires(LeaseTable):
     """A lease that nobody took is kept for ever."""
 
@@ -188,6 +196,26 @@ class KeepsLeasesAtRestart(ControlService):
 
     def set_description(self, description):
         super().set_description(msgspec.structs.replace(description, incarnation=self.incarnation))
+
+
+class AnswersWithTheLastTicket(ControlService):
+    """Who asks for what is lent is given the ticket of what was lent last."""
+
+    def lend(self, transfer, ticket):
+        super().lend(transfer, ticket)
+        self.last = self.asks.lend(transfer.transfer_id, sign(ticket, self._cluster_key))[1].ticket
+
+    def _answer_ask(self, request, connection):
+        answer = super()._answer_ask(request, connection)
+        is_lent = answer.state is AskState.LENT
+        return msgspec.structs.replace(answer, ticket=self.last) if is_lent else answer
+
+
+class KeepsWhatIsPreempted(ControlService):
+    """The lease of a prompt that is preempted or aborted is not revoked."""
+
+    def revoke(self, lease_ids):
+        pass
 
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -276,6 +304,48 @@ class TakesSlowForUnreachable(Sources):
                 self._fail(load, PeerLostError("no answer in time"))
 
 
+class ForgetsDroppedAsks(Sources):
+    """A ticket that comes when nobody wants it any more is not given back."""
+
+    def drop_ask(self, pending, give_back):
+        super().drop_ask(pending, lambda _ticket: None)
+
+
+class AsksOnce(Sources):
+    """A source is asked for a ticket, and not again."""
+
+    def _send_asks(self, source, now):
+        for pending in self._asks._of(source.address):
+            pending.next_ask = math.inf if pending.next_ask else 0.0
+        super()._send_asks(source, now)
+
+
+class ChargesWhoOwesAnAnswer(Sources):
+    """A source that does not get to answer has as long as one that has not got the request."""
+
+    def _owes_answer(self, pending):
+        return False
+
+
+class LeavesTheRevokedToTheConfirm(Sources):
+    """A load whose lease is lost goes on, also where it waits for more to read."""
+
+    def _give_up(self, load, error):
+        load.next_renewal = math.inf
+        if load.state is not LoadState.LOADING:
+            self._fail(load, error)
+
+
+class EndsAfterAPart(Loads):
+    """The first part of a load is taken for all of it."""
+
+    def _read(self, load, peer):
+        super()._read(load, peer)
+        if load.transfers:
+            load.is_all_begun = True
+            self._look(load)
+
+
 class ReportsWithANewNonce(Loads):
     """A Finish is repeated as another report."""
 
@@ -299,6 +369,17 @@ class TakesTicketsTwice(PullScheduler):
     def on_new_request(self, request):
         self._tickets._seen = SeenTickets()
         super().on_new_request(request)
+
+
+class PublishesWhatIsPlanned(PullScheduler):
+    """What a step will write is published before the ranks have written it."""
+
+    def build_connector_meta(self, scheduler_output):
+        step = super().build_connector_meta(scheduler_output)
+        for lease_id, num_tokens in step.writes.items():
+            for rank in range(self._context.world_size):
+                self._server.written(lease_id, rank, num_tokens)
+        return step
 
 
 class CountsReportsOfRanks(KVOutputAggregator):
@@ -331,6 +412,8 @@ _HEALED = "once all is well, loads succeed"
 _ENDS = "every load and every lease ends"
 _HELD = "a load counts only when its source said held"
 _STRANGER = "a stranger is not believed"
+_PART = "a part is never confirmed"
+_REVOKED = "a revoked lease is never confirmed"
 _SHARED = "a shared lease is kept while it is read"
 
 Found: TypeAlias = tuple[str, tuple[str, ...]]
@@ -344,7 +427,15 @@ DEFECTS: dict[Build, Found] = {
     Build(table=SweepsTwice): ("a block is freed once", ("twin",)),
     Build(table=FreesAfterTheFirstTaker): (_SHARED, ()),
     Build(table=KeepsClaimsOnWhatIsFreed): (_FREED, ()),
-    Build(table=PublishesTheFastestRank): ("no load counts that read other blocks", ()),
+    Build(table=PublishesTheFastestRank): (_PART, ()),
+    Build(table=ConfirmsParts, loads=EndsAfterAPart): (_PART, ()),
+    Build(scheduler=PublishesWhatIsPlanned): ("no load counts that read other blocks", ()),
+    Build(service=KeepsWhatIsPreempted): (_REVOKED, ("preempts",)),
+    Build(sources=LeavesTheRevokedToTheConfirm): (_ENDS, ("preempts",)),
+    Build(service=AnswersWithTheLastTicket): ("an ask is answered with its own ticket", ()),
+    Build(sources=ForgetsDroppedAsks): ("what nobody wants any more is given back", ()),
+    Build(sources=AsksOnce): (_HEALED, ()),
+    Build(sources=ChargesWhoOwesAnAnswer): (_SLOW, (SLOWNESS,)),
     Build(table=NeverExpires): (_ENDS, ("restart a target",)),
     Build(table=ChargesPauses): (_SLOW, (SLOWNESS,)),
     Build(table=RefusesLateRenewals): (_SLOW, (SLOWNESS,)),

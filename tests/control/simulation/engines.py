@@ -15,11 +15,13 @@ from typing import Any
 
 from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import ConnectorContext, KVConnectorOutput
+from kvferry.control import messages
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
+from kvferry.control.messages import Asked
 from kvferry.control.options import ControlOptions
 from kvferry.control.server import LOOK_S, ControlService
-from kvferry.control.tickets import Ticket, verify
+from kvferry.control.tickets import Ticket, Transfer, verify
 from kvferry.errors import KVFerryError
 from kvferry.topology.description import (
     EngineDescription,
@@ -28,7 +30,17 @@ from kvferry.topology.description import (
 from tests.control.simulation.network import Internet, Port, SimNetwork
 from tests.control.simulation.oracle import Oracle
 from tests.control.simulation.ranks import Rank, SimTransfer
-from tests.control.simulation.shapes import KEY, MODEL, NUM_BLOCKS, Build, Pool, Shape, Want
+from tests.control.simulation.shapes import (
+    KEY,
+    MODEL,
+    NUM_BLOCKS,
+    Build,
+    Part,
+    Pool,
+    Shape,
+    Step,
+    Want,
+)
 from tests.control.simulation.world import Process, SimMailbox, World
 
 
@@ -53,6 +65,8 @@ class Cluster:
     """How often a rank repeats its report."""
     preempts: float = 0.0
     """How often a request is preempted while it is lent and still written."""
+    slowest_chunk: float = 1.0
+    """Seconds that a rank computes at most for one step."""
 
 
 @functools.cache
@@ -65,7 +79,7 @@ def watching_table(table: type[LeaseTable]) -> type[LeaseTable]:
         writers: Callable[[], Iterable[int]]
 
         def grant(self, request_id: str, num_blocks: int, **how: Any) -> Any:
-            drawn = {"shared": self.shares(), "writers": self.writers()}
+            drawn = {"shared": self.shares(), "writers": how["writers"] or self.writers()}
             return super().grant(request_id, num_blocks, **how | drawn)
 
         def sweep(self) -> list[Any]:
@@ -104,10 +118,25 @@ def listening(service: type[ControlService]) -> type[ControlService]:
     class Listening(service):  # type: ignore[valid-type, misc]
         port = 14579
         tells: Callable[[Any, str], None]
+        lends: Callable[[Transfer, Ticket], None]
+        denies: Callable[[Transfer, str], None]
+        tells_asker: Callable[[bytes, Asked], None]
 
         def _tell(self, holders: Any) -> None:
             for target, lease_id in holders:
                 self.tells(target, lease_id)
+
+        def lend(self, transfer: Transfer, ticket: Ticket) -> None:
+            self.lends(transfer, ticket)
+            super().lend(transfer, ticket)
+
+        def deny(self, transfer: Transfer, reason: str) -> None:
+            self.denies(transfer, reason)
+            super().deny(transfer, reason)
+
+        def _tell_askers(self, connections: Iterable[bytes], news: Asked) -> None:
+            for connection in connections:
+                self.tells_asker(connection, news)
 
         def close(self) -> None:
             pass
@@ -152,6 +181,8 @@ class Start:
         self._outputs: dict[int, KVConnectorOutput] = {}
         self._reported: dict[str, set[int]] = {}
         """Request id → the ranks that have reported its load."""
+        self._parts: list[Part] = []
+        """Of the step that takes place."""
         self._step_number = 0
         """The step planned last is the one that takes place."""
         self._in_step = False
@@ -181,10 +212,14 @@ class Start:
             role=context.config.kv_role,
             leases=self.table,
             options=options,
+            key=extra.key(),
             clock=clock,
         )
         self.server = server
         server.tells = lambda *news: self.process.run(0.0, partial(self._send_news, *news))
+        server.lends = self._lends
+        server.denies = self.oracle.denied
+        server.tells_asker = self._tell_asker
         self.port = Port(self.process, server, partial(self.oracle.answered, self))
         self.internet.ports[self.shape.address] = self.port
         if self.shape.lends:
@@ -209,6 +244,10 @@ class Start:
         connection = self.server.peers.connection(*target)
         self.port.tell(connection, self.server.news(target, lease_id))
 
+    def _tell_asker(self, connection: bytes, news: Asked) -> None:
+        self.oracle.asked(self, news)
+        self.process.run(0.0, partial(self.port.tell, connection, messages.encode(news)))
+
     def _look_at_leases(self) -> float:
         """As the product's server does, which looks at its ROUTER socket."""
         awake_s, peers = self._server_mailbox.awake_s, self.server.peers
@@ -216,6 +255,7 @@ class Start:
             awake_s=awake_s,
             lives=lambda target: self.internet.lives(peers.connection(*target)),
         )
+        self.server.asks.expire()
         return LOOK_S
 
     def open_client(
@@ -277,18 +317,24 @@ class Start:
             self.pool.free(blocks)
             return None
         ticket = verify(params["ticket"], KEY.encode())
-        self.oracle.lent(ticket)
-        self.lent[request_id] = ticket.lease_id
         self.wants[request_id] = want
+        self._note_lent(want, ticket)
+        return params
+
+    def _note_lent(self, want: Want, ticket: Ticket) -> None:
+        """A prompt is computed and lent."""
+        if ticket.lease_id not in self.oracle.leases:
+            self.oracle.lent(ticket)
+        self.lent[want.request_id] = ticket.lease_id
         want.outcome = "lent"
         if self.table.readable([ticket.lease_id]):
-            self._write(ticket, blocks)
-        return params
+            self._write(ticket, want.blocks)
 
     def _write(self, ticket: Ticket, blocks: list[int]) -> None:
         """The ranks are still writing what a lease that grows lends; it may be taken from them."""
         name, missing = self.pool.content[blocks[0]], set(range(self.shape.world_size))
         self.pool.fill(blocks, f"{name}, half written")
+        self.oracle.leases[ticket.lease_id].kept.unwritten = missing
         self.world.note(f"{self.incarnation} is still writing {ticket.request_id}")
 
         def write(rank: int) -> None:
@@ -311,9 +357,132 @@ class Start:
 
     def take_back(self, params: dict[str, Any]) -> None:
         """The router will not have it fetched."""
-        lease_id = verify(params["ticket"], KEY.encode()).lease_id
-        self.oracle.leases[lease_id].kept.is_taken_back = True
+        if "ticket" in params:
+            lease_ids = [verify(params["ticket"], KEY.encode()).lease_id]
+        else:
+            lease_ids = list(self.oracle.lent_as[params["transfer"].rpartition(".")[0]])
+        for lease_id in lease_ids:
+            self.oracle.leases[lease_id].kept.is_taken_back = True
         self.scheduler.take_back(params)
+
+    # ---- as a source that computes in chunks --------------------------------------------------
+
+    def compute(self, want: Want) -> None:
+        """A prompt to be computed, and lent from its first chunk on to whoever asks for it."""
+        self.world.note(f"{self.incarnation} is to compute {want.request_id}")
+        self.scheduler.on_new_request(want)  # type: ignore[arg-type]
+        want.state = "computing"
+        self.wants[want.request_id] = want
+        if not self._in_step:
+            self._plan_step(0.0)
+
+    @property
+    def _computing(self) -> list[Want]:
+        return [want for want in self.wants.values() if want.state == "computing"]
+
+    def _schedule(self) -> Step:
+        """What the next step computes, and who has lost its blocks before it."""
+        step, began = Step(), [want for want in self._computing if want.blocks]
+        for want in began:
+            if self.world.chance(self.cluster.preempts / 3):
+                self.world.note(f"{self.incarnation} preempts {want.request_id}")
+                step.preempted_req_ids.add(want.request_id)
+                self._lose_blocks(want)
+                want.num_computed_tokens, want.written = 0, {}
+        for want in self._computing:
+            if want.request_id not in step.preempted_req_ids and self._may_begin(want):
+                self._add_part(want, step)
+        return step
+
+    def _may_begin(self, want: Want) -> bool:
+        """Whether there are blocks for all of it, beside those that others will need."""
+        size = self.shape.block_size
+        need = sum(-(-w.num_tokens // size) - len(w.blocks) for w in self._computing if w.blocks)
+        need += 0 if want.blocks else -(-want.num_tokens // size)
+        return self.pool.num_held + need < NUM_BLOCKS
+
+    def _add_part(self, want: Want, step: Step) -> None:
+        start = want.num_computed_tokens
+        end = min(start + self.world.dice.randint(1, 24), want.num_tokens)
+        lacking = -(-end // self.shape.block_size) - len(want.blocks)
+        more = self.pool.take(lacking, f"{self._content(want)}, not written")
+        if more is not None:
+            want.blocks = [*want.blocks, *more]
+            step.requests.append(Part(want, start, end, (want.blocks,)))
+
+    def _content(self, want: Want) -> str:
+        return f"{self.shape.name}/{self.incarnation}/{want.request_id}"
+
+    def wrote(self, rank: int, part: Part) -> None:
+        """A rank has computed a part of a prompt."""
+        want = part.want
+        if want.state != "computing":
+            return  # it was aborted
+        want.written[rank] = part.end
+        written = min(want.written.get(each.rank, 0) for each in self.ranks)
+        is_whole = written == want.num_tokens
+        full = len(want.blocks) if is_whole else written // self.shape.block_size
+        self.pool.fill(want.blocks[:full], self._content(want))
+        if part.end == want.num_tokens and want.request_id in self.lent:
+            self.oracle.leases[self.lent[want.request_id]].kept.unwritten.discard(rank)
+
+    def _lends(self, transfer: Transfer, ticket: Ticket) -> None:
+        """The ticket of a transfer is known."""
+        self.oracle.lent_as[transfer.transfer_id].add(ticket.lease_id)
+        want = self.wants[ticket.request_id]
+        if want.state == "computing" and want.request_id not in self.lent:
+            self.oracle.lent(ticket)
+            self.lent[want.request_id] = ticket.lease_id
+            missing = {rank.rank for rank in self.ranks} - {
+                rank for rank, end in want.written.items() if end == want.num_tokens
+            }
+            self.oracle.leases[ticket.lease_id].kept.unwritten = missing
+
+    def _lose_blocks(self, want: Want) -> None:
+        """A prompt's blocks are given to others; whatever lease is on them is to be revoked."""
+        if want.request_id in self.lent:
+            lease_id = self.lent.pop(want.request_id)
+            self.oracle.leases[lease_id].kept.is_revoked = True
+            self.oracle.freed(lease_id)
+        self.pool.free(want.blocks)
+        want.blocks = []
+
+    def _step_computed(self) -> None:
+        """Every rank has done its part of a step."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            want = part.want
+            if want.state == "computing":
+                want.num_computed_tokens = part.end
+                if part.end == want.num_tokens:
+                    self._prompt_computed(want)
+
+    def _prompt_computed(self, want: Want) -> None:
+        want.finish_reason = "length"
+        early = self.lent.get(want.request_id)
+        keeps, params = self.scheduler.request_finished(want, (want.blocks,))  # type: ignore[arg-type]
+        want.state = "over"
+        if not keeps or params is None:
+            del self.wants[want.request_id]
+            self._lose_blocks(want)
+            want.outcome = "kept"
+        elif "ticket" in params:
+            self._note_lent(want, verify(params["ticket"], KEY.encode()))
+        else:
+            lease_id = self.lent[want.request_id]
+            if lease_id == early:
+                want.outcome = "lent"
+            else:
+                self._note_lent(want, self.oracle.leases[lease_id].ticket)
+
+    def _abort_prompt(self, want: Want) -> None:
+        """Its client has gone away: nothing will be lent of it."""
+        want.finish_reason, want.outcome, want.state = "abort", "aborted", "over"
+        if want.request_id in self.lent:
+            self.oracle.leases[self.lent[want.request_id]].kept.is_revoked = True
+        self.scheduler.request_finished(want, (want.blocks,))  # type: ignore[arg-type]
+        del self.wants[want.request_id]
+        self._lose_blocks(want)
 
     def _free_lent(self, request_id: str) -> None:
         if request_id in self.lent:
@@ -345,6 +514,9 @@ class Start:
         if want.state in ("running", "over") or want.is_aborted or self.is_dead:
             return
         self.world.note(f"{self.incarnation}: {want.request_id} is aborted")
+        if want.state == "computing":
+            self._abort_prompt(want)
+            return
         want.finish_reason = "abort"
         if not self.scheduler.request_finished(want, (want.blocks,))[0]:  # type: ignore[arg-type]
             self._end(want, "aborted")
@@ -366,6 +538,8 @@ class Start:
             count, want.outcome = 0, "computed"
         if count is None:
             return
+        if not count and not want.outcome:
+            want.outcome = "denied"
         name = f"{self.incarnation}/{want.request_id}"
         blocks = self.pool.take(-(-want.num_tokens // self.shape.block_size), name)
         if blocks is None:
@@ -410,15 +584,18 @@ class Start:
         for want in list(self.wants.values()):
             if want.state == "waiting" and want.outcome != "lent" and not want.is_aborted:
                 self._admit(want)
-        if not (self.scheduler.has_pending_work() or self.scheduler.has_news()):
+        step = self._schedule()
+        has_work = step.requests or step.preempted_req_ids or self.scheduler.has_pending_work()
+        if not (has_work or self.scheduler.has_news()):
             is_idle = all(want.outcome == "lent" for want in self.wants.values())
             self._plan_step(2.0 if is_idle else 0.05)
             return
         self._in_step = True
-        metadata = self.scheduler.build_connector_meta(None)  # type: ignore[arg-type]
-        self._outputs = {}
+        metadata = self.scheduler.build_connector_meta(step)
+        self._outputs, self._parts = {}, step.requests
         for rank in self.ranks:
-            rank.process.run(0.0002, partial(rank.step, metadata, self._rank_stepped))
+            stepped = partial(rank.step, metadata, step.requests, self._rank_stepped)
+            rank.process.run(0.0002, stepped)
 
     def _rank_stepped(self, rank: Rank, output: KVConnectorOutput) -> None:
         self.process.run(0.0002, partial(self._collect, rank.rank, output))
@@ -431,6 +608,7 @@ class Start:
             return
         joined = self.aggregator.join([self._outputs[rank.rank] for rank in self.ranks])
         self.scheduler.update_connector_output(joined)
+        self._step_computed()
         for request_id in sorted(joined.finished_sending):
             self._free_lent(request_id)
         for request_id in sorted(joined.finished_recving):

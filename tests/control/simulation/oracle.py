@@ -15,7 +15,11 @@ from kvferry.connectors.pull.loads import RankLoad
 from kvferry.control import messages
 from kvferry.control.leases import EndedLease, LeaseOutcome
 from kvferry.control.messages import (
+    Ask,
+    Asked,
+    AskState,
     ErrorReply,
+    Finish,
     Finishes,
     FinishReply,
     Handshake,
@@ -27,8 +31,9 @@ from kvferry.control.messages import (
 )
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import lease_of
-from kvferry.control.tickets import Ticket
-from kvferry.errors import DecodeError
+from kvferry.control.tickets import Ticket, Transfer, verify
+from kvferry.errors import DecodeError, KVFerryError
+from tests.control.simulation.shapes import KEY
 from tests.control.simulation.world import World
 
 if TYPE_CHECKING:
@@ -42,6 +47,9 @@ LAWS = {
     "a finish follows the end of its reads": 3,
     "a lease is done when each rank has reported": 3,
     "a lease is released by who holds it": 3,
+    "a part is never confirmed": 3,
+    "a revoked lease is never confirmed": 3,
+    "what nobody wants any more is given back": 3,
     "a shared lease is kept while it is read": 3,
     "one target holds a lease": 3,
     "a rank reads a lease once": 3,
@@ -49,6 +57,7 @@ LAWS = {
     "no read lands in a block that was freed": 3,
     "one report per rank": 4,
     "a stranger is not believed": 5,
+    "an ask is answered with its own ticket": 5,
     "bad messages harm only their sender": 5,
     "nothing before a handshake": 6,
     "slow is not dead": 7,
@@ -60,6 +69,9 @@ LAWS = {
 
 PROBE = "probe"
 """How the ids of requests end that come when all has been well for long."""
+DROPPED = "dropped"
+"""And of those that are aborted at their target, which then must give back what it has asked for.
+"""
 
 Target = tuple[str, str]
 """An engine id and an incarnation."""
@@ -74,6 +86,8 @@ class Kept:
     is_swept: bool = False
     is_taken_back: bool = False
     is_revoked: bool = False
+    unwritten: set[int] = field(default_factory=set)
+    """Ranks of the source that have not written all of it yet."""
 
 
 @dataclass
@@ -106,6 +120,10 @@ class Oracle:
         """Every request that a target engine was given."""
         self.handshaken: defaultdict[str, set[Target]] = defaultdict(set)
         """Incarnation of a source → who has shaken hands with it."""
+        self.lent_as: defaultdict[str, set[str]] = defaultdict(set)
+        """Transfer → its leases."""
+        self.refused: set[str] = set()
+        """Transfers of which nothing is lent because there is no room."""
         self.forged: set[bytes] = set()
         """Messages of strangers who cannot make their proofs."""
         self.must_load = False
@@ -147,6 +165,25 @@ class Oracle:
         shared = " to anybody" if ticket.shared else ""
         self.world.note(f"{ticket.engine_id} lends {name}{shared}")
 
+    def denied(self, transfer: Transfer, reason: str) -> None:
+        """A source says that it lends nothing for a transfer."""
+        self.world.note(f"nothing is lent: {self.plain(KVFerryError(reason))}")
+        if reason.startswith("max_leased_blocks"):
+            self.refused.add(transfer.transfer_id)
+
+    def asked(self, source: "Start", news: Asked) -> None:
+        """A source says what became of a transfer."""
+        names = ""
+        if news.state is AskState.LENT:
+            ticket = verify(news.ticket, KEY.encode())
+            names = self.name(ticket.lease_id)
+            self.require(
+                ticket.lease_id in self.lent_as[news.transfer_id],
+                "an ask is answered with its own ticket",
+                f"{source.incarnation} gives the ticket of {names}",
+            )
+        self.world.note(f"{source.incarnation} says: {news.state} {names}")
+
     def swept(self, ended: EndedLease, world_sizes: dict[str, int]) -> None:
         """The lease table says that the blocks of a lease may be freed."""
         lent = self.leases[ended.lease_id]
@@ -165,12 +202,22 @@ class Oracle:
                 "a lease is done when each rank has reported",
                 f"{lent.name} is done, of {ended.target} the ranks {sorted(reported)} reported",
             )
+        if lent.ticket.request_id.endswith(DROPPED):
+            self._check_dropped(lent, ended)
         if ended.outcome is LeaseOutcome.RELEASED:
             self.require(
                 kept.is_taken_back or ended.target in lent.given_up,
                 "a lease is released by who holds it",
                 f"{lent.name} was released, and {ended.target} did not give it up",
             )
+
+    def _check_dropped(self, lent: Lent, ended: EndedLease) -> None:
+        """Of requests whose target is well and has no use for them any more."""
+        self.require(
+            lent.ticket.shared or ended.outcome is not LeaseOutcome.EXPIRED,
+            "what nobody wants any more is given back",
+            f"{lent.name} has expired",
+        )
 
     def _check_claim(self, claim: Lent, world_sizes: dict[str, int]) -> None:
         """The lease that a claim is on has ended."""
@@ -206,6 +253,8 @@ class Oracle:
                 their = request.description
                 self.handshaken[source.incarnation].add((their.engine_id, their.incarnation))
             return
+        if isinstance(request, Ask) and isinstance(reply, Asked):
+            self._check_asked(source, request, payload, reply)
         if not isinstance(request, Renew | Finishes | Release):
             return
         held: list[str] = []
@@ -217,7 +266,7 @@ class Oracle:
             items = [item for item, answer in pairs if answer == "held"]
             held = [item.lease_id for item in items]
             for item in items:
-                self._check_confirm(self.find(item.lease_id), target, item.rank)
+                self._check_confirm(self.find(item.lease_id), target, item)
         said = type(reply).__name__ if not isinstance(reply, ErrorReply) else reply.name
         names = ", ".join(self.name(id) for id in held)
         self.world.note(
@@ -226,12 +275,40 @@ class Oracle:
         if held:
             self._check_held(source, request, payload, target, held)
 
-    def _check_confirm(self, lent: Lent, target: Target, rank: int) -> None:
-        """A Finish was answered held; that may be repeated after the end."""
+    def _check_asked(self, source: "Start", request: Ask, payload: bytes, reply: Asked) -> None:
+        """An ask was answered."""
+        target = (request.engine_id, request.incarnation)
+        self.asked(source, reply)
         self.require(
-            lent.kept.freed is None or (target, rank) in lent.confirmed,
+            payload not in self.forged or reply.state is AskState.NEVER,
+            "a stranger is not believed",
+            f"{source.incarnation} answers {target}, who was not given the transfer",
+        )
+        is_ours = request.source_incarnation == source.incarnation
+        self.require(
+            is_ours and target in self.handshaken[source.incarnation],
+            "nothing before a handshake",
+            f"{target} asks {source.incarnation}, and has not shaken hands",
+        )
+
+    def _check_confirm(self, lent: Lent, target: Target, item: Finish) -> None:
+        """A Finish was answered held; that may be repeated after the end."""
+        rank, kept, is_first = item.rank, lent.kept, (target, item.rank) not in lent.confirmed
+        where = f"{lent.name} is confirmed to rank {rank} of {target}"
+        self.require(
+            kept.freed is None or not is_first,
             "a confirmed read ended before its blocks were freed",
-            f"{lent.name} is confirmed to rank {rank} of {target}, and was freed before",
+            f"{where}, and was freed before",
+        )
+        self.require(
+            not (kept.is_revoked and is_first),
+            "a revoked lease is never confirmed",
+            f"{where}, and was revoked before",
+        )
+        self.require(
+            not (item.ok and kept.unwritten),
+            "a part is never confirmed",
+            f"{where}, and ranks {sorted(kept.unwritten)} have not written all of it",
         )
         lent.confirmed.add((target, rank))
 
@@ -310,7 +387,8 @@ class Oracle:
         for want in self.wants:
             self.require(want.outcome != "", law, f"{want.request_id} is still {want.state}")
             self.outcomes[want.outcome] += 1
-            ok = want.outcome == "loaded"
+            is_denied = want.outcome == "denied" and want.transfer_id in self.refused
+            ok = want.outcome == "loaded" or is_denied
             if self.must_load and not want.is_aborted:
                 self.require(ok, "slow is not dead", f"{want.request_id}: {want.outcome}")
             if want.request_id.endswith(PROBE):

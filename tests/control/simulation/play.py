@@ -15,21 +15,37 @@ from typing import Any
 import msgspec
 
 from kvferry.control import messages
-from kvferry.control.messages import Finish, Finishes, Handshake, Release, Renew, StatusRequest
+from kvferry.control.messages import (
+    Ask,
+    Finish,
+    Finishes,
+    Handshake,
+    Release,
+    Renew,
+    StatusRequest,
+)
 from kvferry.control.options import ControlOptions
 from kvferry.control.proofs import prove
-from kvferry.control.tickets import verify
+from kvferry.control.tickets import Transfer, verify
 from tests.control.simulation.engines import Cluster, Start
 from tests.control.simulation.network import SILENCE_S, Internet, NetworkFaults
-from tests.control.simulation.oracle import PROBE, Oracle
+from tests.control.simulation.oracle import DROPPED, PROBE, Oracle
 from tests.control.simulation.shapes import KEY, Build, Shape, Want
 from tests.control.simulation.world import Defects, World
 
 SHAPES = (
     Shape("p1", "10.0.0.1", "p1.cluster", block_size=4, tp=2, lends=True),
     Shape("p2", "10.0.0.2", "10.0.0.2", block_size=8, tp=1, pp=2, lends=True),
-    Shape("d1", "10.0.1.1", "10.0.1.1", block_size=4, tp=1, peers=("p1.cluster:14579",)),
-    Shape("d2", "10.0.1.2", "10.0.1.2", block_size=8, tp=2),
+    Shape(
+        "d1",
+        "10.0.1.1",
+        "10.0.1.1",
+        block_size=4,
+        tp=1,
+        peers=("p1.cluster:14579",),
+        early_load="now",
+    ),
+    Shape("d2", "10.0.1.2", "10.0.1.2", block_size=8, tp=2, early_load="late"),
     Shape("d3", "10.0.1.3", "10.0.1.3", block_size=16, tp=3),
 )
 SOURCES, TARGETS = SHAPES[:2], SHAPES[2:]
@@ -134,7 +150,7 @@ def start(run: Run, shape: Shape) -> None:
 def hand_on(run: Run, old: Start) -> None:
     """The router takes a target for dead, and gives what it had to others, or to its next start."""
     for want in list(old.wants.values()):
-        if want.outcome != "lent" and run.world.chance(0.7):
+        if want.outcome != "lent" and want.state != "computing" and run.world.chance(0.7):
             tokens, params = want.prompt_token_ids, want.kv_transfer_params
             again = Want(f"{want.request_id}-again", tokens, params)
             run.world.after(run.world.between(0.01, 10.0), partial(carry, run, again, old.shape))
@@ -161,14 +177,17 @@ def forge(run: Run) -> None:
     who = {"engine_id": engine, "incarnation": start, "source_incarnation": source.incarnation}
     said = (engine, start, source.incarnation)
     lease_id, wrong = lent.ticket.lease_id, bytes(16)
-    message: Renew | Release | Finishes
-    match dice.randrange(3):
+    message: Renew | Release | Finishes | Ask
+    match dice.randrange(4):
         case 0:
             leases = {lease_id: prove(wrong, "Renew", lease_id, *said)}
             message = Renew(id=1, **who, leases=leases)
         case 1:
             leases = {lease_id: prove(wrong, "Release", lease_id, *said, False)}
             message = Release(id=1, **who, leases=leases, keep=False)
+        case 2:
+            transfers = list(run.cluster.oracle.lent_as) or [f"{lease_id}@{source.shape.address}"]
+            message = Ask(id=1, **who, transfer_id=dice.choice(transfers[-4:]), proof=wrong)
         case _:
             rank, nonce = dice.randrange(3), b"forged"
             proof = prove(wrong, "Finish", lease_id, *said, rank, True, nonce)
@@ -269,9 +288,10 @@ def say(run: Run, source: Start, payload: bytes, what: str) -> None:
 
 def abort(run: Run) -> None:
     """A client goes away."""
-    target = run.choose(TARGETS)
-    if (wants := list(target.wants.values())) and not target.process.stands_still:
-        target.abort(run.world.dice.choice(wants))
+    engine = run.choose(SHAPES)
+    wants = [want for want in engine.wants.values() if want.outcome != "lent"]
+    if wants and not engine.process.stands_still:
+        engine.abort(run.world.dice.choice(wants))
 
 
 FAULTS: dict[str, tuple[float, Fault]] = {
@@ -331,6 +351,7 @@ def play(
             plan_faults(run, certain)
         world.after(QUIET_AT, partial(be_quiet, run))
         world.after(WELL_AT, partial(probe, run, PROBE))
+        world.after(WELL_AT + 10.0, partial(drop, run))
         world.run(END_AT)
         cluster.oracle.check_end(list(cluster.starts.values()))
         world.check()
@@ -387,9 +408,12 @@ def plan_requests(run: Run) -> None:
 
 
 def prefill(run: Run, request_id: str) -> None:
-    """The first half of a request."""
+    """The first half of a request, or both halves."""
     dice, source = run.world.dice, run.choose(SOURCES)
     prompt = tuple(range(dice.randint(2, 60)))
+    if dice.random() < 0.5:
+        both(run, source.shape, request_id, prompt)
+        return
     source.process.run(0.0, partial(prefilled, run, source, request_id, prompt))
 
 
@@ -419,6 +443,51 @@ def prefilled(run: Run, source: Start, request_id: str, prompt: tuple[int, ...])
         world.after(world.between(0.01, 40.0), partial(carry, run, again, shape))
 
 
+def both(run: Run, shape: Shape, request_id: str, prompt: tuple[int, ...]) -> None:
+    """A source and a target are sent a request at once, in any order; or one of them never is."""
+    world, is_well = run.world, run.cluster.oracle.must_load
+    lends, loads = at_once(shape, request_id, prompt)
+
+    def seconds() -> float:
+        is_late = world.chance(0.2) and not is_well
+        return world.between(0.5, 45.0) if is_late else world.between(0.0005, 0.05)
+
+    if is_well or not world.chance(0.05):
+        world.after(seconds(), partial(begin, run, lends, shape))
+    chosen = world.dice.choice(TARGETS)
+    if is_well or not world.chance(0.1):
+        world.after(seconds(), partial(carry, run, loads, chosen))
+    else:
+        world.after(seconds(), partial(take_back, run, lends, shape))
+    if not is_well and world.chance(0.2):
+        again = Want(f"{request_id}-twice", loads.prompt_token_ids, loads.kv_transfer_params)
+        another = world.dice.choice(TARGETS)
+        world.after(world.between(0.01, 40.0), partial(carry, run, again, another))
+
+
+def at_once(shape: Shape, request_id: str, prompt: tuple[int, ...]) -> tuple[Want, Want]:
+    """What a router sends to a source, and to a target."""
+    transfer = Transfer.begin(f"{shape.advertised}:14579", KEY.encode()).text
+    lends = {"do_remote_decode": True, "transfer": transfer}
+    loads = {"do_remote_prefill": True, "transfer": transfer}
+    return Want(request_id, prompt, lends), Want(request_id, (*prompt, 0), loads)
+
+
+def begin(run: Run, want: Want, shape: Shape) -> None:
+    """A request reaches a source, which is to compute and lend it."""
+    source = run.engines[shape.name]
+    if not source.is_dead:
+        source.process.run(0.0, partial(source.compute, want))
+
+
+def take_back(run: Run, want: Want, shape: Shape) -> None:
+    """The router will not have it fetched."""
+    source, params = run.engines[shape.name], want.kv_transfer_params
+    assert params is not None
+    if not source.is_dead:
+        source.process.run(0.0, partial(source.take_back, params))
+
+
 def carry(run: Run, want: Want, shape: Shape) -> None:
     """A request reaches a target."""
     target = run.engines[shape.name]
@@ -431,10 +500,26 @@ def probe(run: Run, name: str) -> None:
     for shape in SOURCES:
         for target in TARGETS:
             request_id, prompt = f"{shape.name}-{target.name}-{name}", tuple(range(20))
+            if run.world.chance(0.5):
+                lends, loads = at_once(shape, request_id, prompt)
+                begin(run, lends, shape)
+                carry(run, loads, target)
+                continue
             params = run.engines[shape.name].prefill(request_id, prompt)
             if params is not None:
                 want = Want(request_id, (*prompt, 0), params)
                 run.engines[target.name].decode(want)
+
+
+def drop(run: Run) -> None:
+    """Every target asks a source, and is then told that nobody wants it; sooner or later."""
+    for target in TARGETS:
+        shape = run.world.dice.choice(SOURCES)
+        lends, loads = at_once(shape, f"{shape.name}-{target.name}-{DROPPED}", tuple(range(8)))
+        run.world.after(run.world.between(0.01, 3.0), partial(begin, run, lends, shape))
+        carry(run, loads, target)
+        abort_it = partial(run.engines[target.name].abort, loads)
+        run.world.after(run.world.between(0.1, 3.0), abort_it)
 
 
 def be_quiet(run: Run) -> None:

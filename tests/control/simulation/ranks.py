@@ -1,6 +1,6 @@
 """Ranks, each in its own process, and the transport whose reads take as long as the dice say."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from kvferry.topology.description import (
 )
 from kvferry.transports.base import Peer, Transfer, TransferState
 from kvferry.transports.staging import StagingNumbers
-from tests.control.simulation.shapes import NUM_BLOCKS
+from tests.control.simulation.shapes import NUM_BLOCKS, Part
 from tests.control.simulation.world import Process, SimMailbox, World
 
 if TYPE_CHECKING:
@@ -187,14 +187,28 @@ class Rank:
         self._said = KVConnectorOutput()
 
     def step(
-        self, metadata: PullMetadata, done: Callable[["Rank", KVConnectorOutput], None]
+        self,
+        metadata: PullMetadata,
+        parts: Sequence[Part],
+        done: Callable[["Rank", KVConnectorOutput], None],
     ) -> None:
-        """One step of the engine on this rank."""
+        """One step of the engine on this rank, which computes these parts of prompts."""
         for spec in metadata.loads:
             is_new = spec.ticket.lease_id not in self._begun
             self.start.oracle.require(is_new, "a rank reads a lease once", spec.request_id)
             self._begun.add(spec.ticket.lease_id)
         self.worker.start_load_kv(metadata)
+        if parts:
+            seconds = self.start.world.between(0.002, self.start.cluster.slowest_chunk)
+            self.process.run(seconds, partial(self._computed, parts, done))
+        else:
+            self._computed(parts, done)
+
+    def _computed(
+        self, parts: Sequence[Part], done: Callable[["Rank", KVConnectorOutput], None]
+    ) -> None:
+        for part in parts:
+            self.start.wrote(self.rank, part)
         output = self.worker.get_transfer_results(set())
         if self.start.world.chance(self.start.cluster.stutter):  # it says again what it said
             output.finished_recving |= self._said.finished_recving

@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.pull.config import PullConfig
@@ -66,6 +66,7 @@ class Shape:
     peers: tuple[str, ...] = ()
     lends: bool = False
     """Whether it is a source, or a target."""
+    early_load: Literal["off", "late", "now"] = "off"
 
     @property
     def address(self) -> str:
@@ -89,7 +90,12 @@ class Shape:
 
     @functools.cached_property
     def extra(self) -> PullConfig:
-        return PullConfig(host=self.advertised, cluster_key=KEY, peers=self.peers)
+        return PullConfig(
+            host=self.advertised,
+            cluster_key=KEY,
+            peers=self.peers,
+            early_load=self.early_load,
+        )
 
 
 class Pool:
@@ -138,10 +144,13 @@ class Want:
     finish_reason: str | None = None
     traceparent: str = ""
     state: str = "waiting"
-    """``waiting``, ``loading``, ``running`` or ``over``."""
+    """``waiting``, ``loading``, ``running`` or ``over``; at a source ``computing`` in chunks."""
     outcome: str = ""
-    """What came of its load: ``loaded``, ``computed``, ``aborted``, ``died``, ``refused``."""
+    """What came of its load: ``loaded``, ``computed``, ``denied``, ``aborted``, ``died``,
+    ``refused``; at a source ``lent``, or ``kept`` where nothing was."""
     blocks: list[int] = field(default_factory=list)
+    written: dict[int, int] = field(default_factory=dict)
+    """Rank of a source → tokens that it has written."""
 
     @property
     def num_tokens(self) -> int:
@@ -160,3 +169,37 @@ class Want:
 
     def get_block_ids(self) -> tuple[list[int], ...]:
         return (self.blocks,)
+
+    @property
+    def transfer_id(self) -> str:
+        """Of the transfer that it brings; empty without one."""
+        text: str = (self.kv_transfer_params or {}).get("transfer", "")
+        return text.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A request's part of one step of a source."""
+
+    want: Want
+    first_position: int
+    end: int
+    """It computes the tokens ``[first_position, end)``."""
+    block_ids: tuple[list[int], ...]
+
+    @property
+    def request_id(self) -> str:
+        return self.want.request_id
+
+
+@dataclass
+class Step:
+    """What a source computes in one step."""
+
+    requests: list[Part] = field(default_factory=list)
+    finished_req_ids: set[str] = field(default_factory=set)
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        return {part.request_id: part.end - part.first_position for part in self.requests}
