@@ -33,14 +33,17 @@ from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import prepare_model
 
-PROMPTS = {256: 5, 1000: 3, 4000: 2, 16_000: 1}
+PROMPTS = {256: 5, 1000: 3, 4000: 1, 16_000: 1}
 """Tokens of a prompt → requests of each mode in a round."""
 LINKS: dict[str, float | None] = {"full": None, "200 MB/s": 200e6, "50 MB/s": 50e6}
 """Name → bytes per second."""
 LONG = 4000
 """Tokens from which on a prompt is tried over the link that takes half as long as its prefill."""
+LONGEST = max(PROMPTS)
 LONGEST_KINDS = 3
-"""Different prompts of the greatest length: what one leaves in a prefix cache the next evicts."""
+"""Different prompts of that length, as an undivided engine computes each too. It fills the prefix
+cache of an engine: the next one finds nothing."""
+WARM_UP_TOKENS = 1000
 WARM_UP = 2
 """Requests of each mode before a link is measured: the paces of loads are learned from them."""
 
@@ -61,59 +64,64 @@ class Measured:
 class Prompts:
     """Draws prompts that no engine has in its prefix cache."""
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
         self._chance = random.Random(23)
         self._last: dict[str, int] = {}
-        """Prefill engine and each decode engine → which prompt of the greatest length it had."""
-        self._kinds = [self._draw(longest) for _ in range(LONGEST_KINDS)]
+        """Prefill engine and each decode engine → which of the longest prompts it had last."""
+        self._longest = [self._draw(LONGEST) for _ in range(LONGEST_KINDS)]
 
     def _draw(self, tokens: int) -> Prompt:
         return tuple(self._chance.randrange(3, MODEL.vocab_size) for _ in range(tokens))
 
     def next(self, tokens: int, mode: str) -> Prompt:
         """One for a mode."""
-        if tokens != self._longest:
+        if tokens != LONGEST:
             return self._draw(tokens)
         engines = ("prefill", MODES[mode][0])
         had = {self._last.get(engine) for engine in engines}
         kind = next(number for number in range(LONGEST_KINDS) if number not in had)
         self._last.update(dict.fromkeys(engines, kind))
-        return self._kinds[kind]
+        return self._longest[kind]
 
 
 class Run:
-    """Measures cell by cell."""
+    """Measures round by round."""
 
     def __init__(
         self,
         cluster: EarlyCluster,
+        links: Sequence[str],
         lengths: Sequence[int],
-        rounds: int,
         say: Callable[[str], object],
     ) -> None:
         self._cluster = cluster
+        self._links = [link for link in LINKS if link in links] or ["full"]
         self._lengths = lengths
-        self._rounds = rounds
+        self._long = [length for length in lengths if length >= LONG] if HALF in links else []
         self._say = say
-        self._prompts = Prompts(max(lengths))
+        self._prompts = Prompts()
         self.measured: list[Measured] = []
 
-    def link(self, name: str, bytes_per_s: float | None, lengths: Sequence[int]) -> None:
-        """All modes over one link, in turn, in every round another one first."""
+    def round(self, number: int) -> None:
+        """All modes over all links, in every round another mode first."""
+        for name in self._links:
+            self._link(number, name, LINKS[name], self._lengths)
+        for length in self._long:
+            self._link(number, HALF, self._half_rate(length), [length])
+
+    def _link(
+        self, number: int, name: str, bytes_per_s: float | None, lengths: Sequence[int]
+    ) -> None:
+        self._say(f"round {number + 1}: {name}: {', '.join(map(str, lengths))} tokens")
         self._cluster.slow(bytes_per_s)
-        shortest = [length for length in lengths if length > CHUNK] or list(lengths)
         for mode, _ in itertools.product(MODES, range(WARM_UP)):
-            self._ask(mode, min(shortest))
-        for number in range(self._rounds):
-            self._say(f"{name}: round {number + 1} of {self._rounds}")
-            modes = list(MODES)
-            turn = number % len(modes)
-            for mode in modes[turn:] + modes[:turn]:
-                for length in lengths:
-                    for _ in range(PROMPTS[length]):
-                        prompt, served = self._ask(mode, length)
-                        self.measured.append(Measured(name, bytes_per_s, mode, prompt, served))
+            self._ask(mode, min(WARM_UP_TOKENS, max(self._lengths)))
+        turn = number % len(MODES)
+        for mode in [*MODES][turn:] + [*MODES][:turn]:
+            for length in lengths:
+                for _ in range(PROMPTS[length]):
+                    prompt, served = self._ask(mode, length)
+                    self.measured.append(Measured(name, bytes_per_s, mode, prompt, served))
 
     def _ask(self, mode: str, tokens: int) -> tuple[Prompt, Served]:
         prompt = self._prompts.next(tokens, mode)
@@ -123,7 +131,7 @@ class Run:
             raise EarlyError(f"{mode}: {cached} of {tokens} tokens were cached")
         return prompt, served
 
-    def half_rate(self, tokens: int) -> float:
+    def _half_rate(self, tokens: int) -> float:
         """Bytes per second at which the KV of a prompt takes half as long as its prefill."""
         found = [
             2 * one.served.nbytes / seconds(timings.prefill_started, timings.prefill_finished)
@@ -134,27 +142,41 @@ class Run:
         return statistics.median(found)
 
 
-def answers(
-    model: Path, prompts: Sequence[Prompt], say: Callable[[str], object]
-) -> dict[Prompt, list[int]]:
-    """What one engine of one rank answers, which computes in the same chunks."""
-    torch.set_num_threads(1)
-    longest = max(map(len, prompts)) + ANSWER_TOKENS
-    alone = EngineConfig(
-        name="alone",
-        kv_transfer_config={},
-        num_blocks=-(-longest // BLOCK_SIZES["prefill"]) + 1,
-        max_model_len=longest,
-        max_num_batched_tokens=CHUNK,
-    )
-    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    found: dict[Prompt, list[int]] = {}
-    with build_engine(alone, model, dtype=DTYPE, executor="inprocess", connect=False) as engine:
-        say(f"an undivided engine answers {len(prompts)} prompts")
-        for prompt in prompts:
-            (output,) = engine.generate([prompt], sampling)
-            found[prompt] = list(output.token_ids)
-    return found
+class Judge:
+    """Knows what one engine of one rank answers, which computes in the same chunks."""
+
+    def __init__(self, model: Path, longest: int) -> None:
+        longest += ANSWER_TOKENS
+        self._config = EngineConfig(
+            name="alone",
+            kv_transfer_config={},
+            num_blocks=-(-longest // BLOCK_SIZES["prefill"]) + 1,
+            max_model_len=longest,
+            max_num_batched_tokens=CHUNK,
+        )
+        self._model = model
+        self._known: dict[Prompt, list[int]] = {}
+
+    def samples(self, measured: Sequence[Measured]) -> tuple[Sample, ...]:
+        """What is kept of what was measured."""
+        unknown = dict.fromkeys(one.prompt for one in measured if one.prompt not in self._known)
+        sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+        with build_engine(
+            self._config, self._model, dtype=DTYPE, executor="inprocess", connect=False
+        ) as engine:
+            for prompt in unknown:
+                (output,) = engine.generate([prompt], sampling)
+                self._known[prompt] = list(output.token_ids)
+        return tuple(
+            Sample.of(
+                one.link,
+                one.bytes_per_s,
+                one.mode,
+                one.served,
+                is_right=list(one.served.tokens) == self._known[one.prompt],
+            )
+            for one in measured
+        )
 
 
 def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
@@ -177,23 +199,6 @@ def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
     )
 
 
-def measure(
-    cluster: EarlyCluster,
-    links: Sequence[str],
-    lengths: Sequence[int],
-    rounds: int,
-    say: Callable[[str], object],
-) -> list[Measured]:
-    """All links and lengths, in rounds."""
-    run = Run(cluster, lengths, rounds, say)
-    for name in [link for link in LINKS if link in links] or ["full"]:
-        run.link(name, LINKS[name], lengths)
-    long = [length for length in lengths if length >= LONG] if HALF in links else []
-    for length in long:
-        run.link(HALF, run.half_rate(length), [length])
-    return run.measured
-
-
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
     only: Annotated[
@@ -204,7 +209,9 @@ def main(
         Path | None, typer.Option(help="Folder for what engines and routers write.")
     ] = None,
 ) -> None:
-    """Compares the ways to begin a load, over links of several speeds."""
+    """Compares the ways to begin a load, over links of several speeds; writes what it has after
+    every round.
+    """
     console = Console()
 
     def say(text: str) -> None:
@@ -212,6 +219,7 @@ def main(
 
     links, lengths = chosen(only)
     machine = describe_machine()
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="early-") as created:
         folder = logs or Path(created)
         folder.mkdir(parents=True, exist_ok=True)
@@ -219,27 +227,19 @@ def main(
         model = prepare_model("tiny", tiny=MODEL)
         say("engines and routers start")
         with EarlyCluster(model, max(lengths), folder) as cluster:
-            measured = measure(cluster, links, lengths, rounds, say)
-        expected = answers(model, list(dict.fromkeys(one.prompt for one in measured)), say)
-    results = EarlyResults(
-        command=command_of("benchmarks.early"),
-        machine=machine,
-        load_after=load_average(),
-        rounds=rounds,
-        samples=tuple(
-            Sample.of(
-                one.link,
-                one.bytes_per_s,
-                one.mode,
-                one.served,
-                is_right=list(one.served.tokens) == expected[one.prompt],
-            )
-            for one in measured
-        ),
-    )
+            run, judge = Run(cluster, links, lengths, say), Judge(model, max(lengths))
+            for number in range(rounds):
+                run.round(number)
+                results = EarlyResults(
+                    command=command_of("benchmarks.early"),
+                    machine=machine,
+                    load_after=load_average(),
+                    rounds=number + 1,
+                    samples=judge.samples(run.measured),
+                )
+                tables.write(out, "early", results, markdown(results))
     tables.show(console, "Loads that begin early", rows(results.samples), (), left=3)
     say(markdown(results))
-    tables.write(out, "early", results, markdown(results))
 
 
 if __name__ == "__main__":

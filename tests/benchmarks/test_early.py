@@ -111,8 +111,9 @@ def test_what_was_not_measured_is_not_judged():
     assert list(goals(samples)) == []
 
 
-def test_prompts_of_the_greatest_length_are_others_than_each_engine_had_last():
-    prompts = early.Prompts(500)
+def test_the_longest_prompts_are_others_than_each_engine_had_last(monkeypatch):
+    monkeypatch.setattr(early, "LONGEST", 500)
+    prompts = early.Prompts()
     assert len({prompts.next(20, "off") for _ in range(10)}) == 10
     last = {}
     for number in range(40):
