@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import torch
 import typer
 from rich.console import Console
@@ -28,21 +29,29 @@ from benchmarks.early.cluster import (
 )
 from benchmarks.early.report import HALF, EarlyResults, Sample, markdown, rows, seconds
 from benchmarks.machine import command_of, describe_machine, load_average
+from benchmarks.vllm_pair.cases import GROUPS, Case
+from benchmarks.vllm_pair.rounds import Prompts as ServerPrompts
+from benchmarks.vllm_pair.rounds import Row, measure_group
+from benchmarks.vllm_servers.models import Model
 from kvferry.config import EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.engine.weights import prepare_model
 
-PROMPTS = {256: 5, 1000: 3, 4000: 1, 16_000: 1}
+PROMPTS = {256: 12, 1000: 6, 4000: 2, 16_000: 1}
 """Tokens of a prompt → requests of each mode in a round."""
 LINKS: dict[str, float | None] = {"full": None, "200 MB/s": 200e6, "50 MB/s": 50e6}
 """Name → bytes per second."""
 LONG = 4000
 """Tokens from which on a prompt is tried over the link that takes half as long as its prefill."""
+SERVED = (256, 1000, 4000)
+"""Tokens of the prompts that vLLM servers get."""
 LONGEST = max(PROMPTS)
 LONGEST_KINDS = 3
 """Different prompts of that length, as an undivided engine computes each too. It fills the prefix
 cache of an engine: the next one finds nothing."""
+LATEST = 8
+"""Requests whose prefill says how fast the link is to be that takes half as long."""
 WARM_UP_TOKENS = 1000
 WARM_UP = 2
 """Requests of each mode before a link is measured: the paces of loads are learned from them."""
@@ -57,6 +66,7 @@ class Measured:
     link: str
     bytes_per_s: float | None
     mode: str
+    turn: int
     prompt: Prompt
     served: Served
 
@@ -100,28 +110,37 @@ class Run:
         self._long = [length for length in lengths if length >= LONG] if HALF in links else []
         self._say = say
         self._prompts = Prompts()
+        self._turns = 0
         self.measured: list[Measured] = []
 
     def round(self, number: int) -> None:
-        """All modes over all links, in every round another mode first."""
+        """All modes over all links. They take turns, in every turn another one first."""
         for name in self._links:
-            self._link(number, name, LINKS[name], self._lengths)
+            self._begin(number, name, LINKS[name], self._lengths)
+            for length in self._lengths:
+                for _ in range(PROMPTS[length]):
+                    self._take_turns(name, LINKS[name], length)
         for length in self._long:
-            self._link(number, HALF, self._half_rate(length), [length])
+            rate = self._half_rate(length)
+            self._begin(number, HALF, rate, [length])
+            for _ in range(PROMPTS[length]):
+                self._take_turns(HALF, rate, length)
 
-    def _link(
+    def _begin(
         self, number: int, name: str, bytes_per_s: float | None, lengths: Sequence[int]
     ) -> None:
         self._say(f"round {number + 1}: {name}: {', '.join(map(str, lengths))} tokens")
         self._cluster.slow(bytes_per_s)
         for mode, _ in itertools.product(MODES, range(WARM_UP)):
             self._ask(mode, min(WARM_UP_TOKENS, max(self._lengths)))
-        turn = number % len(MODES)
-        for mode in [*MODES][turn:] + [*MODES][:turn]:
-            for length in lengths:
-                for _ in range(PROMPTS[length]):
-                    prompt, served = self._ask(mode, length)
-                    self.measured.append(Measured(name, bytes_per_s, mode, prompt, served))
+
+    def _take_turns(self, name: str, bytes_per_s: float | None, length: int) -> None:
+        """One request of each mode."""
+        self._turns += 1
+        first = self._turns % len(MODES)
+        for mode in [*MODES][first:] + [*MODES][:first]:
+            prompt, served = self._ask(mode, length)
+            self.measured.append(Measured(name, bytes_per_s, mode, self._turns, prompt, served))
 
     def _ask(self, mode: str, tokens: int) -> tuple[Prompt, Served]:
         prompt = self._prompts.next(tokens, mode)
@@ -136,10 +155,10 @@ class Run:
         found = [
             2 * one.served.nbytes / seconds(timings.prefill_started, timings.prefill_finished)
             for one in self.measured
-            if one.mode == "in turn" and len(one.prompt) == tokens
+            if len(one.prompt) == tokens
             if (timings := one.served.prefill.timings) is not None
         ]
-        return statistics.median(found)
+        return statistics.median(found[-LATEST:])
 
 
 class Judge:
@@ -172,6 +191,7 @@ class Judge:
                 one.link,
                 one.bytes_per_s,
                 one.mode,
+                one.turn,
                 one.served,
                 is_right=list(one.served.tokens) == self._known[one.prompt],
             )
@@ -199,12 +219,25 @@ def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
     )
 
 
+def ask_servers(
+    folder: Path, rounds: int, logs: Path, say: Callable[[str], object]
+) -> tuple[Row, ...]:
+    """A pair of vLLM servers with our connector, and one with NixlConnector, both over TCP."""
+    model, cases = Model("early", folder, MODEL.vocab_size), [Case(n, 1) for n in SERVED]
+    say("one vLLM server answers")
+    prompts = ServerPrompts(model, cases, logs)
+    return tuple(measure_group("TCP", GROUPS["TCP"], model, prompts, rounds, logs, say))
+
+
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
     only: Annotated[
         list[str], typer.Option(help="A link or a number of tokens; several times for more.")
     ] = [],  # noqa: B006 - typer's way
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
+    vllm: Annotated[
+        bool, typer.Option(help="Pairs of vLLM servers too, NixlConnector's beside ours.")
+    ] = False,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for what engines and routers write.")
     ] = None,
@@ -238,6 +271,11 @@ def main(
                     samples=judge.samples(run.measured),
                 )
                 tables.write(out, "early", results, markdown(results))
+        if vllm:
+            results = msgspec.structs.replace(
+                results, servers=ask_servers(model, rounds, folder, say), load_after=load_average()
+            )
+            tables.write(out, "early", results, markdown(results))
     tables.show(console, "Loads that begin early", rows(results.samples), (), left=3)
     say(markdown(results))
 

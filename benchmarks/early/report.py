@@ -10,6 +10,7 @@ import msgspec
 from benchmarks import tables
 from benchmarks.early.cluster import ANSWER_TOKENS, BLOCK_SIZES, CHUNK, MODES, Served
 from benchmarks.machine import Machine
+from benchmarks.vllm_pair.rounds import Row
 
 HALF = "half"
 """The link over which the KV of a prompt takes half as long as its prefill; of each length its
@@ -30,6 +31,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Of the prompt."""
     mode: str
+    turn: int
+    """Samples of one turn were taken one after the other, one of each mode."""
     prefill_s: float
     """From the first step that computes the prompt to its last token."""
     after_prefill_s: float
@@ -50,7 +53,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(
-        cls, link: str, bytes_per_s: float | None, mode: str, one: Served, *, is_right: bool
+        cls,
+        link: str,
+        bytes_per_s: float | None,
+        mode: str,
+        turn: int,
+        one: Served,
+        *,
+        is_right: bool,
     ) -> "Sample":
         """What is kept of a request."""
         p, d = one.prefill.timings, one.decode.timings
@@ -62,6 +72,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             bytes_per_s=bytes_per_s,
             tokens=one.prefill.prompt_tokens,
             mode=mode,
+            turn=turn,
             prefill_s=seconds(p.prefill_started, p.prefill_finished),
             after_prefill_s=seconds(p.prefill_finished, d.first_token),
             first_token_s=one.first_token_s,
@@ -90,6 +101,8 @@ class EarlyResults(msgspec.Struct, frozen=True, kw_only=True):
     """Load average at the end."""
     rounds: int
     samples: tuple[Sample, ...]
+    servers: tuple[Row, ...] = ()
+    """The same over pairs of real vLLM servers, where they were asked for."""
 
 
 class Cell:
@@ -116,10 +129,15 @@ class Cell:
         """Of one figure."""
         return statistics.median(map(figure, self._samples[mode]))
 
+    def times(self, figure: Callable[[Sample], float], mode: str, base: str) -> float:
+        """How many times as much it is as of another mode: the median over the turns."""
+        of = {one.turn: figure(one) for one in self._samples[base]}
+        return statistics.median(figure(one) / of[one.turn] for one in self._samples[mode])
+
     @property
     def ratio(self) -> float:
         """How long the transfer of the whole prompt takes, to how long its prefill does."""
-        return self.median("in turn", _load_s) / self.median("in turn", _prefill_s)
+        return self.median("in turn", lambda one: one.load_s / one.prefill_s)
 
     def wrong(self, mode: str) -> int:
         """Answers of a mode that are not right."""
@@ -142,10 +160,6 @@ def cells(samples: Sequence[Sample]) -> list[Cell]:
         )
         for link, tokens in sorted(keys)
     ]
-
-
-def _load_s(one: Sample) -> float:
-    return one.load_s
 
 
 def _prefill_s(one: Sample) -> float:
@@ -186,7 +200,7 @@ def rows(samples: Sequence[Sample]) -> Iterator[tuple[str, ...]]:
     for cell in cells(samples):
         for mode in cell.modes:
             after = cell.median(mode, _after_s)
-            is_off = mode in ("in turn", "off")
+            is_off = mode in ("in turn", "off") or "off" not in cell.modes
             yield (
                 cell.link,
                 f"{cell.tokens:,}",
@@ -194,7 +208,7 @@ def rows(samples: Sequence[Sample]) -> Iterator[tuple[str, ...]]:
                 f"{cell.ratio:.2f}" if mode == "in turn" else "",
                 _ms(cell.median(mode, _prefill_s)),
                 _ms(after),
-                "" if is_off else f"{cell.median('off', _after_s) / after:.1f}",
+                "" if is_off else f"{cell.times(_after_s, 'off', mode):.1f}",
                 _ms(cell.median(mode, _first_s)),
                 _ms(cell.median(mode, _second_s)),
                 f"{cell.median(mode, _block_s):.1f}",
@@ -224,7 +238,7 @@ def goals(samples: Sequence[Sample]) -> Iterator[Goal]:
 
 def _sooner(cell: Cell) -> Iterator[Goal]:
     for mode, base in product(("late", "now"), ("in turn", "off")):
-        times = cell.median(base, _after_s) / cell.median(mode, _after_s)
+        times = cell.times(_after_s, base, mode)
         text = (
             f"{cell}: `{mode}` takes {times:.1f} times less after prefill than `{base}` (goal: "
             f"{GOAL_SOONER:g}; transfer / prefill is {cell.ratio:.2f})"
@@ -235,9 +249,7 @@ def _sooner(cell: Cell) -> Iterator[Goal]:
 def _no_slower(cell: Cell) -> Iterator[Goal]:
     whats = (("after prefill", _after_s), ("first token", _first_s), ("second token", _second_s))
     for (what, figure), mode in product(whats, ("late", "now")):
-        turn, off = (
-            cell.median(mode, figure) / cell.median(base, figure) for base in ("in turn", "off")
-        )
+        turn, off = (cell.times(figure, mode, base) for base in ("in turn", "off"))
         text = (
             f"{cell}: {what} of `{mode}` takes {off:.2f} times as long as of `off`, {turn:.2f} "
             f"times as long as of `in turn` (goal: at most {GOAL_SHORT:g})"
@@ -246,12 +258,36 @@ def _no_slower(cell: Cell) -> Iterator[Goal]:
 
 
 def _pins_less(cell: Cell) -> Goal:
-    share = cell.median("late", _block_s) / cell.median("now", _block_s)
+    share = cell.times(_block_s, "late", "now")
     text = (
         f"{cell}: block-seconds of `late` are {share:.2f} times those of `now` (goal: at most "
         f"{GOAL_PINNED:g})"
     )
     return text, share <= GOAL_PINNED
+
+
+def servers(measured: Sequence[Row]) -> Iterator[str]:
+    """What real servers did, in words and as a table."""
+    yield "## Beside NixlConnector"
+    yield ""
+    yield (
+        "Pairs of vLLM servers with the same model on this host, one request at a time: from the "
+        "prefill server's answer to the decode server's first token, which a whole load lies "
+        "between. NixlConnector cannot begin before, nor can kvferry inside vLLM."
+    )
+    yield ""
+    table = [
+        (
+            f"{row.case.tokens:,}",
+            f"{1e3 * row.ours.median('handover'):.1f}",
+            f"{1e3 * row.theirs.median('handover'):.1f}",
+            f"{row.ours.wrong} / {row.theirs.wrong}",
+        )
+        for row in measured
+    ]
+    names = (f"{one.name}, after prefill ms" for one in (measured[0].ours, measured[0].theirs))
+    yield from tables.markdown((("prompt", *names, "wrong"), *table))
+    yield ""
 
 
 def markdown(results: EarlyResults) -> str:
@@ -264,8 +300,8 @@ def markdown(results: EarlyResults) -> str:
         f"of one rank on hosts made of network namespaces, each request alone; a relay in user "
         f"space is the links between them, transport tcp. Prompts are computed in chunks of "
         f"{CHUNK} tokens, answers have {ANSWER_TOKENS}. Blocks of {BLOCK_SIZES['prefill']} tokens "
-        f"(prefill) and {BLOCK_SIZES['decode']} (decode), unequal layouts. Medians; rounds, "
-        f"interleaved: {results.rounds}."
+        f"(prefill) and {BLOCK_SIZES['decode']} (decode), unequal layouts. Modes take turns, "
+        f"request by request; medians, and medians of each turn's ratio. Rounds: {results.rounds}."
     )
     told = [
         (
@@ -299,6 +335,7 @@ def markdown(results: EarlyResults) -> str:
         "",
         *tables.markdown(rows(results.samples), 3),
         "",
+        *(servers(results.servers) if results.servers else ()),
         "## Goals",
         "",
         *tables.bullets(judged),
