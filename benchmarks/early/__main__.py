@@ -53,7 +53,7 @@ cache of an engine: the next one finds nothing."""
 LATEST = 8
 """Requests whose prefill says how fast the link is to be that takes half as long."""
 WARM_UP_TOKENS = 1000
-WARM_UP = 2
+WARM_UP = 3
 """Requests of each mode before a link is measured: the paces of loads are learned from them."""
 
 Prompt = tuple[int, ...]

@@ -263,6 +263,21 @@ def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> N
         assert load.external_tokens == 60
 
 
+def test_a_link_that_has_become_slower_is_believed_sooner_than_one_that_is_faster() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        request = scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
+        scene.end(request, load)
+        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
+        assert known.source.moves > 0, "of the load that has ended"
+        known.source.moves = None
+        for seconds, pace in ((6.0, 10.0), (60.0, 20 / 11), (6.0, 40 / 13)):
+            known.moved_s = seconds
+            sources.moved(known)
+            assert known.source.moves == pytest.approx(pace)
+
+
 def test_as_much_is_read_as_the_slowest_rank_has_written() -> None:
     with open_scene(SOURCE, TARGET) as scene:
         rank = scene.source.ranks[1]

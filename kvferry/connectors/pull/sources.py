@@ -184,8 +184,8 @@ class Load:
         return self.state is LoadState.WAITING
 
     def whole_in(self, now: float, pace: float | None) -> float:
-        """Seconds until the source has computed the rest of the prompt, at the pace of its last
-        chunks, or else at ``pace`` (tokens per second); without either, infinity.
+        """Seconds until the source has computed the rest of the prompt, at the pace of its chunks
+        so far, or else at ``pace`` (tokens per second); without either, infinity.
         """
         if len(self.grown) == 2:
             (since, before), (last, tokens) = self.grown
@@ -355,7 +355,9 @@ class Sources:
                 return
             tokens = load.ticket.num_tokens - filled.first_token
             pace, before = tokens / load.moved_s, load.source.moves
-            load.source.moves = pace if before is None else (pace + before) / 2
+            # The mean of the seconds per token, so that a link which has become slower is believed
+            # soon: a load that begins too late costs its client time, one too early only blocks.
+            load.source.moves = pace if before is None else 2 / (1 / pace + 1 / before)
 
     def _taken(self, load: Load) -> None:
         load.state = LoadState.READY
