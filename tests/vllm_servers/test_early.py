@@ -1,20 +1,24 @@
 """Real vLLM servers of unequal blocks that get a request at once: decode reads the prompt while
 prefill computes it, in chunks."""
 
+import http.client
+import json
 import random
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from benchmarks.vllm_servers.client import complete, stream
+from benchmarks.vllm_servers.client import RefusalError, complete, stream
 from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Shape
-from kvferry.control.client import ControlClient
+from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.options import ControlOptions
 from kvferry.control.tickets import Transfer
 from kvferry.control.timeline import gather
+from tests.load import until
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +128,51 @@ def test_the_prompt_is_read_while_it_is_computed(case, pair, prompt_of, clients)
         if read[0] < sum(computed) / 2:
             return
     raise AssertionError("no load began in the first half of its prefill")
+
+
+def status(server):
+    return fetch_status("127.0.0.1", server.options.transfer["kv_port"], timeout_s=WAIT_S)
+
+
+def ask_and_leave(pair, prompt, transfer, answer):
+    """A client asks prefill, and goes away once there is a lease, or decode has answered."""
+    lent = {"do_remote_decode": True, "do_remote_prefill": False, "transfer": transfer}
+    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "kv_transfer_params": lent}
+    url = httpx.URL(pair.prefill.url)
+    client = http.client.HTTPConnection(url.host, url.port, timeout=WAIT_S)
+    try:
+        headers = {"content-type": "application/json"}
+        client.request("POST", "/v1/completions", json.dumps(body), headers)
+        until(lambda: answer.done() or status(pair.prefill).leases, WAIT_S)
+    finally:
+        client.close()
+
+
+def test_a_prompt_that_is_aborted_fails_its_load_or_is_computed_by_decode(
+    case, pair, model, reference, prompt_of, clients
+):
+    if case != "now":
+        pytest.skip("one pair will do")
+    for _ in range(200):
+        prompt = prompt_of(1900)
+        transfer = Transfer.begin(control(pair.prefill), KEY.encode()).text
+        loaded = {"do_remote_prefill": True, "transfer": transfer}
+        answer = clients.submit(
+            complete, pair.decode.url, prompt, 16, kv_transfer_params=loaded, timeout_s=WAIT_S
+        )
+        ask_and_leave(pair, prompt, transfer, answer)
+        error = answer.exception(WAIT_S)
+        if error is not None:
+            assert isinstance(error, RefusalError)
+            assert error.status == httpx.codes.INTERNAL_SERVER_ERROR
+            break
+        assert answer.result().tokens == reference.tokens(model, prompt)
+    else:
+        raise AssertionError("no prompt was aborted while decode loaded it")
+    assert status(pair.prefill).counters["leases.revoked"]
+    assert pair.idle(WAIT_S)
+    prompt = prompt_of(700)
+    assert answers(pair, prompt, clients) == reference.tokens(model, prompt)
 
 
 def test_many_at_once(pair, model, reference, prompt_of, clients):
