@@ -241,7 +241,7 @@ def test_a_source_that_ends_fails_the_load() -> None:
         assert load.failed
 
 
-def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> None:
+def test_a_target_reads_as_late_as_all_but_the_last_chunk_can_move_in_time() -> None:
     with open_scene(SOURCE, TARGET, early_load="late") as scene:
         scene.begin("a", 60, chunk=4)
         load = scene.load("a")
@@ -250,12 +250,12 @@ def test_a_target_reads_late_when_the_rest_takes_as_long_as_what_is_ready() -> N
         scene.target.step()
         assert load.stage is Stage.WAITING, "no pace is known"
         sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
-        known.source.moves = 10.0
-        known.readable, known.grown = 20, ((0.0, 10), (10.0, 20))
-        sources._clock = lambda: 10.0  # 40 tokens are left, 40 s; 20 are ready, 2 s
+        known.readable, known.grown, known.chunk = 20, ((0.0, 10), (10.0, 20)), 10
+        sources._clock = lambda: 10.0  # 40 tokens are left, 40 s; 50 are to move before the end
+        known.source.moves = 50 / 39
         scene.target.step()
         assert load.stage is Stage.WAITING
-        known.source.moves = 0.5  # 40 s
+        known.source.moves = 50 / 41
         scene.target.step()
         assert load.stage is Stage.LOADING
         sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]

@@ -150,6 +150,8 @@ class Load:
     """Whether it was admitted before all could be read."""
     grown: tuple[tuple[float, int], ...] = ()
     """The first and the last time that the lease grew: clock reading, and tokens readable then."""
+    chunk: int = 0
+    """Tokens by which it grew last."""
     moved_s: float = 0.0
     """Seconds for which the rank moved that was longest at it."""
     taken_until: float | None = None
@@ -331,8 +333,8 @@ class Sources:
 
         Args:
             load: that waits.
-            waits: whether to do so as late as what is ready can be moved by the time when the
-                source is done, and not at once.
+            waits: whether to do so as late as all but the last chunk can be moved by the time when
+                the source is done, and not at once.
         """
         with self._lock:
             readable, source = load.readable, load.source
@@ -340,7 +342,10 @@ class Sources:
                 return False
             if waits:
                 now = self._clock()
-                moved_in = readable / source.moves if source.moves else 0.0
+                # All that can be read before it is whole. What is written by now is less: the rest
+                # of that would be left for the end.
+                tokens = load.ticket.num_tokens - load.chunk
+                moved_in = tokens / source.moves if source.moves else 0.0
                 if load.whole_in(now, source.computes) > moved_in:
                     return False
             load.is_early = True
@@ -632,6 +637,7 @@ class Sources:
             load.ticket = replace(load.ticket, block_ids=tables)
         # What is told unasked has just been written; an answer may speak of what was long ago.
         if written is not None and renewed.id == 0:
+            load.chunk = written - before
             load.grown = (*load.grown[:1], (now, written))
             if len(load.grown) == 2:
                 (since, first), _ = load.grown
