@@ -6,7 +6,8 @@ that the router sent it. The source may not have heard of the request, or still 
 every asker as soon as there is a ticket, or it is certain that there will be none::
 
     unknown ──the request comes──> coming ──a lease is granted──> lent ──it ends──> never
-       │                              └───────── it is certain that none will be ─────┘
+       │                             │ └<── it is revoked, another will follow ─┘      │
+       │                             └────────── it is certain that none will be ──────┘
        └─ forgotten after KEPT_S, as is never
 
 Nothing here grants, takes or frees anything: a ticket that came so is a ticket like any other.
@@ -126,6 +127,12 @@ class AskTable:
                 return [], answer
             one.answer = answer
             return list(one.askers), answer
+
+    def recall(self, transfer_id: str) -> None:
+        """The lease that was granted is about to be revoked, and another one will be."""
+        with self._lock:
+            if (one := self._known.get(transfer_id)) is not None:
+                one.answer = Asked(id=0, transfer_id=transfer_id, state=AskState.COMING)
 
     def deny(self, transfer_id: str, reason: str) -> tuple[list[bytes], Asked]:
         """Nothing will be lent, or is any more; nobody is told if that was known.

@@ -217,6 +217,10 @@ class ControlService:
         text = sign(replace(ticket, secret=veiled), self._cluster_key)
         self._tell_askers(*self.asks.lend(transfer.transfer_id, text))
 
+    def recall(self, transfer: Transfer) -> None:
+        """See :meth:`AskTable.recall`; to be called before the lease is revoked."""
+        self.asks.recall(transfer.transfer_id)
+
     def deny(self, transfer: Transfer, reason: str) -> None:
         """Nothing will be lent for a transfer, or is any more; who waits for it is told why."""
         self._tell_askers(*self.asks.deny(transfer.transfer_id, reason))

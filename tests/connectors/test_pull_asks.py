@@ -12,6 +12,7 @@ from kvferry.control.proofs import veil
 from kvferry.control.tickets import Transfer, verify
 from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
+from kvferry.testing.fake_rank import Stage
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
 
 TOKENS = tuple(range(1000, 1021))
@@ -280,6 +281,48 @@ def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
         pending.is_asked = False
         waiting.expire(now + 131.0, lambda _: False)
     assert isinstance(pending.error, PeerLostError)
+
+
+def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, target, begin):
+    transfer = begin()
+    source.chunk_tokens = 8
+    lent = source.add("at the source", TOKENS, lends(transfer))
+    source.step()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    known = target.scheduler._loads
+    run([target], lambda: "r" in known and known["r"].is_held, timeout_s=WAIT_S, what="the lease")
+    first = known["r"].lease_id
+    source.preempt("at the source")
+    source.step()
+    assert source.scheduler._server.asks._known[transfer.transfer_id].answer.state == "coming"
+    run([target], lambda: "r" in target.scheduler._asks, timeout_s=WAIT_S, what="another ask")
+    target.step()
+    assert request.stage is Stage.WAITING
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
+    assert lent.finished_cleanly
+    assert source.scheduler._lender.leases.counters() == {"revoked": 1, "done": 1}
+    assert first not in known
+    assert not counter(target, "errors.load")
+    source.check_memory()
+    target.check_memory()
+
+
+def test_a_target_that_asks_again_in_vain_computes_the_prompt(source, target, begin):
+    transfer = begin()
+    source.chunk_tokens = 8
+    source.add("at the source", TOKENS, lends(transfer))
+    source.step()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    known = target.scheduler._loads
+    run([target], lambda: "r" in known and known["r"].is_held, timeout_s=WAIT_S, what="the lease")
+    source.preempt("at the source")
+    source.step()
+    source.abort("at the source")
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
+    assert (request.error, request.external_tokens) == (None, 0)
+    assert target.scheduler.counters()["asks_denied"] == 1
+    assert not target.scheduler._asks
 
 
 def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, begin):

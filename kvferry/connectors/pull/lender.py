@@ -130,6 +130,9 @@ class Lender:
             request_ids: requests with KV of the older ones; ``None`` where that will never be
                 known again, so that nothing more is lent.
         """
+        for early in self._early.values():
+            if not early.is_lent:
+                self._recall(early)
         self.leases.revoke_all()
         self._lends = self._lends and request_ids is not None
         self._outdated.update(request_ids or ())
@@ -292,7 +295,9 @@ class Lender:
         if not self._prompts:
             return
         for request_id in output.preempted_req_ids & self._prompts.keys():
-            self._revoke(self._prompts.pop(request_id))
+            early = self._prompts.pop(request_id)
+            self._recall(early)
+            self._revoke(early)
         counts = output.num_scheduled_tokens
         for part in output.requests:
             early = self._prompts.get(part.request_id)
@@ -347,6 +352,13 @@ class Lender:
             self._server.written(lease.lease_id, rank, num_tokens)
         ticket = self._ticket(early.request, lease, tables, num_tokens, first_tokens)
         return True, self.tell_lent(ticket)
+
+    def _recall(self, early: EarlyLease) -> None:
+        """Who asks from now on is to wait until the prompt is whole, or nothing of it is lent."""
+        transfer = self._transfers.get(early.request.request_id)
+        if transfer is not None and early.lease is not None and early.outcome is None:
+            self._lent_as.pop(transfer, None)
+            self._server.recall(transfer)
 
     def _revoke(self, early: EarlyLease) -> None:
         """What was written of a prompt will not stay as it is, or will not be lent."""
@@ -519,8 +531,9 @@ class Lender:
         for lease in self.leases.sweep():
             early = self._early.pop(lease.lease_id, None)
             if early is not None and not early.is_lent:
-                early.outcome = lease.outcome  # its request goes on, with its blocks
-                self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
+                early.outcome = lease.outcome  # its request goes on
+                if lease.outcome is not LeaseOutcome.REVOKED:  # else the prompt is lent later
+                    self.tell_not_lent(lease.request_id, f"lease {lease.lease_id} has ended")
                 continue
             self._mirroring.pop(lease.lease_id, None)
             self._prefixes.pop(lease.request_id, None)

@@ -30,7 +30,7 @@ from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import TransferStatus
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import Ticket
+from kvferry.control.tickets import Ticket, Transfer
 from kvferry.control.tracing import Spans
 from kvferry.errors import (
     CancelledError,
@@ -265,8 +265,10 @@ class PullScheduler(SchedulerConnector):
         self._lender.expect(request, transfer)
         self._begin_load(record, ticket)
 
-    def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
-        """Goes for the lease of an accepted ticket."""
+    def _begin_load(
+        self, record: RequestRecord, ticket: Ticket, transfer: Transfer | None = None
+    ) -> None:
+        """Goes for the lease of an accepted ticket, which was asked for with ``transfer``."""
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
@@ -274,7 +276,7 @@ class PullScheduler(SchedulerConnector):
             record.loads = False
             return
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
-        self._loads[record.request_id] = self._sources.add(record, ticket)
+        self._loads[record.request_id] = self._sources.add(record, ticket, transfer)
 
     def _begin_ask(self, record: RequestRecord, text: object) -> None:
         """Asks for the ticket of a request that its source was sent as well.
@@ -322,8 +324,19 @@ class PullScheduler(SchedulerConnector):
                 pending.error = error
                 raise
             del self._asks[request.request_id]
-            self._begin_load(pending.record, ticket)
+            self._begin_load(pending.record, ticket, pending.transfer)
         return pending.is_settled
+
+    def _ask_again(self, load: Load) -> None:
+        """A source has revoked the lease of a ticket that was asked for, and nobody has read."""
+        assert load.transfer is not None
+        logger.info(
+            "request %s: engine %s has revoked its lease, and is asked for another",
+            load.request_id,
+            load.source.name,
+        )
+        self._give_back(load.request_id)
+        self._asks[load.request_id] = self._sources.ask(load.record, load.transfer)
 
     def _drop_ask(self, request_id: str) -> None:
         """No ticket is needed for a request any more: one that comes is given back."""
@@ -427,6 +440,9 @@ class PullScheduler(SchedulerConnector):
             return 0, False
         if state is LoadState.FAILED:
             assert load.error is not None  # set before the state
+            if load.may_ask_again:
+                self._ask_again(load)
+                return None, False
             raise load.error
         if state is LoadState.WAITING:
             return None, False

@@ -135,6 +135,8 @@ class Load:
     state: LoadState = LoadState.WAITING
     groups: SourceGroups | None = None
     """The source's KV cache groups; set before it is ``READY``."""
+    transfer: Transfer | None = None
+    """For which its ticket was asked."""
     error: KVFerryError | None = None
     rank_error: str = ""
     """What the first rank that failed said, and which one it was."""
@@ -184,6 +186,14 @@ class Load:
         if self.state is LoadState.LOADING:
             return self.is_early and self.readable is not None
         return self.state is LoadState.WAITING
+
+    @property
+    def may_ask_again(self) -> bool:
+        """Whether its source has revoked the lease before anything was read, and another one may
+        follow: the prompt was preempted there, say.
+        """
+        is_revoked = isinstance(self.error, LeaseRevokedError)
+        return self.transfer is not None and self.state is LoadState.FAILED and is_revoked
 
     def whole_in(self, now: float, pace: float | None) -> float:
         """Seconds until the source has computed the rest of the prompt, at the pace of its chunks
@@ -270,8 +280,10 @@ class Sources:
                 source.next_attempt = 0.0
             self._wake()
 
-    def add(self, record: RequestRecord, ticket: Ticket) -> Load:
-        """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes."""
+    def add(self, record: RequestRecord, ticket: Ticket, transfer: Transfer | None = None) -> Load:
+        """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes; where the
+        ticket was asked for, with ``transfer``.
+        """
         now = self._clock()
         address = ticket.address
         with self._lock:
@@ -281,6 +293,7 @@ class Sources:
                 source.stale = True
             deadline = now + self._handshake_timeout_s
             load = Load(record.request_id, ticket, source, deadline, now, record, progressed=now)
+            load.transfer = transfer
             if not source.knows_us:
                 record.note("unknown", now)
             self._loads[load.lease_id] = load
@@ -720,6 +733,10 @@ class Sources:
         return [load for load in waiting if load.source is source]
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
+        is_read = load.state is LoadState.LOADING
+        if isinstance(error, LeaseRevokedError) and load.transfer is not None and not is_read:
+            load.error, load.state = error, LoadState.FAILED  # another ticket may come
+            return
         host, _ = split_address(load.source.address)
         if isinstance(error, PeerEndedError) and is_loopback(host):
             error = PeerEndedError(

@@ -1,4 +1,4 @@
-"""The control protocol in virtual time: five hundred seeds, and defects that they must find.
+"""The control protocol in virtual time: two thousand seeds, and defects that they must find.
 
 A failure shows the seed and the trace of what led there; ``play(seed)`` runs it again, the same in
 every event. To add a fault, write a function of a :class:`Run` and enter it in ``play.FAULTS``; to
@@ -26,14 +26,18 @@ from tests.control.simulation.world import BrokenError, World
 
 BATCH = 50
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+PART = 200
+"""Runs of a long test: so few that a slow machine ends them in time."""
 SEEDS = [
     pytest.param(0, BATCH, id="short"),
-    pytest.param(BATCH, 500 - BATCH, id="long-0", marks=SLOW),
-    *(pytest.param(first, 500, id=f"long-{first}", marks=SLOW) for first in (500, 1000, 1500)),
-    # A hundred thousand, in parts that a slow machine ends in time.
     *(
-        pytest.param(first, 500, id=f"soak-{first}", marks=SOAK)
-        for first in range(2000, 100_000, 500)
+        pytest.param(first, PART, id=f"long-{first}", marks=SLOW)
+        for first in range(BATCH, 2000, PART)
+    ),
+    # A hundred thousand.
+    *(
+        pytest.param(first, PART, id=f"soak-{first}", marks=SOAK)
+        for first in range(2000, 100_000, PART)
     ),
 ]
 MOST_SEEDS = 200
@@ -50,10 +54,13 @@ def test_the_laws_hold_whatever_happens(first, count):
     ("first", "count"),
     [
         pytest.param(0, BATCH, id="short"),
-        pytest.param(BATCH, 500, id="long", marks=SLOW),
         *(
-            pytest.param(first, 500, id=f"soak-{first}", marks=SOAK)
-            for first in range(550, 5050, 500)
+            pytest.param(first, PART, id=f"long-{first}", marks=SLOW)
+            for first in range(BATCH, 650, PART)
+        ),
+        *(
+            pytest.param(first, PART, id=f"soak-{first}", marks=SOAK)
+            for first in range(650, 5050, PART)
         ),
     ],
 )
