@@ -252,7 +252,7 @@ class PlayedEngine(Engine):
 
     def __init__(self, name, says):
         super().__init__(name, f"http://{name}", "decode", None, control=CONTROL)
-        self.healthy = self.at_once = True
+        self.healthy = self.at_once = self.is_ours = True
         self.says, self.gate, self.is_asked = says, asyncio.Event(), False
 
     async def complete(self, body, request_id, span):
@@ -300,7 +300,7 @@ def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
             sampling=generation.sampling,
             generation=generation,
         )
-        replies = PrefillDecode(*pools, at_once=True)._both(request, prefill, decode)
+        replies = PrefillDecode(*pools, at_once=True)._both(request, prefill, decode, None)
         told = []
 
         async def consume():
@@ -308,7 +308,7 @@ def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
                 told.extend(reply.token_ids)
 
         client = asyncio.create_task(consume())
-        while not all(engine.is_asked for engine in both):
+        while not (client.done() or all(engine.is_asked for engine in both)):
             await asyncio.sleep(0)
         for engine in sorted(both, key=lambda engine: engine.name != fails):
             engine.gate.set()  # it speaks before anybody has heard the other

@@ -295,9 +295,9 @@ class Lender:
         if not self._prompts:
             return
         for request_id in output.preempted_req_ids & self._prompts.keys():
-            early = self._prompts.pop(request_id)
-            self._recall(early)
-            self._revoke(early)
+            preempted = self._prompts.pop(request_id)
+            self._recall(preempted)
+            self._revoke(preempted)
         counts = output.num_scheduled_tokens
         for part in output.requests:
             early = self._prompts.get(part.request_id)
