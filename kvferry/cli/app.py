@@ -206,7 +206,8 @@ def router(
         typer.Option(
             metavar="HOST:PORT",
             help="The control channel (kv_port) of each server, those of --prefill first, then "
-            "those of --decode, in their order: for people who look at the cluster.",
+            "those of --decode, in their order: for people who look at the cluster, and for "
+            "--at-once.",
             show_default=False,
         ),
     ] = None,
@@ -327,8 +328,8 @@ def add(
         str,
         typer.Option(
             metavar="HOST:PORT",
-            help="Its control channel (kv_port), for people who look at the cluster; an engine of "
-            "kvferry tells it itself.",
+            help="Its control channel (kv_port), for people who look at the cluster and for a "
+            "router with --at-once; an engine of kvferry tells it itself.",
             show_default=False,
         ),
     ] = "",

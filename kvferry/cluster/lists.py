@@ -50,8 +50,8 @@ def engines_in(path: Path) -> EngineList:
 
     Each table has a ``url``, and a ``name`` unless the URL's ``host:port`` will do. That of a
     foreign engine may tell what one of ours tells itself: its ``control`` channel, for people who
-    look at the cluster, the table ``kv_events``, where it publishes what its cache holds, and its
-    ``kv_role``, whether it lends that.
+    look at the cluster and for ``at_once``, the table ``kv_events``, where it publishes what its
+    cache holds, and its ``kv_role``, whether it lends that.
     """
 
     async def look() -> list[EngineAddress]:

@@ -78,8 +78,8 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     """``http://host:port``, without a path."""
     control: str = ""
-    """``host:port`` of its control channel, for people who look at the cluster; an engine of ours
-    tells it itself."""
+    """``host:port`` of its control channel, for people who look at the cluster, and for requests
+    that a foreign engine gets at once with another; an engine of ours tells it itself."""
     kv_events: KVEventsPlace | None = None
     """Where it publishes its KV cache events, likewise."""
     kv_role: KVRole | None = None
