@@ -62,7 +62,7 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int = 256 << 20
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
     taken when it is first needed."""
-    early_load: Literal["off", "late", "now"] = "off"
+    early_load: Literal["off", "late", "now"] = "late"
     """When this engine begins to load a prompt that the source still computes: when it is whole, as
     late as it can be read by the time it is whole, or as soon as the source has begun."""
     convert_dtype: bool = False
