@@ -56,6 +56,9 @@ PENDING_RETRY_S = 0.01
 copying the blocks to host memory."""
 SILENT_RETRY_S = 2.0
 """Pause after an attempt to reach a source that is silent."""
+LAST_CHUNKS = 3
+"""Chunks of a prompt whose pace tells when the rest will be computed: each attends to more tokens
+than the one before, so that the first ones were faster."""
 NAMED_S = 600.0
 """Seconds for which a silent source is asked, and named as silent, after a load last named it: one
 that no request names any more may have left for good."""
@@ -151,7 +154,7 @@ class Load:
     is_early: bool = False
     """Whether it was admitted before all could be read."""
     grown: tuple[tuple[float, int], ...] = ()
-    """The first and the last time that the lease grew: clock reading, and tokens readable then."""
+    """The last times that the lease grew: clock reading, and tokens readable then."""
     chunk: int = 0
     """Tokens by which it grew last."""
     moved_s: float = 0.0
@@ -196,11 +199,11 @@ class Load:
         return self.transfer is not None and self.state is LoadState.FAILED and is_revoked
 
     def whole_in(self, now: float, pace: float | None) -> float:
-        """Seconds until the source has computed the rest of the prompt, at the pace of its chunks
-        so far, or else at ``pace`` (tokens per second); without either, infinity.
+        """Seconds until the source has computed the rest of the prompt, at the pace of its last
+        chunks, or else at ``pace`` (tokens per second); without either, infinity.
         """
-        if len(self.grown) == 2:
-            (since, before), (last, tokens) = self.grown
+        if len(self.grown) > 1:
+            (since, before), (last, tokens) = self.grown[0], self.grown[-1]
             pace = (tokens - before) / (last - since) if last > since else pace
         if not self.grown or not pace:
             return math.inf
@@ -651,9 +654,9 @@ class Sources:
         # What is told unasked has just been written; an answer may speak of what was long ago.
         if written is not None and renewed.id == 0:
             load.chunk = written - before
-            load.grown = (*load.grown[:1], (now, written))
-            if len(load.grown) == 2:
-                (since, first), _ = load.grown
+            load.grown = (*load.grown[-LAST_CHUNKS:], (now, written))
+            if len(load.grown) > 1:
+                since, first = load.grown[0]
                 load.source.computes = (written - first) / max(now - since, 1e-6)
         if load.is_early:
             load.progressed = now
