@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import torch
 import typer
 from rich.console import Console
@@ -29,10 +28,6 @@ from benchmarks.early.cluster import (
 )
 from benchmarks.early.report import HALF, EarlyResults, Sample, markdown, rows, seconds
 from benchmarks.machine import command_of, describe_machine, load_average
-from benchmarks.vllm_pair.cases import GROUPS, Case
-from benchmarks.vllm_pair.rounds import Prompts as ServerPrompts
-from benchmarks.vllm_pair.rounds import Row, measure_group
-from benchmarks.vllm_servers.models import Model
 from kvferry.config import EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
@@ -44,8 +39,6 @@ LINKS: dict[str, float | None] = {"full": None, "200 MB/s": 200e6, "50 MB/s": 50
 """Name → bytes per second."""
 LONG = 4000
 """Tokens from which on a prompt is tried over the link that takes half as long as its prefill."""
-SERVED = (256, 1000, 4000)
-"""Tokens of the prompts that vLLM servers get."""
 LONGEST = max(PROMPTS)
 LONGEST_KINDS = 3
 """Different prompts of that length, as an undivided engine computes each too. It fills the prefix
@@ -219,25 +212,12 @@ def chosen(only: Sequence[str]) -> tuple[list[str], list[int]]:
     )
 
 
-def ask_servers(
-    folder: Path, rounds: int, logs: Path, say: Callable[[str], object]
-) -> tuple[Row, ...]:
-    """A pair of vLLM servers with our connector, and one with NixlConnector, both over TCP."""
-    model, cases = Model("early", folder, MODEL.vocab_size), [Case(n, 1) for n in SERVED]
-    say("one vLLM server answers")
-    prompts = ServerPrompts(model, cases, logs)
-    return tuple(measure_group("TCP", GROUPS["TCP"], model, prompts, rounds, logs, say))
-
-
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each cell is measured.")] = 3,
     only: Annotated[
         list[str], typer.Option(help="A link or a number of tokens; several times for more.")
     ] = [],  # noqa: B006 - typer's way
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
-    vllm: Annotated[
-        bool, typer.Option(help="Pairs of vLLM servers too, NixlConnector's beside ours.")
-    ] = False,
     logs: Annotated[
         Path | None, typer.Option(help="Folder for what engines and routers write.")
     ] = None,
@@ -271,11 +251,6 @@ def main(
                     samples=judge.samples(run.measured),
                 )
                 tables.write(out, "early", results, markdown(results))
-        if vllm:
-            results = msgspec.structs.replace(
-                results, servers=ask_servers(model, rounds, folder, say), load_after=load_average()
-            )
-            tables.write(out, "early", results, markdown(results))
     tables.show(console, "Loads that begin early", rows(results.samples), (), left=3)
     say(markdown(results))
 

@@ -10,7 +10,6 @@ import msgspec
 from benchmarks import tables
 from benchmarks.early.cluster import ANSWER_TOKENS, BLOCK_SIZES, CHUNK, MODES, Served
 from benchmarks.machine import Machine
-from benchmarks.vllm_pair.rounds import Row
 
 HALF = "half"
 """The link over which the KV of a prompt takes half as long as its prefill; of each length its
@@ -101,8 +100,6 @@ class EarlyResults(msgspec.Struct, frozen=True, kw_only=True):
     """Load average at the end."""
     rounds: int
     samples: tuple[Sample, ...]
-    servers: tuple[Row, ...] = ()
-    """The same over pairs of real vLLM servers, where they were asked for."""
 
 
 class Cell:
@@ -266,30 +263,6 @@ def _pins_less(cell: Cell) -> Goal:
     return text, share <= GOAL_PINNED
 
 
-def servers(measured: Sequence[Row]) -> Iterator[str]:
-    """What real servers did, in words and as a table."""
-    yield "## Beside NixlConnector"
-    yield ""
-    yield (
-        "Pairs of vLLM servers with the same model on this host, one request at a time: from the "
-        "prefill server's answer to the decode server's first token, which a whole load lies "
-        "between. NixlConnector cannot begin before, nor can kvferry inside vLLM."
-    )
-    yield ""
-    table = [
-        (
-            f"{row.case.tokens:,}",
-            f"{1e3 * row.ours.median('handover'):.1f}",
-            f"{1e3 * row.theirs.median('handover'):.1f}",
-            f"{row.ours.wrong} / {row.theirs.wrong}",
-        )
-        for row in measured
-    ]
-    names = (f"{one.name}, after prefill ms" for one in (measured[0].ours, measured[0].theirs))
-    yield from tables.markdown((("prompt", *names, "wrong"), *table))
-    yield ""
-
-
 def markdown(results: EarlyResults) -> str:
     """The page for people."""
     machine = results.machine
@@ -323,6 +296,10 @@ def markdown(results: EarlyResults) -> str:
             "about one half."
         ),
     ]
+    told.append(
+        "Engines, relay, routers and client share the cores: what loads while a prompt is computed "
+        "also slows its computation here, which it does not between machines."
+    )
     if None in links.values():
         told.append("Link `full`: as fast as the relay is.")
     judged = [f"{'met' if met else '**missed**'}: {text}" for text, met in goals(results.samples)]
@@ -335,7 +312,6 @@ def markdown(results: EarlyResults) -> str:
         "",
         *tables.markdown(rows(results.samples), 3),
         "",
-        *(servers(results.servers) if results.servers else ()),
         "## Goals",
         "",
         *tables.bullets(judged),

@@ -7,10 +7,8 @@ import typer
 
 from benchmarks.early import __main__ as early
 from benchmarks.early.cluster import ANSWER_TOKENS, MODES, Served, engine_config
-from benchmarks.early.report import HALF, EarlyResults, Sample, cells, goals, markdown, servers
+from benchmarks.early.report import HALF, EarlyResults, Sample, cells, goals, markdown
 from benchmarks.machine import describe_machine
-from benchmarks.vllm_pair import rounds
-from benchmarks.vllm_pair.cases import Case
 from kvferry.cluster.metrics import RequestSummary
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.engine.messages import RequestTimings
@@ -107,21 +105,6 @@ def test_the_page_has_every_figure_and_every_goal():
     assert "- met: full, 256 tokens: after prefill of `late` takes 1.04 times" in page
     assert "- **missed**: full, 256 tokens: after prefill of `now` takes 1.06 times" in page
     assert "- met: half, 4,000 tokens: block-seconds of `late` are 0.44 times" in page
-
-
-def test_real_servers_have_a_table_of_their_own():
-    def contender(name, handover, wrong):
-        one = rounds.Sample(transfer=0.1, handover=handover, cpu=1.0)
-        return rounds.Contender(name=name, samples=(one,), wrong=wrong)
-
-    row = rounds.compare(
-        "TCP", Case(1000, 1), contender("kvferry tcp", 0.05, 0), contender("nixl tcp", 0.2, 1)
-    )
-    lines = list(servers([row]))
-    assert (
-        "| prompt | kvferry tcp, after prefill ms | nixl tcp, after prefill ms | wrong |" in lines
-    )
-    assert "| 1,000 | 50.0 | 200.0 | 0 / 1 |" in lines
 
 
 def test_what_was_not_measured_is_not_judged():
