@@ -283,7 +283,8 @@ def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
     assert isinstance(pending.error, PeerLostError)
 
 
-def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, target, begin):
+def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, open_engine, begin):
+    target = open_engine("d", TARGET, early_load="off")
     transfer = begin()
     source.chunk_tokens = 8
     lent = source.add("at the source", TOKENS, lends(transfer))
@@ -308,7 +309,8 @@ def test_a_target_whose_lease_was_revoked_before_it_read_asks_again(source, targ
     target.check_memory()
 
 
-def test_a_target_that_asks_again_in_vain_computes_the_prompt(source, target, begin):
+def test_a_target_that_asks_again_in_vain_computes_the_prompt(source, open_engine, begin):
+    target = open_engine("d", TARGET, early_load="off")
     transfer = begin()
     source.chunk_tokens = 8
     source.add("at the source", TOKENS, lends(transfer))

@@ -265,9 +265,10 @@ class _FirstComeFirstServed(Connection):
     def receive(self):
         ended = []
         while not self.is_closed and (payload := self.link.receive()) is not None:
-            if self.calls:
+            reply = messages.decode_reply(payload)
+            if self.calls and reply.id:  # else it is news
                 call = self.calls.pop(next(iter(self.calls)))
-                ended.append((call, messages.decode_reply(payload)))
+                ended.append((call, reply))
                 ended += self._send_waiting()
         return ended
 
@@ -445,7 +446,7 @@ DEFECTS: dict[Build, Found] = {
     Build(service=IsEndedByNoise): ("bad messages harm only their sender", ("babble",)),
     Build(service=KeepsLeasesAtRestart): ("nothing before a handshake", ("restart a source",)),
     Build(client=TakesATimeoutForAYes): (_HELD, ("restart a source",)),
-    Build(client=TakesAnAnswerForAnothers): (_HELD, ("delay", "repeat")),
+    Build(client=TakesAnAnswerForAnothers): (_HELD, ("delay", "repeat", "twin")),
     Build(client=RenewsForTheFirstStart): (_HEALED, ("restart a source",)),
     Build(client=ForgetsCallsOfBrokenConnections): (_ENDS, ("breaks",)),
     Build(sources=GivesUpAtTheFirstLoss): (_SLOW, ()),
