@@ -273,13 +273,24 @@ def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
     target.add("r", TOKENS, loads(begin()))
     pending = pulled._asks["r"]
     with pulled._sources._lock:
-        pending.looked, pending.deadline = now, now + 30.0
-        for seconds, owes in ((100.0, True), (129.0, False)):
-            waiting.expire(now + seconds, lambda _, owes=owes: owes)
-            assert pending.deadline - now == pytest.approx(130.0)
+        pending.looked, pending.deadline, pending.is_owed = now, now + 30.0, False
+
+        def look(seconds, *, owes, has_run=True):
+            pending.is_asked = owes
+            waiting.expire(now + seconds, has_run, lambda _: owes)
+            return pending.deadline - now
+
+        assert look(0.0, owes=True) == pytest.approx(30.0)
+        assert look(100.0, owes=False) == pytest.approx(130.0)  # a slow answer
+        assert look(300.0, owes=False, has_run=False) == pytest.approx(330.0)  # we did not run
+        for asked in range(305, 400, 5):  # and now it says every 5 s, in 1 s, that it knows nothing
             assert pending.error is None
-        pending.is_asked = False
-        waiting.expire(now + 131.0, lambda _: False)
+            look(asked, owes=True)
+            look(asked + 1, owes=False)
+            if pending.error is not None:
+                break
+    # Of each 5 s 4 are charged: 8 times that is more than 30 s.
+    assert asked == 340
     assert isinstance(pending.error, PeerLostError)
 
 
@@ -392,7 +403,8 @@ def test_a_source_that_was_started_again_is_not_waited_for(open_engine, target, 
     transfer = Transfer.begin(f"127.0.0.1:{free_port}", KEYS)
     source.add("r", TOKENS, lends(transfer))
     request = target.add("r", TOKENS, loads(transfer))
-    until_asked(target, source, "requests.Ask")
+    pending = target.scheduler._asks["r"]
+    run([target], lambda: pending.incarnation, timeout_s=WAIT_S, what="the source to know it")
     source.close()
     again = open_engine("p", SOURCE, kv_port=free_port)
     run([target, again], is_over(target), timeout_s=WAIT_S, what="the end of the wait")

@@ -31,6 +31,8 @@ class PendingTicket:
     which it owes us an answer, and nothing else is wrong with it, is not charged."""
     looked: float
     """Clock reading of the last look at that."""
+    is_owed: bool = False
+    """Whether it owed us an answer then."""
     next_ask: float = 0.0
     """Clock reading of the next ask."""
     is_asked: bool = False
@@ -159,18 +161,19 @@ class Asks:
         if one.is_settled:
             del self._waiting[name]
 
-    def expire(self, now: float, is_slow: Callable[[PendingTicket], bool]) -> None:
-        """Ends the waits that have lasted too long.
+    def expire(self, now: float, has_run: bool, owes: Callable[[PendingTicket], bool]) -> None:
+        """Ends the waits that have lasted too long. To be called after each answer, and each ask.
 
         Args:
             now: clock reading.
-            is_slow: whether the source owes us an answer, and nothing else is wrong with it.
+            has_run: whether we could have taken answers since the last call.
+            owes: whether the source owes us an answer, and nothing else is wrong with it.
         """
         for one in list(self._waiting.values()):
-            passed, one.looked = now - one.looked, now
-            if is_slow(one):
-                one.deadline += passed
-            elif now >= one.deadline and not one.is_asked:
+            if one.is_owed or not has_run:
+                one.deadline += now - one.looked
+            one.looked, one.is_owed = now, owes(one)
+            if has_run and now >= one.deadline and not one.is_asked:
                 self.fail(
                     one,
                     PeerLostError(

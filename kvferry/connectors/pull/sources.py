@@ -685,7 +685,7 @@ class Sources:
 
     def _expire(self, now: float) -> None:
         has_run = self._thread.awake_s >= self._handshake_timeout_s
-        self._asks.expire(now, lambda pending: not has_run or self._owes_answer(pending))
+        self._asks.expire(now, has_run, self._owes_answer)
         if not has_run:
             return  # answers may have come since
         for load in self._loads.values():
