@@ -563,11 +563,12 @@ class PrefillDecode:
                             self.chooser.missed(engine, held - cached)
                             self.chooser.computed(engine, request.prompt, request.drawn)
                     request.tell_usage(reply)
+                    if reply.finish_reason is not None:  # nobody may want to hear more
+                        engine.pace.drew(outstanding, time.monotonic() - first_at)
+                        if self.chooser is not None:
+                            drawn = [*request.drawn, *reply.token_ids]
+                            self.chooser.computed(engine, request.prompt, drawn[:-1])
                     yield reply
-            if first_at:
-                engine.pace.drew(outstanding, time.monotonic() - first_at)
-                if self.chooser is not None:
-                    self.chooser.computed(engine, request.prompt, request.drawn[:-1])
 
 
 async def _draw(replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack) -> None:

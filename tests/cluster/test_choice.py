@@ -381,22 +381,20 @@ def test_what_is_not_wanted_is_not_done(make_setup, publish, settings):
 
 
 def test_engines_that_publish_nothing_are_taken_to_have_what_they_were_sent(make_setup):
-    setup = make_setup(2, 2, explain=True, assume_cached=True)
+    setup = make_setup(1, 1, explain=True, assume_cached=True, direct_tokens=0)
     for fake in setup.engines:
         fake.cached_tokens = None  # as vLLM's servers, unless they are told to tell
-    first = ask(setup).headers["x-kvferry-route"]
-    decode = next(fake for fake in setup.decode if fake.bodies)
-    assert f"decode={decode.name}; cached=0; " in first
-    for _ in range(2):
-        route = ask(setup).headers["x-kvferry-route"]
-        start = f"prefill=-; decode={decode.name}; cached=32; borrowed=0; lender=-; computed=10; "
-        assert route.startswith(start)
-    # It has drawn "Hello" itself, all but the last of which it has.
-    longer = f"{PROMPT}Hell"
-    for tokens, held in ((longer * 2, 32), ("another" * 10, 0)):
-        setup.says("Hello", prompt=tokens)
-        response = setup.complete(prompt=tokens, max_tokens=5)
-        assert f"cached={held}; " in response.headers["x-kvferry-route"]
+    history = "a prompt of sixty characters, behind which five tokens come."
+    known = []
+    for question in ("", " And?", " another prompt"):
+        prompt = f"{history}{question}" if "another" not in question else "other" * 20
+        setup.says("Hello", prompt=prompt)
+        response = setup.complete(prompt=prompt, max_tokens=5)
+        route = dict(part.split("=") for part in response.headers["x-kvferry-route"].split("; "))
+        known.append((int(route["cached"]), len(prompt) - int(route["moved"])))
+        history = f"{prompt}Hello"
+    # P has the prompt alone, D also what it has drawn itself.
+    assert known == [(0, 0), (32, 64), (0, 0)]
 
 
 def test_what_an_engine_had_less_than_it_was_sent_is_counted(make_setup):

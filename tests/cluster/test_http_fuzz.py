@@ -86,7 +86,7 @@ class Member:
 
     @property
     def leases(self):
-        return self.engine.connector._leases
+        return self.engine.connector._lender.leases
 
     def is_settled(self):
         """Whether it holds nothing for anybody."""

@@ -150,7 +150,8 @@ def test_the_lease_of_a_source_that_is_known_is_had_while_no_other_thread_runs(
 def test_a_step_looks_for_answers_once_however_many_requests_wait(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, ended_by: str
 ) -> None:
-    pair = Pair(open_engine("p", SOURCE, **SHORT), open_engine("d", TARGET), WAIT_S)
+    target = open_engine("d", TARGET, early_load="off")  # else each state is looked at once more
+    pair = Pair(open_engine("p", SOURCE, **SHORT), target, WAIT_S)
     served(pair, "before")  # so there is no news of a handshake, which would be lost here
     sources = [pair.prefill(name, 21) for name in "abc"]
     requests = [pair.decode(source) for source in sources]

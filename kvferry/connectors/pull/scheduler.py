@@ -474,6 +474,8 @@ class PullScheduler(SchedulerConnector):
 
     def _is_admitted_early(self, load: Load) -> bool:
         """Whether a load begins although its source still computes the prompt."""
+        if load.readable is None:
+            return False  # its source does not say that it computes
         mode, groups = self._extra.early_load, load.groups
         if mode == "off" or groups is None or not any(map(groups.moves_early, groups.pairs)):
             return False
