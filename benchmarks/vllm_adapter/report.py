@@ -113,8 +113,7 @@ def show(results: AdapterResults, console: Console) -> None:
 def write(results: AdapterResults, folder: Path) -> None:
     """Writes ``vllm_step.json`` and ``VLLM_STEP.md`` into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    encoded = msgspec.json.format(msgspec.json.encode(results), indent=1)
-    (folder / "vllm_step.json").write_bytes(encoded + b"\n")
+    (folder / "vllm_step.json").write_bytes(msgspec.json.encode(results) + b"\n")
     (folder / "VLLM_STEP.md").write_text(markdown(results))
 
 
