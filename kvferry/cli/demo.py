@@ -447,7 +447,7 @@ def draw_timeline(results: Sequence[Result], turns: Sequence[TurnResult], path: 
     panels[0].set_title("Each request's life (black mark: first token at the client)", loc="left")
     panels[0].set_xlim(0, end * 1.01)
     _add_legend(panels[0])
-    _draw_transfers(panels[1], results)
+    _draw_transfers(panels[1], results, requests)
     if held:
         _draw_lives(panels[2], held, [life.answer.sent for life in held])
         panels[2].set_xlabel("seconds since the turn was sent, until just after its first token")
@@ -500,13 +500,13 @@ def _add_legend(axes: Any) -> None:
     )
 
 
-def _draw_transfers(axes: Any, results: Sequence[Result]) -> None:
+def _draw_transfers(axes: Any, results: Sequence[Result], lives: Sequence[Life]) -> None:
     milliseconds = [result.transfer_s * 1000 for result in results]
     axes.barh(range(len(results)), milliseconds, height=0.62, color=dict(PHASES)["transfer"])
     for row, result in enumerate(results):
         text = f" {result.nbytes / 1e6:.1f} MB, {result.copies} copies"
         axes.text(milliseconds[row], row, text, va="center", fontsize=8)
-    _label_rows(axes, [Life.of(result) for result in results])
+    _label_rows(axes, lives)
     axes.set_xlim(0, max(milliseconds) * 1.35 or 1.0)
     axes.set_xlabel("milliseconds from the first rank's start to the last rank's end")
     axes.set_title("Transfers alone", loc="left")

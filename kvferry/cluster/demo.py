@@ -565,16 +565,14 @@ def compare(
 def _result(reference: Reference, answer: Answer, records: Mapping[str, Records]) -> Result:
     prefill, decode = (_summary(records[role], answer.request_id) for role in ("prefill", "decode"))
     assert prefill is not None, "it drew the first token"
-    lent, loads = (
-        [r for r in records[role].transfers if r.request_id == answer.request_id]
-        for role in ("prefill", "decode")
-    )
+    lent = [r for r in records["prefill"].transfers if r.request_id == answer.request_id]
+    loads = _loads(records["decode"], answer.request_id)
     return Result(
         name=answer.name,
         answer=answer,
         prefill=prefill,
         decode=decode,
-        loads=tuple(loads),
+        loads=loads,
         difference=find_difference(
             reference, answer.token_ids, prefill.gaps + (decode.gaps if decode else [])
         ),

@@ -386,8 +386,8 @@ def test_engines_that_publish_nothing_are_taken_to_have_what_they_were_sent(make
         fake.cached_tokens = None  # as vLLM's servers, unless they are told to tell
     history = "a prompt of sixty characters, behind which five tokens come."
     known = []
-    for question in ("", " And?", " another prompt"):
-        prompt = f"{history}{question}" if "another" not in question else "other" * 20
+    for kept, said in ((True, ""), (True, " And?"), (False, "other" * 20)):
+        prompt = f"{history}{said}" if kept else said
         setup.says("Hello", prompt=prompt)
         response = setup.complete(prompt=prompt, max_tokens=5)
         route = dict(part.split("=") for part in response.headers["x-kvferry-route"].split("; "))

@@ -82,13 +82,7 @@ def prompt(number):
     return [draw.randrange(3, 250) for _ in range(PROMPT)]
 
 
-@pytest.fixture
-def served(killable):
-    """All engines are there, and hold nothing afterwards."""
-    killable.until_ready()
-    yield killable
-    killable.until_ready()
-    killable.check_nothing_is_stranded()
+served = test_kills.served
 
 
 def leases_of(served, name):

@@ -295,8 +295,16 @@ class Sources:
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
             deadline = now + self._handshake_timeout_s
-            load = Load(record.request_id, ticket, source, deadline, now, record, progressed=now)
-            load.transfer = transfer
+            load = Load(
+                record.request_id,
+                ticket,
+                source,
+                deadline,
+                now,
+                record,
+                transfer=transfer,
+                progressed=now,
+            )
             if not source.knows_us:
                 record.note("unknown", now)
             self._loads[load.lease_id] = load
