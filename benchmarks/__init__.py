@@ -11,7 +11,8 @@ module              what is in it
 ``binding``         how long ``bind`` takes
 ``confirm``         how long a confirm takes
 ``managers``        our KV cache manager beside vLLM's; ``peers`` has both
-``postprocess``     the postprocessor beside three passes and a plain copy
+``postprocess``     the postprocessor beside three passes and one pass over the memory
+``paged``           bursts of requests of random pages beside what each path carries in bulk
 ``loads``           short loads beside NIXL and an older commit
 ``faults``          what faults do to requests of clusters over hosts
 ``gpu``             tests and benchmarks that need a GPU, in one go

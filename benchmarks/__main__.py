@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import managers, planning, postprocess, prefixes
+from benchmarks import managers, paged, planning, postprocess, prefixes
 from benchmarks.binding import BindResult, measure_bind
 from benchmarks.cases import CacheShape, WrongDataError, all_cases
 from benchmarks.confirm import ConfirmResult, measure
@@ -22,6 +22,7 @@ from benchmarks.peers.process import PeerError
 from benchmarks.plot import write_plot
 from benchmarks.report import Results, show, write
 from benchmarks.transports import TransportBenchmark, why_no_nixl
+from kvferry.layouts.copier import measure_stores
 
 _QUICK = CacheShape(layers=2, kv_heads=2, head_size=32, block_size=16, tokens=320)
 
@@ -37,6 +38,7 @@ class Part(enum.StrEnum):
     PLANNING = "planning"
     PREFIXES = "prefixes"
     LOADS = "loads"
+    PAGED = "paged"
 
 
 def main(
@@ -62,7 +64,10 @@ def main(
     skipped = why_no_nixl() if nixl else "it was left out with --no-nixl"
     shape = _QUICK if quick else CacheShape()
     rounds = 2 if quick else rounds
-    alone = _ALONE | {Part.LOADS: partial(_measure_loads, base=base, nixl=not skipped)}
+    alone = _ALONE | {
+        Part.LOADS: partial(_measure_loads, base=base, nixl=not skipped),
+        Part.PAGED: partial(_measure_paged, skipped=skipped),
+    }
     for part, run in alone.items():
         if part in parts:
             run(console, command, machine, rounds, quick, out)
@@ -95,6 +100,7 @@ def main(
         nixl_skipped=skipped if transports else None,
         load_after=load_average(),
         quick=quick,
+        stores=measure_stores() if transports else None,
         transports=tuple(transports),
         bind=tuple(bind),
         confirm=tuple(confirm),
@@ -165,6 +171,27 @@ def _measure_loads(
         results = loads_measure.measure(command, machine, rounds, quick, say, base=base, nixl=nixl)
     loads_report.show(results, console)
     loads_report.write(results, out)
+    console.print(f"written to {out}")
+
+
+def _measure_paged(
+    console: Console,
+    command: str,
+    machine: Machine,
+    rounds: int,
+    quick: bool,
+    out: Path,
+    *,
+    skipped: str | None,
+) -> None:
+    try:
+        with _saying(console) as say:
+            results = paged.measure(command, machine, rounds, quick, say, skipped)
+    except WrongDataError as error:
+        console.print(f"[red]wrong data[/]: {error}", highlight=False)
+        raise typer.Exit(1) from error
+    paged.show(results, console)
+    paged.write(results, out)
     console.print(f"written to {out}")
 
 

@@ -151,6 +151,28 @@ def lowered(
     return plan, tiles
 
 
+def merged_blocks(
+    shape: CacheShape, case: Case
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Whole blocks of all layers and parts: source offsets, target offsets and sizes in bytes.
+
+    Neighbours on both sides become one.
+
+    >>> shape = CacheShape(layers=1, kv_heads=1, head_size=8, block_size=2, tokens=6)
+    >>> [rows.tolist() for rows in merged_blocks(shape, Case("NHD", "NHD", False, 1))]
+    [[32, 160], [32, 160], [96, 96]]
+    """
+    size = shape.block_bytes
+    starts = np.arange(shape.layers * 2, dtype=np.int64) * shape.blocks * size
+    source, target = (
+        (starts[:, None] + table[None, :] * size).ravel() for table in case.block_tables(shape)
+    )
+    follows = (np.diff(source) == size) & (np.diff(target) == size)
+    firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    counts = np.diff(np.append(firsts, len(source)))
+    return source[firsts], target[firsts], counts * size
+
+
 def check_target(
     shape: CacheShape, case: Case, target: npt.NDArray[np.uint8], known: Cells
 ) -> None:

@@ -12,8 +12,14 @@ FAMILIES: Mapping[str, str] = {
     "memmove": "memcpy",
     "torch copy": "memcpy",
     "shm": "shm",
+    "process_vm_readv": "process_vm_readv",
+    "process_vm_readv, shared out": "process_vm_readv",
+    "process_vm_readv, blocks": "process_vm_readv, blocks",
     "vm": "vm",
+    "socket": "socket",
     "tcp": "tcp",
+    "tls": "tls",
+    "tcp encrypted": "tcp encrypted",
     "nixl shm": "nixl shm",
     "nixl shm, num_threads=2": "nixl shm",
     "nixl tcp": "nixl tcp",
@@ -96,11 +102,19 @@ def goal_of(case: Case, ours: str, theirs: str) -> float:
     >>> goal_of(Case("NHD", "NHD", shuffled=True, threads=2), "shm", "nixl shm")
     3.0
     """
+    if theirs == "tls":
+        return 0.8
+    if theirs == "socket":
+        return 0.6 if case.mismatched else 0.85
     if theirs == "memcpy":
-        return 0.4 if ours == "vm" else 0.6  # the call pins every page of the source
+        return 0.85 if case.threads == 1 else 0.9
+    if theirs.startswith("process_vm_readv"):
+        return 0.7 if case.mismatched else 0.9
     if "placed" in ours:
         return 0.9  # the same READ, with its request made while the clock runs
-    if ours == "tcp" or (ours == "vm" and not case.mismatched):
+    if ours == "tcp":
+        return 2.0
+    if ours == "vm" and not case.mismatched:
         return 1.5
     if case.mismatched:
         return 4.0
@@ -112,9 +126,12 @@ def goal_of(case: Case, ours: str, theirs: str) -> float:
 COMPARISONS = (
     ("shm", "memcpy"),
     ("shm", "nixl shm"),
-    ("vm", "memcpy"),
+    ("vm", "process_vm_readv"),
+    ("vm", "process_vm_readv, blocks"),
     ("vm", "nixl shm"),
+    ("tcp", "socket"),
     ("tcp", "nixl tcp"),
+    ("tcp encrypted", "tls"),
     ("nixl (placed) shm", "nixl shm"),
     ("nixl (placed) tcp", "nixl tcp"),
 )

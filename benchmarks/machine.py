@@ -37,8 +37,11 @@ def load_average() -> float:
 
 
 def command_of(module: str) -> str:
-    """The command that started this process: ``python -m module`` and its arguments."""
-    return shlex.join(["python", "-m", module, *sys.argv[1:]])
+    """The command that started this process: ``python -m module`` and its arguments, of paths of
+    this machine the names.
+    """
+    arguments = [Path(each).name if each.startswith("/") else each for each in sys.argv[1:]]
+    return shlex.join(["python", "-m", module, *arguments])
 
 
 def describe_machine() -> Machine:

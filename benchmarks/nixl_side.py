@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cases import LAYOUTS, CacheShape, Case, check_target
+from benchmarks.cases import LAYOUTS, CacheShape, Case, check_target, merged_blocks
 from benchmarks.kvferry_side import Offer
 from benchmarks.samples import Sample
 
-_LOCAL = "NIXL_INIT_AGENT"
+LOCAL = "NIXL_INIT_AGENT"
 _LOOK_S = 5e-4
 """Seconds between two looks of a source that has no progress thread."""
 
@@ -39,7 +39,8 @@ def why_missing() -> str | None:
     return None
 
 
-def _agent(name: str, num_threads: int, *, progress_thread: bool) -> Any:
+def make_agent(name: str, num_threads: int, *, progress_thread: bool) -> Any:
+    """An agent with UCX; without a progress thread its caller makes the progress."""
     from nixl._api import nixl_agent, nixl_agent_config
 
     config = nixl_agent_config(
@@ -48,7 +49,7 @@ def _agent(name: str, num_threads: int, *, progress_thread: bool) -> Any:
     return nixl_agent(name, config)
 
 
-def _rows(addresses: npt.NDArray[np.int64], nbytes: Any) -> npt.NDArray[np.uint64]:
+def descriptor_rows(addresses: npt.NDArray[np.int64], nbytes: Any) -> npt.NDArray[np.uint64]:
     """Descriptors: address, bytes, device."""
     rows = np.zeros((len(addresses), 3), dtype=np.uint64)
     rows[:, 0], rows[:, 1] = addresses, nbytes
@@ -60,10 +61,10 @@ class NixlSource:
 
     def __init__(self, offer: Offer, num_threads: int, progress_thread: bool) -> None:
         self._segments = offer.attach()
-        self._agent = _agent("source", num_threads, progress_thread=progress_thread)
+        self._agent = make_agent("source", num_threads, progress_thread=progress_thread)
         arrays = [segment.array for segment in self._segments]
         self._addresses = [array.ctypes.data for array in arrays]
-        rows = _rows(np.array(self._addresses), [array.nbytes for array in arrays])
+        rows = descriptor_rows(np.array(self._addresses), [array.nbytes for array in arrays])
         self._registered = self._agent.register_memory(rows, "DRAM")
         self._metadata = self._agent.get_agent_metadata()
         self._closing = threading.Event()
@@ -98,8 +99,8 @@ class NixlReader:
         self._known = shape.known_cells()
         self._target = np.zeros(shape.region_bytes, dtype=np.uint8)
         self._target[:] = 0
-        self._agent = _agent("reader", num_threads, progress_thread=False)
-        rows = _rows(np.array([self._target.ctypes.data]), self._target.nbytes)
+        self._agent = make_agent("reader", num_threads, progress_thread=False)
+        rows = descriptor_rows(np.array([self._target.ctypes.data]), self._target.nbytes)
         self._registered = self._agent.register_memory(rows, "DRAM")
         described, self._addresses = metadata
         self._peer = self._agent.add_remote_agent(described)
@@ -153,8 +154,10 @@ class NixlReader:
             source, target, nbytes = merged_blocks(self._shape, case)
             source += self._addresses[LAYOUTS.index(case.source_layout)]
             target += self._target.ctypes.data
-            local = self._agent.prep_xfer_dlist(_LOCAL, _rows(target, nbytes), "DRAM")
-            remote = self._agent.prep_xfer_dlist(self._peer, _rows(source, nbytes), "DRAM")
+            local = self._agent.prep_xfer_dlist(LOCAL, descriptor_rows(target, nbytes), "DRAM")
+            remote = self._agent.prep_xfer_dlist(
+                self._peer, descriptor_rows(source, nbytes), "DRAM"
+            )
             chosen = np.arange(len(nbytes), dtype=np.int32)
             request = self._agent.make_prepped_xfer("READ", local, chosen, remote, chosen)
             self._requests[key] = (request, len(nbytes))
@@ -172,28 +175,6 @@ class NixlReader:
         whole = torch.from_numpy(self._target).view(torch.bfloat16)
         caches = whole.view(shape.layers * 2, shape.blocks, *inner, shape.head_size)
         return list(caches.unbind(0)), torch.from_numpy(target_blocks)
-
-
-def merged_blocks(
-    shape: CacheShape, case: Case
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Whole blocks of all layers and parts: source offsets, target offsets and sizes in bytes.
-
-    Neighbours on both sides become one.
-
-    >>> shape = CacheShape(layers=1, kv_heads=1, head_size=8, block_size=2, tokens=6)
-    >>> [rows.tolist() for rows in merged_blocks(shape, Case("NHD", "NHD", False, 1))]
-    [[32, 160], [32, 160], [96, 96]]
-    """
-    size = shape.block_bytes
-    starts = np.arange(shape.layers * 2, dtype=np.int64) * shape.blocks * size
-    source, target = (
-        (starts[:, None] + table[None, :] * size).ravel() for table in case.block_tables(shape)
-    )
-    follows = (np.diff(source) == size) & (np.diff(target) == size)
-    firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
-    counts = np.diff(np.append(firsts, len(source)))
-    return source[firsts], target[firsts], counts * size
 
 
 def permute(cache_BXYD: Any, indices: Any) -> None:

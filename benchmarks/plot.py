@@ -13,6 +13,8 @@ _PANELS = (
         (
             ("memcpy", "memcpy"),
             ("shm", "kvferry shm"),
+            ("process_vm_readv", "bare process_vm_readv"),
+            ("process_vm_readv, blocks", "the same by blocks"),
             ("vm", "kvferry vm"),
             ("nixl shm", "NIXL shm (+ permute)"),
             ("nixl (placed) shm", "kvferry nixl (placed)"),
@@ -33,6 +35,8 @@ _COLOURS = {
     "memcpy": "#9aa0a6",
     "shm": "#1a73e8",
     "vm": "#34a853",
+    "process_vm_readv": "#bdc1c6",
+    "process_vm_readv, blocks": "#dadce0",
     "tcp": "#1a73e8",
     "nixl shm": "#e8710a",
     "nixl tcp": "#e8710a",
@@ -110,3 +114,29 @@ def _whisker(shape: CacheShape, case: CaseResult, family: str) -> tuple[float, f
         shape.transfer_bytes / each / 1e9 for each in (row.seconds, max(seconds), min(seconds))
     )
     return middle - slowest, fastest - middle
+
+
+def write_scale_plot(points: list[tuple[str, str, int, float]], path: Path) -> None:
+    """Draws figures over the number of engines, a panel per side; both axes logarithmic.
+
+    Args:
+        points: side, figure, engines, value.
+        path: of the picture.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    sides = list(dict.fromkeys(side for side, *_ in points))
+    figure, panels = plt.subplots(1, len(sides), figsize=(6.5 * len(sides), 4.6), squeeze=False)
+    for axes, side in zip(panels[0], sides, strict=True):
+        for name in dict.fromkeys(name for one, name, *_ in points if one == side):
+            line = [(x, y) for one, label, x, y in points if (one, label) == (side, name)]
+            axes.loglog(*zip(*sorted(line), strict=True), marker="o", label=name)
+        axes.set_title(f"{side}, by the number of engines")
+        axes.legend(fontsize=7, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -16,6 +16,8 @@ from benchmarks.cases import WrongDataError
 from kvferry.lifetimes import Closing
 
 _PR_SET_PDEATHSIG = 1
+_START_S = 600.0
+"""Seconds in which an object is made: kernels may have to be compiled."""
 _CALL_S = 120.0
 """Seconds after which a call has failed: a peer that lost its connection may wait for ever."""
 _CLOSE_S = 10.0
@@ -49,7 +51,7 @@ class Remote(Closing):
         self._process.start()
         theirs.close()
         try:
-            self._answer(_CALL_S)
+            self._answer(_START_S)
         except BaseException:
             self.kill()
             raise

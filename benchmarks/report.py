@@ -17,10 +17,15 @@ from benchmarks.machine import Machine
 _FAMILIES = (
     ("memcpy", "memcpy"),
     ("shm", "kvferry shm"),
+    ("process_vm_readv", "bare process_vm_readv"),
+    ("process_vm_readv, blocks", "the same by blocks"),
     ("vm", "kvferry vm"),
     ("nixl shm", "NIXL shm"),
+    ("socket", "bare socket"),
     ("tcp", "kvferry tcp"),
     ("nixl tcp", "NIXL TCP"),
+    ("tls", "bare TLS"),
+    ("tcp encrypted", "kvferry tcp encrypted"),
     ("nixl (placed) shm", "kvferry nixl (placed), shm"),
     ("nixl (staged) shm", "kvferry nixl (staged), shm"),
     ("nixl (placed) tcp", "kvferry nixl (placed), TCP"),
@@ -29,9 +34,12 @@ _FAMILIES = (
 _COMPARED = {
     ("shm", "memcpy"): "shm / memcpy",
     ("shm", "nixl shm"): "shm / NIXL",
-    ("vm", "memcpy"): "vm / memcpy",
+    ("vm", "process_vm_readv"): "vm / process_vm_readv",
+    ("vm", "process_vm_readv, blocks"): "vm / the same by blocks",
     ("vm", "nixl shm"): "vm / NIXL",
+    ("tcp", "socket"): "tcp / socket",
     ("tcp", "nixl tcp"): "tcp / NIXL",
+    ("tcp encrypted", "tls"): "encrypted / TLS",
     ("nixl (placed) shm", "nixl shm"): "nixl (placed) / NIXL, shm",
     ("nixl (placed) tcp", "nixl tcp"): "nixl (placed) / NIXL, TCP",
 }
@@ -51,6 +59,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     """Load average at the end; the run itself makes about 1 to 2 of it."""
     quick: bool
     """Whether this was only a test of the benchmark."""
+    stores: tuple[float, float] | None = None
+    """What :func:`kvferry.layouts.copier.measure_stores` found; ``None`` in older results."""
     transports: tuple[CaseResult, ...] = ()
     bind: tuple[BindResult, ...] = ()
     confirm: tuple[ConfirmResult, ...] = ()
@@ -177,6 +187,25 @@ def _method(results: Results) -> Iterator[str]:
         "- `memcpy` is one copy of as many bytes from the mapped shared memory: `memmove` in as "
         "many threads or torch's `copy_`, whichever is faster in that case."
     )
+    if results.stores is not None:
+        plain, around = results.stores
+        yield (
+            f"- Half a MiB that is not in the cache takes one thread {plain * 1e6:.0f} µs with "
+            f"plain stores and {around * 1e6:.0f} µs with stores around the cache: by this each "
+            "process chooses at start how copies of 4 MiB and more store."
+        )
+    yield (
+        "- `bare process_vm_readv` reads as many bytes from the private memory that `vm` reads, in "
+        "as many threads: one span for each, or pieces of 8 MiB that they take as they come, "
+        "whichever is faster. Shuffled blocks cannot be read so. `The same by blocks` reads each "
+        "of them whole to where it belongs, from spans that were listed before the clock starts, "
+        "256 to a call: what is between the two is the kernel's cost of a span, not ours."
+    )
+    yield (
+        "- `bare socket` is a loop of `sendall` from that memory and `recv_into` one piece of "
+        "memory over loopback; connections, and threads on either side, as many as the case has. "
+        "`bare TLS` is the same through Python's `ssl`."
+    )
     yield (
         "- `nixl (placed)` and `nixl (staged)` are our transport `nixl` over the same paths: "
         "straight into the cache where the layouts are equal, or in chunks into staging memory, "
@@ -189,8 +218,8 @@ def _method(results: Results) -> Iterator[str]:
         if case.case.threads > 1 and (best := case.best(family)) and best.contender != family
     }
     yield (
-        "- With two threads on both sides, kvferry has two movers in the reader (its `tcp` source "
-        "packs in one thread), torch two threads, and NIXL runs as it is and with "
+        "- With two threads on both sides, kvferry has two movers in the reader (over `tcp` two "
+        "threads on either side), torch two threads, and NIXL runs as it is and with "
         "`num_threads=2`; the faster counts. What won where it is not the first choice: "
         + ("; ".join(sorted(chosen)) or "nothing")
         + "."

@@ -1,8 +1,10 @@
 """Conversations over a reference cluster: what is computed, and when a turn's first token comes.
 
 ``python -m benchmarks.turns`` has the same conversations held with clusters of two prefill and two
-decode engines of unequal shapes, one that lends prefixes and one that does not, in turn. Every
-answer is compared with those of one undivided engine that forgets nothing.
+decode engines of unequal shapes, in turn: ``plain`` ones lend nothing, ``lending`` ones lend
+prefixes and tell what they have, ``assumed`` ones lend them too and tell nothing, so that their
+router goes by what it sent. Every answer is compared with those of one undivided engine that
+forgets nothing.
 """
 
 import os
@@ -56,6 +58,7 @@ _ENGINES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "d0": ("decode", {"block_size": 24, "layout": "NHD", "tp": 2}),
     "d1": ("decode", {"block_size": 16, "layout": "HND"}),
 }
+_CONTENDERS = ("plain", "lending", "assumed")
 _PROMPT_TOKENS = "kvferry_engine_prompt_tokens_total"
 Tokens: TypeAlias = tuple[int, ...]
 Ask: TypeAlias = Callable[[int, Sequence[int]], tuple[float, Sequence[int]]]
@@ -158,8 +161,9 @@ def write_script(model_folder: Path) -> Script:
     return Script(questions, answers, computed)
 
 
-def cluster_config(model_folder: Path, *, lends: bool) -> ClusterConfig:
-    """Two engines of each role; where they lend, each tells what its prefix cache has."""
+def cluster_config(model_folder: Path, contender: str) -> ClusterConfig:
+    """Two engines of each role."""
+    lends = contender != "plain"
     engines: dict[str, list[dict[str, object]]] = {"prefill": [], "decode": []}
     for name, (role, shape) in _ENGINES.items():
         kv_role = "kv_both" if lends else {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
@@ -171,25 +175,25 @@ def cluster_config(model_folder: Path, *, lends: bool) -> ClusterConfig:
             "kv_connector_extra_config": {"transport": "shm"},
         }
         engine = {"name": name, "num_blocks": 1200, "max_model_len": 2048, **shape}
-        if lends:
+        if contender == "lending":
             places = ("endpoint", "replay_endpoint")
             engine["kv_events"] = dict.fromkeys(places, "tcp://127.0.0.1:0")
         engines[role].append({**engine, "kv_transfer_config": transfer})
     return ClusterConfig.from_mapping(
         {
             "model": {"source": str(model_folder), "dtype": DTYPE},
-            "router": {"port": 0},
+            "router": {"port": 0, "assume_cached": contender == "assumed"},
             **engines,
         }
     )
 
 
-def ask_router(url: str) -> Ask:
+def ask_router(url: str, model: str = "model") -> Ask:
     """Asks whom an OpenAI server's router chooses."""
 
     def ask(_conversation: int, prompt: Sequence[int]) -> tuple[float, Sequence[int]]:
         began = time.perf_counter()
-        first, tokens = stream(url, prompt, ANSWER_TOKENS)
+        first, tokens = stream(url, prompt, ANSWER_TOKENS, model=model)
         return first - began, tokens
 
     return ask
@@ -237,7 +241,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each cluster is tried.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
 ) -> None:
-    """Compares a cluster that lends prefixes with one that does not, over whole conversations."""
+    """Compares clusters that lend prefixes with one that does not, over whole conversations."""
     console = Console()
     machine = describe_machine()
 
@@ -251,11 +255,12 @@ def main(
         say("an undivided engine answers")
         script = write_script(model_folder)
         for number in range(rounds):
-            for contender, lends in (("plain", False), ("lending", True)):
+            for contender in _CONTENDERS:
                 say(f"round {number + 1} of {rounds}: {contender}")
-                with Cluster.open(cluster_config(model_folder, lends=lends)) as cluster:
+                with Cluster.open(cluster_config(model_folder, contender)) as cluster:
                     tokens = partial(_prompt_tokens, cluster)
-                    runs.append(hold(contender, script, ask_router(cluster.url), tokens))
+                    ask = ask_router(cluster.url, str(model_folder))
+                    runs.append(hold(contender, script, ask, tokens))
                 say(summary(runs[-1], script.computed))
     results = TurnResults(
         command=command_of("benchmarks.turns"),

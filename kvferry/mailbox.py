@@ -112,9 +112,7 @@ class Mailbox(Owner, Closing):
         self._event_fd = -1
         self._closed = False
         self._clock = clock
-        self.awake_since = clock()
-        """Clock reading since when every turn has come in time. Whoever judges the silence
-        of others counts from here: while this thread did not run, it heard nobody."""
+        self._awake_since = clock()
         self._due = math.inf
         """Clock reading by which the next turn is to come."""
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -131,6 +129,15 @@ class Mailbox(Owner, Closing):
         return self.start()
 
     # ---- any thread ---------------------------------------------------------------------------
+
+    @property
+    def awake_since(self) -> float:
+        """Clock reading since when every turn has come in time; now, while one is late. Whoever
+        judges the silence of others counts from here: while this thread did not run, it heard
+        nobody.
+        """
+        now = self._clock()
+        return now if now > self._due + LATE_S else self._awake_since
 
     @property
     def awake_s(self) -> float:
@@ -187,11 +194,14 @@ class Mailbox(Owner, Closing):
 
     # ---- the thread, or its owner before start() ----------------------------------------------
 
-    def watch(self, socket: Any, handler: Task) -> None:
-        """Calls ``handler`` whenever a descriptor or socket can be read."""
+    def watch(self, socket: Any, handler: Task, flags: int = select.POLLIN) -> None:
+        """Calls ``handler`` whenever a descriptor or socket can be read, or as ``flags`` say.
+
+        In place of what was said of it before.
+        """
         assert self._poller is not None  # its owner gave one
         self._handlers[socket] = handler
-        self._poller.register(socket, select.POLLIN)  # zmq.POLLIN has the same value
+        self._poller.register(socket, flags)  # zmq.POLLIN has the same value
 
     def unwatch(self, socket: Any) -> None:
         """Undoes :meth:`watch`."""
@@ -229,7 +239,7 @@ class Mailbox(Owner, Closing):
 
         began = self._clock()
         if began > self._due + LATE_S:
-            self.awake_since = began
+            self._awake_since = began
         self._guarded(turn)
         if pause_s is None:
             self._due = math.inf
@@ -239,12 +249,18 @@ class Mailbox(Owner, Closing):
         return pause_s
 
     def _run_tasks(self, wait_s: float | None) -> bool:
+        """Runs what was posted so far; false once it is to end.
+
+        What these post comes after the descriptors and the turn: nobody keeps them off for ever.
+        """
         with contextlib.suppress(queue.Empty):
             task = self._tasks.get(block=wait_s != 0.0, timeout=wait_s)
-            while task is not None:
+            for left in range(self._tasks.qsize(), -1, -1):
+                if task is None:
+                    return False
                 self._guarded(task)
-                task = self._tasks.get_nowait()
-            return False
+                if left:
+                    task = self._tasks.get_nowait()
         return True
 
     def _guarded(self, task: Task) -> None:

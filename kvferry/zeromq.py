@@ -1,7 +1,8 @@
 """ZeroMQ in one place: addresses, keys, listening, and its errors as errors of ours.
 
-The control channel, the publisher of KV cache events and the ``tcp`` transport stand on it. What
-stands on plain TCP sockets finds here how they notice a lost host as soon as ZeroMQ's.
+The control channel and the publisher of KV cache events stand on it. What stands on plain TCP
+sockets, the ``tcp`` transport above all, finds here how they listen with the same errors, and how
+they notice a lost host as soon as ZeroMQ's.
 """
 
 import errno
@@ -26,8 +27,6 @@ from kvferry.errors import (
 
 HEARTBEAT_S = 3.0
 """Seconds between two heartbeats, unless configured."""
-FIRST_WORDS_S = 120.0
-"""Seconds for ZeroMQ's first words on a connection that is kept without heartbeats."""
 
 REFUSED_S = 0.1
 """Seconds for a host to refuse a connection. One that takes longer may only be slow."""
@@ -81,8 +80,8 @@ _LOST_ERRNOS = frozenset(
 )
 
 
-def error_of(error: zmq.ZMQError, doing: str) -> KVFerryError:
-    """Our error for one of ZeroMQ's; ``doing`` says what was tried, and on what."""
+def error_of(error: zmq.ZMQError | OSError, doing: str) -> KVFerryError:
+    """Our error for one of ZeroMQ's or of a socket's; ``doing`` says what was tried, on what."""
     text = f"{doing}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
         return PortInUseError(f"{text}; end what listens there, or configure another port (0: any)")
@@ -175,9 +174,19 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
         HostError: the address is not of this machine, or the port needs privileges.
     """
     socket.setsockopt(zmq.IPV6, ":" in host)
-    try:
+    with listen_errors(host, port, key):
         socket.bind(tcp_address(host, port or "*"))
-    except zmq.ZMQError as error:
+    last = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(last, bytes)  # what this option is
+    return int(last.rstrip(b"\0").rpartition(b":")[2])
+
+
+@contextmanager
+def listen_errors(host: str, port: int, key: str) -> Iterator[None]:
+    """Raises the errors of a socket that is bound as :func:`listen` does."""
+    try:
+        yield
+    except (zmq.ZMQError, OSError) as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
                 f"{key}: {host} port {port} is taken by another process, such as another engine of "
@@ -192,9 +201,6 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
             f"host: cannot listen on {host!r}, port {port}: {error}; name an address of this "
             "machine"
         ) from error
-    last = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(last, bytes)  # what this option is
-    return int(last.rstrip(b"\0").rpartition(b":")[2])
 
 
 def is_address(host: str) -> bool:
@@ -269,27 +275,27 @@ def beat(socket: Socket, heartbeat_s: float) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, 3 * milliseconds)
 
 
-def keep_alive(socket: Socket, gone_s: float) -> None:
-    """Has the kernels of a connection's ends look for each other, before the socket is bound or
-    connected.
+def keep_alive(tcp: socket.socket, gone_s: float) -> None:
+    """Has the kernels of a plain TCP connection's ends look for each other.
 
     Unlike the answer to a heartbeat (:func:`beat`) theirs does not wait behind a long message on a
     slow link, nor for a process that gets no CPU. So only a host that is gone or cut off is lost: a
     process that was stopped keeps its connection.
 
     Args:
-        socket: of either end.
-        gone_s: seconds without a sign of the other host after which the connection is lost.
+        tcp: of either end.
+        gone_s: seconds without a sign of the other host after which the connection is lost. A
+            process that takes nothing for as long, while something is sent to it, counts as gone.
     """
-    for option, seconds in (
-        (zmq.TCP_KEEPALIVE_IDLE, gone_s / 3),
-        (zmq.TCP_KEEPALIVE_INTVL, gone_s / 3),
+    seconds = max(1, round(gone_s / 3))
+    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, seconds),
+        (socket.TCP_KEEPINTVL, seconds),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, round(gone_s * 1000)),  # while something is not acknowledged
     ):
-        socket.setsockopt(option, max(1, round(seconds)))
-    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.TCP_MAXRT, round(gone_s * 1000))  # while something is not acknowledged
-    socket.setsockopt(zmq.HANDSHAKE_IVL, round(FIRST_WORDS_S * 1000))
+        tcp.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def use_curve(

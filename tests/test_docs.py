@@ -218,6 +218,7 @@ def thread_names(text: str) -> set[str]:
     """The threads that a module of the product starts, without ``kvferry-``."""
     names = set(re.findall(r'= [mM]ailbox\("([\w-]+)"', text))
     names |= set(re.findall(r'name="kvferry-([\w-]+)"', text))
+    names |= {f"{name}-N" for name in re.findall(r'Mailbox\(f"([\w-]+)-\{number\}"', text)}
     names |= {f"{name}-N" for name in re.findall(r'MoverPool\("([\w-]+)"', text)}
     if "(LocalTransport[" in text:  # its movers have the name of the transport
         names |= {f"{name}-N" for name in re.findall(r'^    name = "(\w+)"', text, re.MULTILINE)}

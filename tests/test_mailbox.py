@@ -157,6 +157,41 @@ def test_a_watched_descriptor_is_handled_until_it_is_not_watched():
     os.close(writer)
 
 
+def test_who_posts_again_and_again_keeps_neither_turn_nor_descriptor_off():
+    reader, writer = os.pipe()
+    handled, turns = threading.Event(), []
+    mailbox = polling("fair", turn=lambda: turns.append(1) or 0.0)
+
+    def again():
+        if not handled.is_set():
+            mailbox.post(again)
+
+    with mailbox:
+        mailbox.call(lambda: mailbox.watch(reader, lambda: (os.read(reader, 1), handled.set())))
+        mailbox.post(again)
+        seen = len(turns)
+        os.write(writer, b"x")
+        assert handled.wait(60)
+        mailbox.call(lambda: None)
+    assert len(turns) > seen
+    os.close(reader)
+    os.close(writer)
+
+
+def test_while_a_turn_is_late_nobody_can_be_called_silent(make):
+    clock = Clock(100.0)
+    held, release = threading.Event(), threading.Event()
+    with make("held", turn=lambda: 1.0, clock=clock) as mailbox:
+        mailbox.call(lambda: None)
+        clock.now += 0.5
+        assert mailbox.awake_since == 100.0
+        mailbox.post(lambda: (held.set(), release.wait(60)))
+        assert held.wait(60)
+        clock.now += 50.0
+        assert mailbox.awake_since == clock.now
+        release.set()
+
+
 def test_it_knows_since_when_it_has_come_to_every_turn_in_time(make):
     """Whether it was kept from running between its turns or within one."""
     clock = Clock(100.0)

@@ -153,7 +153,7 @@ class EarlyCluster(Closing):
         settings = RouterSettings(
             host=host.ipv4,
             port=HTTP_PORT,
-            at_once=at_once,
+            at_once="always" if at_once else "never",
             engines=tuple(
                 EngineAddress.of(role, f"http://{engine.host.ipv4}:{HTTP_PORT}", role)
                 for role, engine in named

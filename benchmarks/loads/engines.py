@@ -45,6 +45,7 @@ class Request:
     num_computed_tokens: int = 0
     finish_reason: str | None = None
     traceparent: str = ""
+    received: float = 0.0
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,9 @@ from benchmarks.vllm_servers.models import tiny_model
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures both once.")] = 10,
     group: Annotated[list[str] | None, typer.Option(help="'one host' or 'TCP'; both.")] = None,
+    at_a_time: Annotated[
+        list[int] | None, typer.Option(help="Requests under way at once: 1 or 8; both.")
+    ] = None,
     speed: Annotated[bool, typer.Option(help="Whether times are measured.")] = True,
     shapes: Annotated[bool, typer.Option(help="Whether unequal servers are tried.")] = True,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("benchmarks/results"),
@@ -39,7 +42,12 @@ def main(
         logs = Path(folder)
         if speed:
             model = fat_model()
-            prompts = Prompts(model, QUICK_CASES if quick else CASES, logs)
+            cases = [
+                case
+                for case in (QUICK_CASES if quick else CASES)
+                if not at_a_time or case.concurrency in at_a_time
+            ]
+            prompts = Prompts(model, cases, logs)
             for name in group or GROUPS:
                 rows += measure_group(name, GROUPS[name], model, prompts, rounds, logs, say)
         if shapes:

@@ -1,6 +1,6 @@
 """What a run leaves behind: a table on the terminal, JSON, Markdown and a picture."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ from rich.console import Console
 
 from benchmarks import tables
 from benchmarks.machine import Machine
-from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS
-from benchmarks.vllm_pair.rounds import MEASURES, Row
+from benchmarks.vllm_pair.cases import LOW_GOAL, REQUESTS, REST_GOAL_S
+from benchmarks.vllm_pair.rounds import AT_ONCE, MEASURES, Row
 from benchmarks.vllm_pair.shapes import Verdict, shapes_table
 
 
@@ -33,14 +33,21 @@ def missed(results: PairResults) -> list[str]:
     if results.quick:
         return []
     slow = [
-        f"{row.group}, {row.case}, {MEASURES[measure]}: {ratio.median:.2f} "
+        f"{row.name}, {MEASURES[measure]}: {ratio.median:.2f} "
         f"({ratio.low:.2f} to {ratio.high:.2f}), the goal is {ratio.goal:g}"
         for row in results.rows
         for measure, ratio in row.ratios.items()
         if not ratio.met
     ]
+    slow += [
+        f"{row.name}, hand-over: {1e3 * row.ours.rest:.1f} ms of it are neither the "
+        f"transfer nor D's step, the goal is {1e3 * REST_GOAL_S:g}"
+        for row in results.rows
+        if row.case.concurrency == 1
+        if row.ours.rest is not None and row.ours.rest > REST_GOAL_S
+    ]
     wrong = [
-        f"{row.group}, {row.case}: {row.ours.wrong} answers of {row.ours.name} are wrong"
+        f"{row.name}: {row.ours.wrong} answers of {row.ours.name} are wrong"
         for row in results.rows
         if row.ours.wrong
     ]
@@ -95,6 +102,7 @@ def markdown(results: PairResults) -> str:
 def _tables(results: PairResults) -> Iterator[str]:
     if results.rows:
         yield from _speed(results)
+        yield from _handover(results.rows)
     if results.verdicts:
         yield ""
         yield "Servers of unequal shapes, greedy tokens compared with a single server's:"
@@ -110,7 +118,9 @@ def _speed(results: PairResults) -> Iterator[str]:
         "the same model, prompts and settings and are stopped while the other one is measured. "
         "Prompts are computed once by each prefill server; the decode server keeps no prefixes. "
         "The transfer is what each connector's own metric says, from its start to the data in "
-        "place; the CPU time is that of all processes of both servers per request."
+        "place; the CPU time is that of all processes of both servers per request. "
+        f'"{AT_ONCE.removeprefix(", ")}": kvferry\'s servers get each request at the same time, as '
+        "`kvferry router --at-once` sends it, and NIXL's in turn, as they must."
     )
     yield ""
     yield "| case | " + " | ".join(MEASURES.values()) + " | wrong answers |"
@@ -118,7 +128,46 @@ def _speed(results: PairResults) -> Iterator[str]:
     for row in results.rows:
         cells = [_cell(row, measure) for measure in MEASURES]
         wrong = f"{row.ours.wrong} / {row.theirs.wrong}"
-        yield f"| {row.group}, {row.case} | " + " | ".join([*cells, wrong]) + " |"
+        yield f"| {row.name} | " + " | ".join([*cells, wrong]) + " |"
+
+
+def _handover(rows: Sequence[Row]) -> Iterator[str]:
+    """What our hand-overs went to: a line per stretch, a column per case."""
+    told = {row.name: row.ours for row in rows if row.ours.rest is not None}
+    found = {case: {each.name: each for each in ours.stretches()} for case, ours in told.items()}
+    owners = {each.name: each.owner for stretches in found.values() for each in stretches.values()}
+    if not owners:
+        return
+    yield ""
+    yield (
+        "What kvferry's went to, in milliseconds, as `kvferry trace` tells it: from the end of "
+        "prefill on P to the step that has drawn D's first token. Of a round's requests the mean, "
+        "of the rounds the median, so a column adds up only about. The last line is what is "
+        f"neither `read` nor `first token`; one at a time, its goal is {1e3 * REST_GOAL_S:g}."
+    )
+    yield ""
+    yield from tables.markdown(
+        (
+            ("stretch", "whose", *told),
+            *(
+                (
+                    name,
+                    owner,
+                    *(
+                        _milliseconds(each[name].seconds if name in each else 0)
+                        for each in found.values()
+                    ),
+                )
+                for name, owner in owners.items()
+            ),
+            ("the rest", "", *(_milliseconds(ours.rest or 0.0) for ours in told.values())),
+        ),
+        left=2,
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"
 
 
 def _cell(row: Row, measure: str) -> str:

@@ -5,21 +5,30 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.vllm_pair.cases import GOALS, LOW_GOAL, REQUESTS, Case
+from benchmarks.vllm_pair.cases import GOALS, KEY, LOW_GOAL, REQUESTS, Case
 from benchmarks.vllm_servers.client import complete, stream
 from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
-from benchmarks.vllm_servers.pair import Pair, Shape, pair_options, running
+from benchmarks.vllm_servers.pair import REMOTE_DECODE, Pair, Shape, pair_options, running
 from benchmarks.vllm_servers.server import ServerOptions
+from kvferry.control.client import ControlClient
+from kvferry.control.options import ControlOptions
+from kvferry.control.tickets import Transfer
+from kvferry.control.timeline import Stretch, gather, handover
 
 _TOKENS = 4
 """Generated per request."""
+_ANSWER_S = 30.0
+"""For an engine to tell of a request."""
 _LOAD_METRICS = ("vllm:kvferry_load_seconds", "vllm:nixl_xfer_time_seconds")
 """What either connector says of its own transfers, from post to completion."""
 _CACHE_BYTES = 1 << 30
@@ -35,6 +44,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """From the prefill server's answer to the decode server's first token."""
     cpu: float
     """User and system time of all processes of both servers, per request."""
+    stretches: tuple[Stretch, ...] = ()
+    """What the hand-over went to, as our engines tell it (``kvferry trace``); of ours only."""
 
 
 MEASURES: Mapping[str, str] = {
@@ -43,6 +54,21 @@ MEASURES: Mapping[str, str] = {
     "cpu": "CPU of both servers",
 }
 """Field of a sample → what people call it."""
+
+
+AT_ONCE = ", at once"
+"""Ends the name of who has both servers asked at once, as our router does it."""
+
+_TRANSFER_AND_STEP = ("read", "first token")
+"""Stretches of a hand-over that it cannot do without."""
+
+
+def _each(found: Iterable[Stretch], of: Callable[[list[float]], float]) -> list[Stretch]:
+    """One stretch in place of all of a name, in the order in which names first come."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for stretch in found:
+        seconds.setdefault((stretch.name, stretch.owner), []).append(stretch.seconds)
+    return [Stretch(name, owner, of(each)) for (name, owner), each in seconds.items()]
 
 
 class Contender(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +84,23 @@ class Contender(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds."""
         values: list[float] = [getattr(sample, measure) for sample in self.samples]
         return statistics.median(values)
+
+    def stretches(self) -> list[Stretch]:
+        """Of each stretch of the hand-over the median."""
+        found = [stretch for sample in self.samples for stretch in sample.stretches]
+        return _each(found, statistics.median)
+
+    @property
+    def rest(self) -> float | None:
+        """Seconds of the hand-over in which neither KV moved nor D's step was under way: of a
+        round the mean, of these the median; ``None`` where nobody tells.
+        """
+        rests = [
+            sum(each.seconds for each in sample.stretches if each.name not in _TRANSFER_AND_STEP)
+            for sample in self.samples
+            if sample.stretches
+        ]
+        return statistics.median(rests) if rests else None
 
 
 class Ratio(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +126,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     theirs: Contender
     ratios: dict[str, Ratio]
     """By measure."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        way = AT_ONCE if self.ours.name.endswith(AT_ONCE) else ""
+        return f"{self.group}, {self.case}{way}"
 
 
 def compare(group: str, case: Case, ours: Contender, theirs: Contender) -> Row:
@@ -121,6 +170,13 @@ class Prompts:
             }
 
 
+class _Way(NamedTuple):
+    """How one contender's requests are answered."""
+
+    pair: Pair
+    request: Callable[[Pair, Sequence[int], str], tuple[float, list[int]]]
+
+
 def measure_group(
     group: str,
     connectors: tuple[Connector, Connector],
@@ -130,22 +186,29 @@ def measure_group(
     logs: Path,
     say: Callable[[str], object],
 ) -> list[Row]:
-    """Both pairs run; the one whose turn it is not is stopped, so that it takes no core."""
+    """Both pairs run; the one whose turn it is not is stopped, so that it takes no core. Ours is
+    measured in both ways in which it can be asked.
+    """
     cases = list(prompts.of)
     samples: dict[tuple[Case, str], list[Sample]] = {}
     wrong: dict[tuple[Case, str], int] = {}
-    names = [connector.name for connector in connectors]
+    ours, theirs = (connector.name for connector in connectors)
     with contextlib.ExitStack() as stack:
         pairs = {}
         for connector in connectors:
             say(f"{group}: starting {connector.name}")
             pairs[connector.name] = stack.enter_context(_stopped(model, connector, logs))
+        ways = {
+            ours: _Way(pairs[ours], _request),
+            f"{ours}{AT_ONCE}": _Way(pairs[ours], _request_at_once),
+            theirs: _Way(pairs[theirs], _request),
+        }
         for number in range(-1, rounds):
             for case in cases:
                 # Whoever is first finds the machine as the other one left it: they take turns.
-                for name in names if number % 2 else reversed(names):
+                for name in ways if number % 2 else reversed(ways):
                     say(f"{group}, round {number + 1} of {rounds}: {case}: {name}")
-                    sample, errors = _round(pairs[name], prompts, case)
+                    sample, errors = _round(ways[name], prompts, case)
                     wrong[case, name] = wrong.get((case, name), 0) + errors
                     # Before the first round the prefill server computes the prompts.
                     if number >= 0:
@@ -154,8 +217,11 @@ def measure_group(
     def contender(case: Case, name: str) -> Contender:
         return Contender(name=name, samples=tuple(samples[case, name]), wrong=wrong[case, name])
 
-    ours, theirs = names
-    return [compare(group, case, contender(case, ours), contender(case, theirs)) for case in cases]
+    return [
+        compare(group, case, contender(case, name), contender(case, theirs))
+        for name in (ours, f"{ours}{AT_ONCE}")
+        for case in cases
+    ]
 
 
 @contextlib.contextmanager
@@ -174,16 +240,19 @@ def _stopped(model: Model, connector: Connector, logs: Path) -> Iterator[Pair]:
         yield pair
 
 
-def _round(pair: Pair, prompts: Prompts, case: Case) -> tuple[Sample, int]:
+def _round(way: _Way, prompts: Prompts, case: Case) -> tuple[Sample, int]:
     """One round of a case; the sample and the number of wrong answers."""
+    pair = way.pair
     pair.resume()
     try:
         pair.ask(prompts.of[case][0][:32], 1)  # connections that a stop has ended come back
         before = _Reading(pair)
+        ids = [uuid.uuid4().hex for _ in prompts.of[case]]
         with ThreadPoolExecutor(case.concurrency) as threads:
-            answers = list(threads.map(lambda prompt: _request(pair, prompt), prompts.of[case]))
+            answers = list(threads.map(partial(way.request, pair), prompts.of[case], ids))
         after = _Reading(pair)
         pair.idle()
+        stretches = _stretches(pair, ids)
     finally:
         pair.pause()
     wrong = sum(
@@ -194,6 +263,7 @@ def _round(pair: Pair, prompts: Prompts, case: Case) -> tuple[Sample, int]:
         transfer=(after.load_seconds - before.load_seconds) / (after.loads - before.loads),
         handover=statistics.mean(seconds for seconds, _ in answers),
         cpu=(after.cpu_seconds - before.cpu_seconds) / len(answers),
+        stretches=tuple(stretches),
     )
     return sample, wrong
 
@@ -209,9 +279,44 @@ class _Reading:
         self.load_seconds = metrics[f"{name}_sum"]
 
 
-def _request(pair: Pair, prompt: Sequence[int]) -> tuple[float, list[int]]:
+def _request(pair: Pair, prompt: Sequence[int], request_id: str) -> tuple[float, list[int]]:
     """One request; seconds from the end of its prefill to its first token, and its tokens."""
-    ticket = pair.start(prompt)
+    ticket = pair.start(prompt, request_id=request_id)
     begin = time.perf_counter()
-    at, tokens = stream(pair.decode.url, prompt, _TOKENS, kv_transfer_params=ticket)
+    at, tokens = stream(
+        pair.decode.url, prompt, _TOKENS, kv_transfer_params=ticket, request_id=request_id
+    )
     return at - begin, tokens
+
+
+def _request_at_once(pair: Pair, prompt: Sequence[int], request_id: str) -> tuple[float, list[int]]:
+    """The same where both servers get the request at once."""
+    config = pair.prefill.options.transfer
+    assert config is not None  # it is a pair's
+    transfer = Transfer.begin(f"127.0.0.1:{config['kv_port']}", KEY.encode()).text
+
+    def prefill() -> float:
+        lent = {**REMOTE_DECODE, "transfer": transfer}
+        complete(pair.prefill.url, prompt, 1, kv_transfer_params=lent, request_id=request_id)
+        return time.perf_counter()
+
+    with ThreadPoolExecutor(1) as thread:
+        prefilled = thread.submit(prefill)
+        loaded = {"do_remote_prefill": True, "transfer": transfer}
+        at, tokens = stream(
+            pair.decode.url, prompt, _TOKENS, kv_transfer_params=loaded, request_id=request_id
+        )
+        return at - prefilled.result(), tokens
+
+
+def _stretches(pair: Pair, request_ids: Iterable[str]) -> list[Stretch]:
+    """What the hand-over of requests went to, on average; nothing if the pair is not ours."""
+    configs = [server.options.transfer or {} for server in (pair.prefill, pair.decode)]
+    if any(config.get("kv_connector") != "KVFerryConnector" for config in configs):
+        return []
+    addresses = [f"127.0.0.1:{config['kv_port']}" for config in configs]
+    options = ControlOptions(request_timeout_s=_ANSWER_S)
+    with ControlClient(engine_id="benchmark", incarnation="benchmark", options=options) as client:
+        told = [handover(gather(client, addresses, each)) for each in request_ids]
+    assert all(told), "an engine has forgotten a request of this round"
+    return _each((stretch for stretches in told for stretch in stretches), statistics.mean)

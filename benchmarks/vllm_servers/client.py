@@ -11,6 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ANSWER_S = 120.0
 """Seconds after which a server that does not answer counts as hung."""
+_PLAIN: Mapping[str, Any] = {"verify": False, "trust_env": False}
+"""For httpx: left alone, it reads all certificates of the machine before each request, which takes
+longer than most of what is measured."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -63,7 +66,9 @@ def complete(
     headers = {} if request_id is None else {"X-Request-Id": request_id}
     if data_parallel_rank is not None:
         headers["X-data-parallel-rank"] = str(data_parallel_rank)
-    answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s)
+    answer = httpx.post(
+        f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s, **_PLAIN
+    )
     if answer.status_code != httpx.codes.OK:
         raise RefusalError(answer.status_code, answer.text)
     return msgspec.json.decode(answer.content, type=Completion)
@@ -84,7 +89,7 @@ def less_likely(url: str, prompt: Sequence[int], token: int) -> float:
         "logprobs": 20,
         "return_tokens_as_token_ids": True,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S, **_PLAIN)
     (choice,) = answer.raise_for_status().json()["choices"]
     chances: dict[str, float] = choice["logprobs"]["top_logprobs"][0]
     return max(chances.values()) - chances.get(f"token_id:{token}", -math.inf)
@@ -96,6 +101,8 @@ def stream(
     max_tokens: int,
     *,
     kv_transfer_params: Mapping[str, Any] | None = None,
+    model: str = "model",
+    request_id: str | None = None,
 ) -> tuple[float, list[int]]:
     """The same as a stream: when the first token arrived (``time.perf_counter``), and all.
 
@@ -103,10 +110,13 @@ def stream(
         RefusalError: the server answered with an error.
         httpx.HTTPError: it did not answer.
     """
-    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True}
+    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True, "model": model}
     first = 0.0
     tokens: list[int] = []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=ANSWER_S) as answer:
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S, **_PLAIN
+    ) as answer:
         if answer.status_code != httpx.codes.OK:
             raise RefusalError(answer.status_code, answer.read().decode(errors="replace"))
         for line in answer.iter_lines():
@@ -148,7 +158,7 @@ def metrics(url: str) -> dict[str, float]:
 def engine_metrics(url: str) -> dict[str, dict[str, float]]:
     """The same by data-parallel engine: "0", "1", and "" for what is of none."""
     engines: dict[str, dict[str, float]] = {}
-    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S).text
+    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S, **_PLAIN).text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvferry import __version__
-from kvferry.errors import KVFerryError
+from kvferry.errors import ConfigError, KVFerryError
 
 app = typer.Typer(
     help="Move KV-cache blocks between prefill and decode engines.",
@@ -36,6 +36,14 @@ class RouteBy(enum.StrEnum):
 
     COST = "cost"
     REQUESTS = "requests"
+
+
+class AtOnce(enum.StrEnum):
+    """Values of ``--at-once``."""
+
+    NEVER = "never"
+    AUTO = "auto"
+    ALWAYS = "always"
 
 
 class Role(enum.StrEnum):
@@ -259,13 +267,12 @@ def router(
         ),
     ] = 512,
     at_once: Annotated[
-        bool,
+        AtOnce,
         typer.Option(
-            "--at-once",
             help="Send a prompt to a prefill and a decode server at the same time, where --control "
-            "names the channels of both. Needs --tokenizer.",
+            "names the channels of both; auto: where that is expected to pay. Needs --tokenizer.",
         ),
-    ] = False,
+    ] = AtOnce.NEVER,
     cluster_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -281,6 +288,15 @@ def router(
             help="Say of each request why its servers were chosen, here and in answers.",
         ),
     ] = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="Processes that serve requests; several share what they know of the servers, and "
+            "one more watches these.",
+        ),
+    ] = 1,
 ) -> None:
     """Route OpenAI requests over running prefill and decode servers (vLLM's), until Ctrl-C.
 
@@ -300,8 +316,9 @@ def router(
         "route_by": route_by.value,
         "assume_cached": assume_cached,
         "direct_tokens": direct_tokens,
-        "at_once": at_once,
+        "at_once": at_once.value,
         "explain": explain,
+        "workers": workers,
     }
     address = (host, port)
     command(servers, engines, all_addresses, tokenizer, keys, cluster_key_file, address, options)
@@ -499,6 +516,76 @@ def check(
     from kvferry.cli.check import check as command
 
     command(addresses, keys, timeout, tokens, device, as_json, seen_from)
+
+
+@app.command()
+def bench(
+    context: typer.Context,
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[HOST:PORT]", help="Where the other side serves.", show_default=False
+        ),
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Be the other side, until Ctrl-C.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="With --serve: address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="With --serve: port; 0 takes a free one.")
+    ] = 14600,
+    insecure: Annotated[
+        bool,
+        typer.Option("--insecure", help="With --serve: listen beyond this machine without --keys."),
+    ] = False,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="With --serve: whose KV cache: a name, or a config.json."
+        ),
+    ] = "llama-3-8b",
+    tokens: Annotated[int, typer.Option(min=1, help="With --serve: tokens to move.")] = 2048,
+    block: Annotated[int, typer.Option(min=1, help="With --serve: tokens per block.")] = 16,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --serve: serve by this one; repeat it.",
+            show_default="shm, vm, tcp and nixl, where installed",
+        ),
+    ] = None,
+    keys: Keys = None,
+    threads: Annotated[
+        int, typer.Option(min=1, max=32, help="Threads of each transport on this side.")
+    ] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each times everything once.")] = 5,
+    timeout: Timeout = 5.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure what moves between two hosts, beside the limits: --serve there, HOST:PORT here."""
+    from kvferry.cli.bench import bench as measure
+    from kvferry.cli.bench_server import serve as serve_blocks
+
+    theirs = (
+        ("rounds", "timeout", "as_json")
+        if serve
+        else ("host", "port", "insecure", "model", "tokens", "block", "transport")
+    )
+    for name in theirs:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            option = "--json" if name == "as_json" else f"--{name}"
+            side = "kvferry bench HOST:PORT" if serve else "kvferry bench --serve"
+            raise ConfigError(f"{option}: belongs to the other side; give it to `{side}`")
+    if serve == (address is not None):
+        raise ConfigError(
+            f"--serve and HOST:PORT: {'both' if serve else 'neither'} given; write "
+            "`kvferry bench --serve` on one host and `kvferry bench HOST:PORT` on the other"
+        )
+    if address is not None:
+        measure(address, keys, timeout, rounds, threads, as_json)
+        return
+    serve_blocks((host, port), keys, insecure, model, tokens, block, transport, threads)
 
 
 @app.command()

@@ -44,7 +44,7 @@ class _Verdict:
     @property
     def transports(self) -> tuple[str, ...]:
         """Names of those that the decode engine tries, in its order; it uses the first."""
-        return tuple(_reaching(self.prefill, self.decode))
+        return tuple(reaching(self.prefill, self.decode))
 
 
 def check(
@@ -129,7 +129,7 @@ def _judge(
     prefill: EngineDescription, decode: EngineDescription, tokens: int, device: str
 ) -> _Verdict:
     mismatches = compare(prefill, decode)
-    transports = _reaching(prefill, decode)
+    transports = reaching(prefill, decode)
     if not mismatches and not transports:
         mismatches.append(
             f"transports: {', '.join(sorted(common_transports(prefill, decode)))}: both have them, "
@@ -143,7 +143,7 @@ def _judge(
     return _Verdict(prefill, decode, tuple(mismatches), pair)
 
 
-def _reaching(prefill: EngineDescription, decode: EngineDescription) -> list[str]:
+def reaching(prefill: EngineDescription, decode: EngineDescription) -> list[str]:
     """The transports of both by which the decode engine reaches the other one, best first."""
     common = common_transports(prefill, decode)
     hosts = {rank.host for rank in (*prefill.ranks, *decode.ranks)} - {""}

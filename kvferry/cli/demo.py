@@ -508,7 +508,7 @@ def _draw_transfers(axes: Any, results: Sequence[Result], lives: Sequence[Life])
         axes.text(milliseconds[row], row, text, va="center", fontsize=8)
     _label_rows(axes, lives)
     axes.set_xlim(0, max(milliseconds) * 1.35 or 1.0)
-    axes.set_xlabel("milliseconds from the first rank's start to the last rank's end")
+    axes.set_xlabel("milliseconds in which something moved to the slowest rank")
     axes.set_title("Transfers alone", loc="left")
 
 

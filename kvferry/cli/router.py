@@ -17,11 +17,8 @@ from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.lists import engines_behind, engines_in
 from kvferry.cluster.messages import EngineAddress, Role, RouterSettings, without_credentials
 from kvferry.cluster.process import listen
-from kvferry.cluster.router import Router
-from kvferry.cluster.web import serve
+from kvferry.cluster.router import serve_router
 from kvferry.connectors.pull.config import PullConfig
-from kvferry.control.tracing import Spans
-from kvferry.zeromq import join_address
 
 
 def router(
@@ -52,11 +49,12 @@ def router(
         typer.BadParameter: a URL is none, the control channels are not those of the servers, or
             an option is given without another one that it needs.
     """
-    if options["at_once"] and tokenizer is None:
+    is_at_once = options["at_once"] != "never"
+    if is_at_once and tokenizer is None:
         raise typer.BadParameter(
             "both servers are sent tokens: give --tokenizer", param_hint="--at-once"
         )
-    key = _key(cluster_key, signs=options["at_once"])
+    key = _key(cluster_key, signs=is_at_once)
     named = _named(*servers)
     if all_addresses and servers[2]:
         raise typer.BadParameter(
@@ -82,14 +80,12 @@ def router(
     _set_up_logs(explain=settings.explain)
     with contextlib.closing(listen(host, port, "router")) as listener:
         codec = TextCodec.open(tokenizer) if tokenizer is not None else None
-        spans = Spans.from_environment("kvferry-router", join_address(host, port))
-        app = Router(settings, codec, lists, spans).app()
         _tell(named, file, settings, listener.getsockname()[1])
 
         async def run() -> None:
             stop = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
-            await serve(app, listener, stop, settings.max_connections)
+            await serve_router(settings, codec, lists, listener, stop)
 
         asyncio.run(run())
 
@@ -111,7 +107,7 @@ def _tell(
     if settings.operator_key is None:
         console.print("its servers are fixed: no KVFERRY_OPERATOR_KEY is set", style="dim")
     first = "prefill" if settings.model_folder else "decode (give --tokenizer to have prefill's)"
-    if settings.at_once:
+    if settings.at_once != "never":
         first = "decode, where both servers get a prompt at once"
     console.print(f"first token: from {first}", style="dim")
     console.print(f"OpenAI API at [bold]http://{settings.host}:{port}/v1[/] (Ctrl-C stops it)")
@@ -136,7 +132,6 @@ def _key(file: Path | None, *, signs: bool) -> bytes | None:
 
 
 def _set_up_logs(*, explain: bool) -> None:
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log every health check
     if explain:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("kvferry.cluster.choice").setLevel(logging.INFO)

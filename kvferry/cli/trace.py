@@ -15,7 +15,7 @@ from kvferry.config import printable
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, RequestTrace, TracePart
 from kvferry.control.options import ControlOptions
-from kvferry.control.timeline import EngineAnswer, Row, gather, rows_of
+from kvferry.control.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
 from kvferry.errors import ConfigError
 from kvferry.explain.sentences import bytes_text
 from kvferry.zeromq import tcp_address
@@ -42,7 +42,8 @@ def trace(
     with ControlClient(engine_id="trace", incarnation="trace", options=options) as client:
         answers = gather(client, plain, request_id)
     if as_json:
-        print_json({"request_id": request_id, "engines": answers})
+        found = handover(answers)
+        print_json({"request_id": request_id, "engines": answers, "handover": found})
     else:
         show(request_id, answers, make_console())
     if not any(answer.requests for answer in answers):
@@ -60,6 +61,8 @@ def show(request_id: str, answers: Sequence[EngineAnswer], console: Console) -> 
     console.print(_table(rows, begin))
     for line in picture(rows):
         console.print(Text(line), soft_wrap=True)
+    if stretches := handover(answers):
+        console.print(_handover_table(stretches))
 
 
 def _show_engine(request_id: str, answer: EngineAnswer, console: Console) -> None:
@@ -104,6 +107,7 @@ def _table(rows: Sequence[Row], begin: float) -> Table:
     table.add_column("how")
     for row in rows:
         part = row.part
+        moved_s = part.moving or part.seconds  # it may wait for its source to compute more
         cells = (
             row.engine,
             part.name,
@@ -111,11 +115,26 @@ def _table(rows: Sequence[Row], begin: float) -> Table:
             f"{(row.started - begin) * 1000:.1f}",
             f"{part.seconds * 1000:.1f}",
             bytes_text(part.nbytes) if part.nbytes else "",
-            f"{part.nbytes / part.seconds / 1e9:.2f}" if part.nbytes and part.seconds else "",
+            f"{part.nbytes / moved_s / 1e9:.2f}" if part.nbytes and moved_s else "",
             _how(part),
         )
         # As plain text: names and errors come from other machines, and may look like markup.
         table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
+
+
+def _handover_table(stretches: Sequence[Stretch]) -> Table:
+    whole = sum(stretch.seconds for stretch in stretches)
+    table = Table(
+        title="from the end of prefill to the first token", title_justify="left", show_footer=True
+    )
+    table.add_column("stretch", footer="all of it")
+    table.add_column("whose")
+    table.add_column("took ms", justify="right", footer=f"{whole * 1000:.1f}")
+    table.add_column("share", justify="right")
+    for stretch in stretches:
+        share = f"{stretch.seconds / whole:.0%}" if whole else ""
+        table.add_row(stretch.name, stretch.owner, f"{stretch.seconds * 1000:.1f}", share)
     return table
 
 

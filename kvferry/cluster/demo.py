@@ -135,10 +135,8 @@ class Result:
 
     @property
     def transfer_s(self) -> float:
-        """From the first rank's start to the last rank's end, in seconds."""
-        if not self.loads:
-            return 0.0
-        return max(load.finished for load in self.loads) - min(load.started for load in self.loads)
+        """Seconds in which something moved to the rank for which that took longest."""
+        return max((load.moved_s for load in self.loads), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +258,7 @@ def demo_config(
     )
 
 
-SECOND_ROUTER = RouterConfig(port=0, direct_tokens=DIRECT_TOKENS, explain=True, at_once=True)
+SECOND_ROUTER = RouterConfig(port=0, direct_tokens=DIRECT_TOKENS, explain=True, at_once="always")
 """Chooses by what each way costs, says why, and sends a request to both engines at once."""
 
 
@@ -426,7 +424,7 @@ async def _ask(
 
 
 async def _chunks(lines: AsyncIterator[str]) -> AsyncGenerator[dict[str, Any], None]:
-    async for payload in web.sse_payloads(lines):
+    async for payload in web.sse_payloads(line.encode() async for line in lines):
         if payload != b"[DONE]":
             yield msgspec.json.decode(payload)
 

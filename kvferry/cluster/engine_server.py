@@ -296,6 +296,7 @@ class EngineServer:
                 body.sampling(),
                 run.on_output,
                 kv_transfer_params=body.kv_transfer_params,
+                arrival=time.time(),  # it may wait for the engine's thread
                 traceparent=traceparent,
             )
         except KVFerryError as error:

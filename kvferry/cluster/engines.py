@@ -7,15 +7,21 @@ Nothing here is particular to the reference engine: the fields on the wire are t
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import msgspec
 
 from kvferry.cluster import engine_client, web
-from kvferry.cluster.engine_client import UNSENT, EngineClient
+from kvferry.cluster.engine_client import (
+    UNSENT,
+    ClientError,
+    EngineClient,
+    KeptConnectionError,
+    Response,
+    SilentError,
+)
 from kvferry.cluster.messages import KVEventsPlace, Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pace import Pace
@@ -28,14 +34,19 @@ from kvferry.zeromq import split_address
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
+NEW_CONNECTIONS_S = 60.0
+"""Seconds for which an engine that closes kept connections under requests is sent those that must
+not come twice over new ones."""
 
 
 class EngineDownError(ApiError):
     """An engine cannot be reached or went away; another one may serve the request."""
 
-    def __init__(self, engine: str, reason: str, *, reached: bool) -> None:
+    def __init__(self, engine: str, reason: str, *, reached: bool, is_well: bool = False) -> None:
         self.reached = reached
         """Whether the engine may have seen the request."""
+        self.is_well = is_well
+        """Whether it answers others: only the connection broke."""
         super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
 
 
@@ -44,6 +55,9 @@ VLLM_LOAD_FAILED = "Internal server error"
 
 NOT_REACHED = "not reached yet"
 """What there is to say of an engine before its first health check has ended."""
+
+_REST_S = 1.0
+"""Seconds in which the rest of an answer must come that was heard to its end."""
 
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
@@ -71,6 +85,31 @@ class _Health(msgspec.Struct):
     silent_peers: tuple[str, ...] = ()
     kv_events: KVEventsPlace | None = None
     at_once: bool = False
+
+
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
+    """What the leader of a router with workers tells them of an engine; see :class:`Engine`."""
+
+    slot: int
+    name: str
+    role: Role
+    url: str
+    control: str
+    kv_events: KVEventsPlace | None
+    kv_role: str | None
+    at_once: bool
+    is_ours: bool
+    healthy: bool
+    is_slow: bool
+    last_error: str
+    seen_at: float
+    down_since: float
+    max_model_len: int | None
+    model: str | None
+    is_leaving: bool
+    tells_of_draining: bool
+    drain: DrainState | None
+    silent_peers: tuple[str, ...]
 
 
 class Reply(msgspec.Struct):
@@ -113,19 +152,15 @@ class Reply(msgspec.Struct):
 class Forwarded:
     """An engine's answer to a body that was not taken apart; closed once its bytes are out."""
 
-    def __init__(
-        self, engine: "Engine", response: httpx.Response, first: bytes, rest: AsyncIterator[bytes]
-    ) -> None:
-        self.status = response.status_code
-        kind: str = response.headers.get("content-type", "")
-        self.is_stream = kind.startswith("text/event-stream")
+    def __init__(self, engine: "Engine", response: Response, first: bytes) -> None:
+        self.status = response.status
+        self.is_stream = response.content_type.startswith("text/event-stream")
         """Whether events come one after the other."""
         self._engine = engine
         self._response = response
         self._first = first
-        self._rest = rest
         self._open = True
-        engine.outstanding += 1
+        engine.pace.requests.add(1)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes.
@@ -135,9 +170,9 @@ class Forwarded:
         """
         yield self._first
         try:
-            async for chunk in self._rest:
+            async for chunk in self._response.chunks():
                 yield chunk
-        except httpx.HTTPError as error:
+        except ClientError as error:
             raise self._engine.down(_reason(error), reached=True) from error
 
     async def read(self) -> bytes:
@@ -147,7 +182,9 @@ class Forwarded:
             EngineDownError: the engine went away.
         """
         try:
-            return b"".join([chunk async for chunk in self.chunks()])
+            return self._first + await self._response.read()
+        except ClientError as error:
+            raise self._engine.down(_reason(error), reached=True) from error
         finally:
             await self.aclose()
 
@@ -155,8 +192,8 @@ class Forwarded:
         """Drops the connection, unless the answer was read; the engine then ends the request."""
         if self._open:
             self._open = False
-            self._engine.outstanding -= 1
-            await self._response.aclose()
+            self._engine.pace.requests.add(-1)
+            self._response.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -178,11 +215,11 @@ class Engine:
     is_ours: bool = False
     """Whether it told that it is an engine of ours, and no foreign one."""
     pace: Pace = field(default_factory=Pace)
-    """How fast it was seen to be."""
+    """What it has under way, and how fast it was seen to be."""
+    slot: int = 0
+    """Which counts are its own, where processes share them."""
     sent: SentPrompts = field(default_factory=SentPrompts)
     """What it should have, where the router goes by that."""
-    outstanding: int = 0
-    """Requests that it works on for this router."""
     healthy: bool = False
     is_slow: bool = False
     """Whether it is not healthy only because its last health check was not answered in time. It
@@ -195,8 +232,8 @@ class Engine:
     """The name of its (first) model, once it told."""
     down_since: float = field(default_factory=time.monotonic)
     """Since when it is not healthy, on the monotonic clock."""
-    lent: int = 0
-    """Prompts of this router that it computed, and no decode engine has fetched yet."""
+    seen_at: float = 0.0
+    """When it was last seen to be well, or not to be; on the monotonic clock."""
     is_leaving: bool = False
     """Whether this router sends it nothing new because somebody asked for that."""
     tells_of_draining: bool = False
@@ -205,11 +242,13 @@ class Engine:
     """What it told last of its draining; ``None`` unless it drains."""
     silent_peers: tuple[str, ...] = ()
     """Engines that did not answer it when it was last asked: it loads nothing from them."""
+    new_connections_until: float = 0.0
+    """See :data:`NEW_CONNECTIONS_S`; on the monotonic clock."""
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     """Of requests for which it has sent nothing yet."""
     _probing: asyncio.Task[None] | None = None
-    _telling: set[asyncio.Task[None]] = field(default_factory=set)
-    """What :meth:`take_back` has under way."""
+    _beside: set[asyncio.Task[None]] = field(default_factory=set)
+    """What is under way and nobody waits for."""
     _draining: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is told to drain, or not to: it hears both in their order."""
 
@@ -224,10 +263,10 @@ class Engine:
             asked = {**body, "stream": False}
             response = await self._post("/v1/completions", asked, request_id, trace)
             try:
-                content = await response.aread()
+                content = await response.read()
             finally:
-                await response.aclose()
-            self._raise_for_status(response.status_code, content)
+                response.close()
+            self._raise_for_status(response.status, content)
             return self._checked(content)
 
     async def stream(
@@ -242,18 +281,25 @@ class Engine:
         async with self._working(span) as (wait, trace):
             asked = {**body, "stream": True}
             response = await self._post("/v1/completions", asked, request_id, trace)
+            ended = False
             try:
-                if response.status_code != 200:
-                    self._raise_for_status(response.status_code, await response.aread())
-                ended = False
-                async for payload in web.sse_payloads(response.aiter_lines()):
+                if response.status != 200:
+                    self._raise_for_status(response.status, await response.read())
+                async for payload in web.sse_payloads(response.lines()):
                     self._waits.discard(wait)
                     if payload == b"[DONE]":
                         ended = True
                         break
-                    yield self._checked(payload)
+                    reply = self._checked(payload)
+                    # Whoever has heard why it ended may want to hear no more.
+                    ended = reply.finish_reason is not None
+                    yield reply
+                    ended = False
             finally:
-                await response.aclose()
+                if ended:
+                    self._go_on_with(self._read_rest(response))
+                else:
+                    response.close()
             if not ended:
                 raise self.down("its stream broke off", reached=True)
 
@@ -269,55 +315,60 @@ class Engine:
         async with self._working(span) as (_, trace):
             response = await self._post(path, body, request_id, trace)
             try:
-                if response.status_code == 503:
-                    self._raise_for_status(503, await response.aread())
-                rest = response.aiter_bytes()
-                return Forwarded(self, response, await anext(rest, b""), rest)
+                if response.status == 503:
+                    self._raise_for_status(503, await response.read())
+                return Forwarded(self, response, await response.some())
             except BaseException:
-                await response.aclose()
+                response.close()
                 raise
 
     def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
         """Tells it, without waiting, that nobody will use what it lent; never raises."""
-        task = asyncio.create_task(self._take_back(kv_transfer_params, request_id))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        self._go_on_with(self._take_back(kv_transfer_params, request_id))
+
+    def _go_on_with(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does what nobody waits for."""
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
 
     async def _take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
         body = {"kv_transfer_params": kv_transfer_params}
         # An engine that is gone has no leases left; another kind of server lets them expire.
-        with contextlib.suppress(httpx.HTTPError, TimeoutError):
+        with contextlib.suppress(ClientError, TimeoutError):
             async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
                 url = f"{self.url}/kvferry/take_back"
                 response = await self.client.post(url, body, request_id, once=False)
-                await response.aclose()
+                response.close()
 
     async def probe(self) -> None:
         """Asks for its health, and the first time for its longest sequence. Never raises."""
         try:
             response = await self.client.ask("GET", f"{self.url}/health")
-            if response.status_code != 200:
+            if response.status != 200:
                 said = _error_in(response.content).message
-                self.down(said or f"its health check says {response.status_code}", reached=True)
+                self.down(said or f"its health check says {response.status}", reached=True)
                 return
             if not self._take_in(_health_in(response.content)):
                 return
             if self.max_model_len is None:
                 models = await self.client.ask("GET", f"{self.url}/v1/models")
-                model = models.json()["data"][0]
+                model = msgspec.json.decode(models.content)["data"][0]
                 max_model_len = int(model["max_model_len"])
                 if max_model_len < 1:  # it would limit the requests of all others
                     raise ValueError(f"{max_model_len} is less than 1")
                 self.model = printable(str(model["id"])[:_NAME_LENGTH])
                 self.max_model_len = max_model_len
-        except httpx.ReadTimeout:
+        except SilentError:
             self.down(
                 f"it has not answered for {engine_client.CONNECT_TIMEOUT_S:g} s", reached=False
             )
             self.is_slow = True
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except ClientError as error:
             self.down(_reason(error), reached=False)
-        except (ValueError, LookupError, TypeError) as error:
+        except RecursionError:
+            self.down("what it tells of itself is nested too deeply", reached=True)
+        except (ValueError, LookupError, TypeError, OverflowError) as error:
             self.down(f"its /v1/models does not name a max_model_len ({error!r})", reached=True)
         else:
             self.up()
@@ -347,6 +398,31 @@ class Engine:
             reached=True,
         )
         return False
+
+    def follow(self, told: EngineState) -> None:
+        """Takes over what the leader of this worker tells of it; of its health, what is newer."""
+        self.control, self.kv_events, self.kv_role = told.control, told.kv_events, told.kv_role
+        self.at_once, self.is_ours = told.at_once, told.is_ours
+        self.model = told.model or self.model
+        self.max_model_len = told.max_model_len or self.max_model_len
+        self.is_leaving, self.drain = told.is_leaving, told.drain
+        self.tells_of_draining, self.silent_peers = told.tells_of_draining, told.silent_peers
+        if told.seen_at <= self.seen_at:
+            return  # this worker's own requests know better
+        if self.healthy and not told.healthy:
+            self.sent.forget()
+        self.healthy, self.is_slow, self.last_error = told.healthy, told.is_slow, told.last_error
+        self.seen_at, self.down_since = told.seen_at, told.down_since
+
+    @property
+    def outstanding(self) -> int:
+        """Requests that it works on for this router."""
+        return self.pace.requests.total
+
+    @property
+    def lent(self) -> int:
+        """Prompts of this router that it computed, and no decode engine has fetched yet."""
+        return self.pace.lent.total
 
     @property
     def lends(self) -> bool:
@@ -419,20 +495,18 @@ class Engine:
 
     async def _tell_of_draining(self, method: str) -> None:
         # Other servers than ours do not know what that means; one that is gone has left.
-        with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
+        with contextlib.suppress(ClientError):
             await self.client.ask(method, f"{self.url}/kvferry/drain")
-            if self._probing is not None:
-                await asyncio.wait((self._probing,))  # it may have asked before the engine was told
-            await self.probing()
+            await self._probe_anew()
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
         """While a prompt that it computed is not fetched."""
-        self.lent += 1
+        self.pace.lent.add(1)
         try:
             yield
         finally:
-            self.lent -= 1
+            self.pace.lent.add(-1)
 
     def probing(self) -> asyncio.Task[None]:
         """The probe under way, or a new one."""
@@ -440,66 +514,94 @@ class Engine:
             self._probing = asyncio.create_task(self.probe())
         return self._probing
 
+    async def _probe_anew(self) -> None:
+        """Waits for a probe that begins now: one under way may have asked too early."""
+        if self._probing is not None:
+            await asyncio.wait((self._probing,))
+        await asyncio.wait((self.probing(),))  # others wait for it too: it is not cancelled
+
     async def aclose(self) -> None:
         """Asks and tells it nothing more: a connection made after the client's end stays open."""
-        tasks = [*self._telling, *([self._probing] if self._probing is not None else [])]
+        tasks = [*self._beside, *([self._probing] if self._probing is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _post(
         self, path: str, body: Mapping[str, Any], request_id: str, traceparent: str
-    ) -> httpx.Response:
+    ) -> Response:
         # What an engine is told to load serves one request: brought twice, it is refused.
         params = body.get("kv_transfer_params") or {}
-        once = bool(params.get("do_remote_prefill") or (params and self.role == "decode"))
-        response = await self.client.post(
-            f"{self.url}{path}", body, request_id, once=once, traceparent=traceparent
+        # A transfer stands for one computation: the end of one would deny it to the other.
+        once = bool(
+            params.get("do_remote_prefill")
+            or "transfer" in params
+            or (params and self.role == "decode")
         )
-        if response.status_code == 200:
+        anew = once and time.monotonic() < self.new_connections_until
+        try:
+            response = await self.client.post(
+                f"{self.url}{path}", body, request_id, once=once, anew=anew, traceparent=traceparent
+            )
+        except KeptConnectionError as error:
+            raise await self._dropped(str(error)) from error
+        if response.status == 200:
             self.up()
         return response
+
+    async def _dropped(self, reason: str) -> EngineDownError:
+        """The error to raise for a request that must not come twice, and may have come: an engine
+        that answers a health check now has not died of it.
+        """
+        self.new_connections_until = time.monotonic() + NEW_CONNECTIONS_S
+        await self._probe_anew()
+        if not self.healthy:
+            return self.down(reason, reached=True)
+        return self._error(f"a connection broke: {reason}", reached=True, is_well=True)
 
     @contextlib.asynccontextmanager
     async def _working(self, span: RequestSpan) -> AsyncIterator[tuple[asyncio.Timeout, str]]:
         """A request under way, which :meth:`give_up` may end while its wait is among ours; gives
         that, and the ``traceparent`` for the engine.
         """
-        self.outstanding += 1
+        self.pace.requests.add(1)
         wait = asyncio.timeout(None)
         self._waits.add(wait)
         try:
             with span.part(self.role, self.name) as traceparent:
                 async with wait:
                     yield wait, traceparent
-        except TimeoutError:
-            raise self._error(self.last_error, reached=True) from None
-        except httpx.HTTPError as error:
+        except ClientError as error:  # before TimeoutError, which some of them are as well
             # Of a request that may be sent twice an error proves nothing more than `UNSENT`, but
             # it holds no lease either.
             raise self.down(_reason(error), reached=not isinstance(error, UNSENT)) from error
+        except TimeoutError:
+            raise self._error(self.last_error, reached=True) from None
         finally:
             self._waits.discard(wait)
-            self.outstanding -= 1
+            self.pace.requests.add(-1)
 
     def up(self) -> None:
         """Notes that it has just answered well."""
         self.healthy = True
         self.is_slow = False
         self.last_error = ""
+        self.seen_at = time.monotonic()
 
     def down(self, reason: str, *, reached: bool) -> EngineDownError:
         """Notes that it is not healthy; returns the error to raise."""
+        self.seen_at = time.monotonic()
         if self.healthy:
-            self.down_since = time.monotonic()
+            self.down_since = self.seen_at
         self.healthy = False
         self.is_slow = False
         self.sent.forget()
         self.last_error = printable(reason[:_REASON_LENGTH], keep="\n")
         return self._error(self.last_error, reached=reached)
 
-    def _error(self, reason: str, *, reached: bool) -> EngineDownError:
-        return EngineDownError(f"{self.role} engine {self.name!r}", reason, reached=reached)
+    def _error(self, reason: str, *, reached: bool, is_well: bool = False) -> EngineDownError:
+        name = f"{self.role} engine {self.name!r}"
+        return EngineDownError(name, reason, reached=reached, is_well=is_well)
 
     def give_up(self) -> None:
         """Ends all requests for which it has sent nothing yet: other engines may serve them."""
@@ -526,6 +628,17 @@ class Engine:
         if reply.error is not None:
             raise ApiError(500, self._attribute(reply.error.message), code=_code(reply.error))
         return reply
+
+    async def _read_rest(self, response: Response) -> None:
+        """Reads the end of an answer of which nobody wants to hear more, so that its connection is
+        kept.
+        """
+        try:
+            with contextlib.suppress(ClientError, TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await response.read()
+        finally:
+            response.close()
 
     def _attribute(self, message: str, status: int = 500) -> str:
         """A fault of the engine names it; a fault of the request speaks for itself."""
@@ -563,5 +676,5 @@ def _code(error: _Error) -> str | None:
     return printable(error.code[:_NAME_LENGTH]) if isinstance(error.code, str) else None
 
 
-def _reason(error: httpx.HTTPError | httpx.InvalidURL) -> str:
+def _reason(error: ClientError) -> str:
     return str(error) or type(error).__name__

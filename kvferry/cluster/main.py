@@ -1,7 +1,7 @@
 """Entry point of what the launcher starts: ``python -m kvferry.cluster.main WHAT FD NAME``.
 
-``WHAT`` is ``engine``, ``rank``, ``router`` or ``convert``; ``FD`` is the pipe for events. ``NAME``
-is read by people alone, in ``ps`` and in the kernel's log.
+``WHAT`` is ``engine``, ``rank``, ``router``, ``worker`` or ``convert``; ``FD`` is the pipe for
+events. ``NAME`` is read by people alone, in ``ps`` and in the kernel's log.
 """
 
 import asyncio
@@ -30,10 +30,14 @@ def main() -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # It would log every health check.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
     what, report = sys.argv[1], Reporter(int(sys.argv[2]))
-    run = {"engine": _engine, "rank": _rank, "router": _router, "convert": _convert}[what]
+    run = {
+        "engine": _engine,
+        "rank": _rank,
+        "router": _router,
+        "worker": _worker,
+        "convert": _convert,
+    }[what]
     try:
         run(report)
     except KVFerryError as error:
@@ -60,17 +64,25 @@ def _router(report: Reporter) -> None:
     with contextlib.closing(listen(settings.host, settings.port, "router")) as listener:
         report.send(Bound(port=listener.getsockname()[1]))
         from kvferry.cluster.answer import TextCodec
-        from kvferry.cluster.router import Router
-        from kvferry.cluster.web import serve
-        from kvferry.control.tracing import Spans
-        from kvferry.zeromq import join_address
+        from kvferry.cluster.router import serve_router
 
         assert settings.model_folder is not None  # the launcher names the converted model
-        place = join_address(settings.host, listener.getsockname()[1])
-        spans = Spans.from_environment("kvferry-router", place)
-        router = Router(settings, TextCodec.open(settings.model_folder), spans=spans)
+        codec = TextCodec.open(settings.model_folder)
         report.send(Ready())
-        asyncio.run(serve(router.app(), listener, max_connections=settings.max_connections))
+
+        async def serve() -> None:
+            await serve_router(settings, codec, (), listener, asyncio.Event())
+
+        asyncio.run(serve())
+
+
+def _worker(_: Reporter) -> None:
+    from kvferry.cluster.workers import WorkerSettings
+
+    settings = begin(WorkerSettings)
+    from kvferry.cluster.router import serve_as_worker
+
+    serve_as_worker(settings)
 
 
 def _engine(report: Reporter) -> None:

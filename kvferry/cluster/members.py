@@ -24,7 +24,15 @@ it is still to be fetched.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +42,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import engines, web
+from kvferry.cluster.counts import CountTable
 from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.engines import Engine
+from kvferry.cluster.engines import Engine, EngineState
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.messages import EngineAddress, KVEventsPlace, Role, RouterSettings
 from kvferry.cluster.openai import ApiError, parse_body
@@ -85,16 +94,20 @@ class EnginePool:
             if asked:
                 probes = [engine.probing() for engine in asked]
                 await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
-        fit = self.fit(tried) or self.slow(tried)
-        if not fit:
+        best = self.first(tried, chosen)
+        if best is None:
             raise NoEngineError(
                 503,
                 f"no {self.role} engine can serve this: {self._states()}",
                 code="engine_unavailable",
             )
-        best = min(fit, key=lambda engine: (engine is not chosen, engine.outstanding))
         self._next = self.engines.index(best) + 1
         return best
+
+    def first(self, tried: Collection[Engine], chosen: Engine | None) -> Engine | None:
+        """Whom :meth:`pick` would find at once; ``None`` where there is nobody."""
+        fit = self.fit(tried) or self.slow(tried)
+        return min(fit, key=lambda engine: (engine is not chosen, engine.outstanding), default=None)
 
     def fit(self, tried: Collection[Engine] = ()) -> list[Engine]:
         """Those that may be given a request, beginning with whose turn it is."""
@@ -143,10 +156,22 @@ class Members:
     """The engines of a router, by role; watches their health while it runs."""
 
     def __init__(
-        self, settings: RouterSettings, client: EngineClient, lists: Sequence[EngineList] = ()
+        self,
+        settings: RouterSettings,
+        client: EngineClient,
+        lists: Sequence[EngineList] = (),
+        table: CountTable | None = None,
+        *,
+        follows: bool = False,
     ) -> None:
-        """Begins with the engines of the settings; ``lists`` are looked at while it watches."""
+        """Begins with the engines of the settings; ``lists`` are looked at while it watches.
+
+        ``table`` has the counts of a router of several processes. A worker's members follow those
+        of its leader: they check no engine's health unless a request needs to know it.
+        """
         self._client = client
+        self._table = table
+        self._follows = follows
         self._lists = lists
         self._tasks: set[asyncio.Task[None]] = set()
         """Of all that goes on while it watches."""
@@ -198,20 +223,38 @@ class Members:
             )
         if known is not None:
             self.remove(known)
-        engine = Engine(
-            address.name,
-            address.url,
-            address.role,
-            self._client,
-            control=address.control,
-            kv_events=address.kv_events,
-            kv_role=address.kv_role,
-            pace=Pace(self._pace),
-        )
+        slot = 0 if self._table is None else self._table.free({engine.slot for engine in self})
+        engine = self._made(address.name, address.url, address.role, slot)
+        engine.control = address.control
+        engine.kv_events, engine.kv_role = address.kv_events, address.kv_role
         self._pool(engine.role).engines.append(engine)
+        return engine
+
+    def _made(self, name: str, url: str, role: Role, slot: int) -> Engine:
+        counts = None if self._table is None else self._table.counts(slot)
+        engine = Engine(name, url, role, self._client, pace=Pace(self._pace, counts), slot=slot)
         if self._is_watching:
             self._start(self._check(engine))
         return engine
+
+    def states(self) -> tuple[EngineState, ...]:
+        """What there is to tell the workers of a router."""
+        return tuple(msgspec.convert(each, EngineState, from_attributes=True) for each in self)
+
+    def follow(self, states: Sequence[EngineState]) -> None:
+        """Has the engines that the leader tells of, and no others."""
+        left = {(each.slot, each.role, each.name, each.url): each for each in self}
+        pools: dict[Role, list[Engine]] = {"prefill": [], "decode": []}
+        for told in states:
+            engine = left.pop((told.slot, told.role, told.name, told.url), None)
+            if engine is None:
+                engine = self._made(told.name, told.url, told.role, told.slot)
+            engine.follow(told)
+            pools[told.role].append(engine)
+        for engine in left.values():
+            engine.is_leaving = True
+        for role, engines_now in pools.items():
+            self._pool(role).engines = engines_now
 
     def remove(self, engine: Engine) -> None:
         """Gives it nothing new and forgets it; what it works on goes on, and is watched.
@@ -255,12 +298,14 @@ class Members:
     async def _check(self, engine: Engine) -> None:
         pool = self._pool(engine.role)
         while engine in pool.engines or engine.outstanding:
-            await engine.probing()
+            # The leader tells nothing more of an engine that was removed.
+            if not self._follows or engine not in pool.engines:
+                await engine.probing()
             # Slow is not dead: where nobody else can serve them, its requests wait for it.
             others = pool.dispensable or pool.fit((engine,))
             if engine.down_s >= pool.outstanding_timeout_s and others:
                 engine.give_up()
-            if engine.tells_of_draining and engine.lives:
+            if engine.tells_of_draining and engine.lives and not self._follows:
                 await engine.remind()
             await asyncio.sleep(engines.PROBE_INTERVAL_S)
 
@@ -329,57 +374,61 @@ class Members:
     # ---- HTTP -----------------------------------------------------------------------------
 
     def routes(
-        self, may_read: Callable[[Request], None], may_change: Callable[[Request], None]
+        self,
+        may_read: Callable[[Request], None],
+        may_change: Callable[[Request], None],
+        has_changed: Callable[[], Awaitable[None]],
     ) -> list[Route]:
-        """The API. What it is given raises an ``ApiError`` for who may not look at the engines, or
-        change them.
+        """The API. The first two raise an ``ApiError`` for who may not look at the engines, or
+        change them. ``has_changed`` is waited for after each change, before it is answered.
         """
 
-        def route(path: str, answer: Callable[[Request], Any], method: str) -> Route:
-            authorize = may_read if method == "GET" else may_change
-
+        def route(path: str, change: Callable[[Request], Awaitable[Engine]], method: str) -> Route:
             async def endpoint(request: Request) -> Response:
-                authorize(request)
-                return web.json_response(await answer(request))
+                may_change(request)
+                engine = await change(request)
+                await has_changed()
+                return web.json_response(told(engine))
 
             return Route(path, endpoint, methods=[method])
 
+        async def list_them(request: Request) -> Response:
+            may_read(request)
+            return web.json_response({"engines": [told(engine) for engine in self]})
+
         return [
-            route("/kvferry/engines", self._list, "GET"),
+            Route("/kvferry/engines", list_them, methods=["GET"]),
             route(_ENGINE, self._put, "PUT"),
             route(f"{_ENGINE}/drain", self._drain, "POST"),
             route(f"{_ENGINE}/drain", self._resume, "DELETE"),
             route(_ENGINE, self._delete, "DELETE"),
         ]
 
-    async def _list(self, _: Request) -> Any:
-        return {"engines": [told(engine) for engine in self]}
-
-    async def _put(self, request: Request) -> Any:
+    async def _put(self, request: Request) -> Engine:
         role, name = _role(request), request.path_params["name"]
-        place = parse_body(_Place, await web.BodyReader(_PLACE_BYTES).json(request))
+        place = parse_body(_Place, await web.BodyReader(PLACE_BYTES).json(request))
         try:
             address = EngineAddress.of(
                 role, place.url, name, place.control, place.kv_events, place.kv_role
             )
         except ValueError as error:
             raise ApiError(400, str(error)) from error
-        return told(self.add(address))
+        return self.add(address)
 
-    async def _drain(self, request: Request) -> Any:
+    async def _drain(self, request: Request) -> Engine:
         engine = self._named(request)
         await engine.leave()
-        return told(engine)
+        return engine
 
-    async def _resume(self, request: Request) -> Any:
+    async def _resume(self, request: Request) -> Engine:
         engine = self._named(request)
         await engine.resume()
-        return told(engine)
+        return engine
 
-    async def _delete(self, request: Request) -> Any:
+    async def _delete(self, request: Request) -> Engine:
         engine = self._named(request)
         self.remove(engine)
-        return told(engine)
+        return engine
 
     def _named(self, request: Request) -> Engine:
         role, name = _role(request), request.path_params["name"]
@@ -399,7 +448,8 @@ def _role(request: Request) -> Role:
 
 
 _ENGINE = "/kvferry/engines/{role}/{name:path}"  # a name may have a slash
-_PLACE_BYTES = 4096
+PLACE_BYTES = 4096
+"""Of the body that enters an engine."""
 
 
 def told(engine: Engine) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 """What engines and router tell of themselves: Prometheus metrics, and an engine's records."""
 
+import contextlib
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from kvferry.cluster.engines import Engine
@@ -14,6 +19,9 @@ from kvferry.config import printable
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.messages import RequestTimings
+
+PEER_KEPT_S = 3600.0
+"""Seconds after the last load from an engine for which its metrics are shown."""
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +83,15 @@ class EngineMetrics:
         )
         self._transfer_s = histogram(
             "kvferry_engine_transfer_seconds",
-            "Duration of one rank's loads",
+            "Seconds in which a load of one rank moved",
             ["peer", "ok"],
             buckets=TRANSFER_BUCKETS_S,
         )
         self._transfer_bytes = counter(
             "kvferry_engine_transfer_bytes", "KV bytes that ranks have loaded", ["peer"]
         )
+        self._loaded_from: OrderedDict[str, float] = OrderedDict()
+        """Peer → clock reading of the last load from it; the last one is the last."""
 
     def count(self, request: RequestSummary) -> None:
         """Takes in an ended request."""
@@ -105,11 +115,26 @@ class EngineMetrics:
         if record.direction != "recv":
             return
         peer = printable(record.peer)
-        self._transfer_s.labels(peer, str(record.ok).lower()).observe(
-            record.finished - record.started
-        )
+        self._note_peer(peer)
+        self._transfer_s.labels(peer, str(record.ok).lower()).observe(record.moved_s)
         if record.ok:
             self._transfer_bytes.labels(peer).inc(record.nbytes)
+
+    def _note_peer(self, peer: str) -> None:
+        """Labels of peers that nothing was loaded from for long are dropped: engines come and go,
+        and there would be more and more.
+        """
+        now = time.monotonic()
+        self._loaded_from[peer] = now
+        self._loaded_from.move_to_end(peer)
+        while (last := next(iter(self._loaded_from.items())))[1] < now - PEER_KEPT_S:
+            gone = last[0]
+            del self._loaded_from[gone]
+            for ok in ("true", "false"):
+                with contextlib.suppress(KeyError):  # nothing of it went that way
+                    self._transfer_s.remove(gone, ok)
+            with contextlib.suppress(KeyError):
+                self._transfer_bytes.remove(gone)
 
     def render(
         self,
@@ -181,11 +206,30 @@ def _family(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str
     return family
 
 
+WORKERS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable of the folder in which a worker of a router counts; it must be set before
+``prometheus_client`` is imported."""
+
+
+def count_as_worker(number: int) -> None:
+    """From now on this process's counters are those of a worker, and go on where an earlier process
+    of that number has died. There must be one at a time.
+    """
+    values.ValueClass = values.MultiProcessValue(lambda: number)  # type: ignore[no-untyped-call]
+
+
 class RouterMetrics:
     """Counters of one router, in a registry of their own."""
 
-    def __init__(self, engines: Iterable[Engine], index: PrefixIndex | None = None) -> None:
-        """``index`` knows what the engines have in their prefix caches."""
+    def __init__(
+        self,
+        engines: Iterable[Engine],
+        index: PrefixIndex | None = None,
+        workers: Path | None = None,
+    ) -> None:
+        """``index`` knows what the engines have in their prefix caches. Where ``workers`` count in
+        a folder, their sums are told.
+        """
         self.registry = registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         histogram = partial(Histogram, buckets=LATENCY_BUCKETS_S, registry=registry)
@@ -218,6 +262,9 @@ class RouterMetrics:
             "kvferry_router_borrowed_tokens",
             "Prompt tokens that engines lent of their caches to whoever computed the rest",
         )
+        if workers is not None:
+            self.registry = CollectorRegistry()
+            MultiProcessCollector(self.registry, str(workers))  # type: ignore[no-untyped-call]
         self.registry.register(_EngineGauges(engines, index))
 
     def render(self) -> bytes:

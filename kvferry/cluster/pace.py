@@ -4,14 +4,38 @@ The choice among engines is made of it (:mod:`kvferry.cluster.choice`).
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 HALF_LIFE_S = 60.0
 """Seconds after which a sample counts half."""
 LEAST_SLOWING = 0.01
 """Of an answer's seconds, what each request under way adds at least: so that a measurement that
 shows nothing does not send all requests to one engine."""
+
+
+@dataclass(slots=True)
+class Count:
+    """How much of something is under way at an engine."""
+
+    cells: "list[int] | memoryview[int]" = field(default_factory=lambda: [0])
+    """What each process of the router has under way; each writes to a cell of its own."""
+    own: int = 0
+    """Index of this process's cell."""
+
+    def add(self, count: int) -> None:
+        """So much more is under way; less if it is negative."""
+        self.cells[self.own] += count
+
+    @property
+    def total(self) -> int:
+        """Of all processes."""
+        return sum(self.cells)
+
+
+COUNTS = 4
+"""Counts of an engine."""
 
 
 class Line:
@@ -69,9 +93,11 @@ class Line:
 class Work:
     """Tokens of one kind of work that are under way at an engine, and how long such take."""
 
-    def __init__(self, shared: Line) -> None:
-        """``shared`` is of all engines, and stands in for what is not known of this one."""
-        self.under_way = 0
+    def __init__(self, shared: Line, count: Count) -> None:
+        """``shared`` is of all engines, and stands in for what is not known of this one; ``count``
+        is of tokens.
+        """
+        self.count = count
         self._shared = shared
         self._own = Line(*shared.both)
 
@@ -83,22 +109,22 @@ class Work:
     def cost(self, tokens: int) -> tuple[float, float]:
         """Seconds for what is under way, and for so many more tokens."""
         base, each = self.line.both
-        return each * self.under_way, base + each * tokens
+        return each * self.count.total, base + each * tokens
 
     @contextmanager
     def doing(self, tokens: int) -> Iterator[Callable[[int | None], None]]:
         """While the tokens are under way. What it gives is called as soon as they are done, with
         how many they were indeed; with ``None`` where the time was not theirs alone.
         """
-        ahead, began, is_done = self.under_way, time.monotonic(), False
-        self.under_way += tokens
+        ahead, began, is_done = self.count.total, time.monotonic(), False
+        self.count.add(tokens)
 
         def done(count: int | None) -> None:
             nonlocal is_done
             if is_done:
                 return
             is_done = True
-            self.under_way -= tokens
+            self.count.add(-tokens)
             if count is not None:
                 for line in (self._own, self._shared):
                     line.note(ahead + count, time.monotonic() - began)
@@ -107,22 +133,25 @@ class Work:
             yield done
         finally:
             if not is_done:
-                self.under_way -= tokens
+                self.count.add(-tokens)
 
 
 class Pace:
     """What an engine has under way, and how fast it was seen to be."""
 
-    def __init__(self, shared: "Pace | None" = None) -> None:
-        """``shared`` is of all engines."""
+    def __init__(self, shared: "Pace | None" = None, counts: Sequence[Count] | None = None) -> None:
+        """``shared`` is of all engines; ``counts`` are :data:`COUNTS` that processes share."""
         self.shared = shared
+        self.requests, self.lent, computing, moving = counts or [Count() for _ in range(COUNTS)]
         self.drawing = Line(1.0, 0.02)
         """From an answer's first token to its last, over the requests under way at its start."""
         self.asking = Line(0.01, 0.0)
         """To be told what it lends."""
         # The guesses: 1,000 tokens are computed, or 100,000 moved, in a second.
-        self.computing: Work = Work(shared.computing.line if shared else Line(0.02, 1e-3))
-        self.moving: Work = Work(shared.moving.line if shared else Line(0.02, 1e-5))
+        self.computing: Work = Work(
+            shared.computing.line if shared else Line(0.02, 1e-3), computing
+        )
+        self.moving: Work = Work(shared.moving.line if shared else Line(0.02, 1e-5), moving)
 
     def drew(self, outstanding: int, seconds: float) -> None:
         """Takes in how long an answer was drawn."""

@@ -1,13 +1,11 @@
-"""How a request is run over a prefill and a decode engine.
+"""How a request that the router understands is run over a prefill and a decode engine.
 
-Either way the prefill engine computes the prompt and keeps its KV, and the decode engine loads it.
-
-:class:`PrefillDecode` runs requests that the router understands. The prefill engine draws the first
-token, which is passed on at once. The decode engine gets the prompt plus that token and draws the
-rest. Where the first token is the last one, no decode engine is asked, and the prefill engine is
-not asked to keep anything. Where engines tell what they have, they are chosen by cost
-(:mod:`kvferry.cluster.choice`), a decode engine that has most of the prompt may compute the rest
-itself, and whoever computes may first load what a third engine lends of its cache::
+The prefill engine computes the prompt and keeps its KV, which the decode engine loads. The prefill
+engine draws the first token, which is passed on at once; the decode engine gets the prompt plus
+that token and draws the rest. Where the first token is the last one, no decode engine is asked, and
+the prefill engine is not asked to keep anything. Where engines tell what they have, they are chosen
+by cost (:mod:`kvferry.cluster.choice`), a decode engine that has most of the prompt may compute the
+rest itself, and whoever computes may first load what a third engine lends of its cache::
 
     router ── prompt, only_cached ──▶ lender
        │◀────── kv_transfer_params ─────┘
@@ -16,137 +14,56 @@ itself, and whoever computes may first load what a third engine lends of its cac
 With ``at_once`` both engines get the prompt at the same time, with a transfer that the router has
 signed, for which the decode engine asks the prefill engine. Both draw the first token; the one that
 comes first is passed on, and where the decode engine then draws another the router goes on from
-there in turn. Where each would draw what it likes (a temperature without a seed), and where the
-prefill engine is a foreign one, the decode engine's tokens alone count.
+there in turn. Where each would draw what it likes (a temperature without a seed) both are given a
+seed. Of foreign engines the decode engine's tokens alone count.
 
-:class:`PassThrough` runs all others in the client's own words. Servers such as vLLM's understand
-more than this router does: tools, structured output, log probabilities. Such a body is not taken
-apart. The decode engine gets it as it came plus the transfer parameters, draws every token, the
-first one included, and its answer is relayed byte for byte::
-
-    client ── body ──▶ router ── body, 1 token, do_remote_decode ──▶ prefill engine
-                         │◀───────────── kv_transfer_params ──────────────┘
-                         └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
+All other requests: :mod:`kvferry.cluster.pass_through`.
 """
 
 import asyncio
 import logging
+import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from kvferry import errors
 from kvferry.cluster import web
 from kvferry.cluster.choice import Chooser, Route
-from kvferry.cluster.engines import (
-    Engine,
-    EngineDownError,
-    Forwarded,
-    Reply,
-)
-from kvferry.cluster.members import EnginePool, NoEngineError
+from kvferry.cluster.engines import Engine, EngineDownError, Reply
+from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError, Generation
+from kvferry.cluster.tries import REMOTE_DECODE, StartAgainError, Tries, by_prefill, passes_on
+from kvferry.config import AtOnce
 from kvferry.control.tickets import Transfer
-from kvferry.control.tracing import RequestSpan
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
 """What two engines that work at the same time say; ``None`` at the end of the answer."""
-
-REMOTE_DECODE: dict[str, Any] = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-    "keep_first_token": True,
-}
-"""What asks a prefill engine to keep the prompt's KV for another engine. ``keep_first_token`` tells
-it that its token counts: where that one ends the answer, nothing has to be kept."""
-
-
-class _StartAgainError(Exception):
-    """What the prefill engine lent is of no use any more: prefill anew."""
-
 
 ONLY_CACHED: dict[str, Any] = {"do_remote_decode": True, "only_cached": True}
 """What asks an engine to lend what it has of a prompt in its cache, and to compute nothing."""
 
 
+LEAST_AT_ONCE = 512
+"""Tokens: of less, computed in one step, no part can be read before it is whole."""
+LEAST_SAVED_S = 0.01
+"""Seconds of moving, and of computing meanwhile, from which on two requests at the same time pay:
+to send and to watch both takes the router a millisecond or two."""
 MOST_FAILED_LOADS = 2
 """How often a prompt is computed again because its KV could not be loaded; then the client is
 told."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tries:
-    """What has been tried for a request, and must not be tried again."""
-
-    request_id: str
-    died: set[Engine]
-    """Engines that went away while the client's request was in their hands, any choice of it."""
-    span: RequestSpan
-    """What is told of the client's request; what each engine does is a part of it."""
-    unreached: set[Engine] = field(default_factory=set)
-    lender: Engine | None = None
-    """The prefill engine that computed the prompt last."""
-    attempt: int = 1
-
-    @property
-    def tried(self) -> set[Engine]:
-        """Engines that are not to be asked again."""
-        return self.died | self.unreached
-
-    def failed(self, engine: Engine, error: EngineDownError) -> None:
-        """Takes note of an engine that did not serve it.
-
-        Raises:
-            EngineDownError: it is the second one that may have died of the request: a third one is
-                not risked.
-        """
-        if not error.reached:
-            self.unreached.add(engine)
-            return
-        self.died.add(engine)
-        if len(self.died) > 1:
-            raise error
-
-    def give_back(
-        self, kv_transfer_params: Mapping[str, Any] | None, lender: Engine | None = None
-    ) -> None:
-        """What the lender lent, the last one unless given, may not have been fetched, and will not
-        be.
-        """
-        lender = lender or self.lender
-        if kv_transfer_params and lender is not None:
-            lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
-
-    def lending(self, kv_transfer_params: Mapping[str, Any] | None) -> ExitStack:
-        """Until it is closed, the lender must not end: what it lent is not fetched yet."""
-        lent = ExitStack()
-        if kv_transfer_params and self.lender is not None:
-            lent.enter_context(self.lender.lending())
-        return lent
-
-    @property
-    def engine_request_id(self) -> str:
-        """The id for engines, new for each attempt: the old one may still hold blocks."""
-        return self.request_id if self.attempt == 1 else f"{self.request_id}-try{self.attempt}"
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenRequest(_Tries):
+class TokenRequest(Tries):
     """A request of token ids, and the tokens that were drawn for it so far."""
 
     prompt: tuple[int, ...]
@@ -168,7 +85,8 @@ class TokenRequest(_Tries):
         fields = {
             name: value
             for name, value in msgspec.to_builtins(sampling).items()
-            if value not in (None, (), []) and name in self.generation.named | {"max_tokens"}
+            if value not in (None, (), [])
+            if name in self.generation.named | {"max_tokens", "seed"}
         }
         body = {"prompt": [*self.prompt, *self.drawn], "return_token_ids": True, **fields}
         if self.generation.model is not None:
@@ -193,6 +111,11 @@ class TokenRequest(_Tries):
         """Whether two engines draw the same tokens, but for rounding."""
         return self.sampling.temperature == 0 or self.sampling.seed is not None
 
+    def determine(self) -> None:
+        """Has engines draw the same tokens, by a seed where it needs one and has none."""
+        if not self.is_determined:
+            self.sampling = msgspec.structs.replace(self.sampling, seed=secrets.randbits(63))
+
     def is_chosen(self, engine: Engine) -> bool:
         """Whether the way that was chosen has this engine compute the prompt."""
         return self.route is not None and engine is self.route.prefill
@@ -211,7 +134,7 @@ class PrefillDecode:
     decode: EnginePool
     chooser: Chooser | None = None
     """Chooses by cost; without one by the requests under way."""
-    at_once: bool = False
+    at_once: AtOnce = "never"
     """See :class:`~kvferry.config.RouterConfig`."""
     key: bytes | None = None
     """The engines' cluster key, if they have one."""
@@ -247,15 +170,19 @@ class PrefillDecode:
                     request.tried,
                     borrow=not request.failed_loads,
                 )
-            loan = await self._borrow(request)
-            pair = await self._pair(request)
-            way = self._both(request, *pair, loan) if pair else self._in_turn(request, loan)
             try:
+                loan = await self._borrow(request)
+                try:
+                    pair = await self._pair(request)
+                except BaseException:
+                    request.give_back(loan)
+                    raise
+                way = self._both(request, *pair, loan) if pair else self._in_turn(request, loan)
                 async with aclosing(way) as replies:
                     async for reply in replies:
                         yield reply
                 return
-            except _StartAgainError:
+            except StartAgainError:
                 request.attempt += 1
         # All tokens were drawn by an engine that died before it said so.
         yield Reply.ended("length")
@@ -266,7 +193,7 @@ class PrefillDecode:
         """Has one engine work after the other.
 
         Raises:
-            _StartAgainError: what was lent is of no use.
+            StartAgainError: what was lent is of no use.
         """
         first = await self._prefill(request, loan)
         params = first.kv_transfer_params if first is not None else loan
@@ -318,7 +245,7 @@ class PrefillDecode:
         """The prefill engine's reply; ``None`` where the decode engine computes all.
 
         Raises:
-            _StartAgainError: it could not load what it was lent.
+            StartAgainError: it could not load what it was lent.
         """
         route = request.route
         if route is not None and route.prefill is None:
@@ -335,31 +262,45 @@ class PrefillDecode:
         chosen, lender = None if route is None else route.prefill, request.lender
         with request.lending(loan):
             try:
-                reply = await _by_prefill(self.prefill, request, work, chosen)
+                reply = await by_prefill(self.prefill, request, work, chosen)
             except BaseException as error:
                 request.give_back(loan, lender)
                 if not isinstance(error, ApiError) or not _tells_of_a_failed_load(error, loan):
                     raise
                 request.failed_loads += 1
-                raise _StartAgainError from error
-        if not is_used:  # the one for which it was is down
+                raise StartAgainError from error
+        if reply is None:
+            request.lender = lender  # whose loan is the decode engine's now
+        elif not is_used:  # the one for which it was is down
             request.give_back(loan, lender)
         return reply
 
     async def _pair(self, request: TokenRequest) -> tuple[Engine, Engine] | None:
         """The two engines that get a request at once; ``None`` if one follows the other."""
         route = request.route
-        if not self.at_once or request.tokens_left < 2 or request.failed_loads or request.drawn:
+        if self.at_once == "never" or request.tokens_left < 2:
+            return None
+        if request.failed_loads or request.drawn:
             return None
         if route is not None and route.prefill is None:
             return None
-        try:
-            prefill = await self.prefill.pick(request.tried, route.prefill if route else None)
-            decode = await self.decode.pick(request.tried, route.decode if route else None)
-        except NoEngineError:
+        prefill = self.prefill.first(request.tried, route.prefill if route else None)
+        decode = self.decode.first(request.tried, route.decode if route else None)
+        if prefill is None or decode is None:
             return None
         knows = prefill.at_once and prefill.control and decode.at_once
-        return (prefill, decode) if knows and prefill.url != decode.url else None
+        if not knows or prefill.url == decode.url:
+            return None
+        if self.at_once == "auto" and not _pays_at_once(request, prefill, decode):
+            return None
+        if prefill.is_ours and decode.is_ours:
+            request.determine()
+        pair = (
+            await self.prefill.pick(request.tried, prefill),
+            await self.decode.pick(request.tried, decode),
+        )
+        # Where all were slow another one may have come back meanwhile, which need not know how.
+        return pair if pair == (prefill, decode) else None
 
     async def _computed(
         self,
@@ -395,7 +336,7 @@ class PrefillDecode:
         """Has both engines work at the same time.
 
         Raises:
-            _StartAgainError: the prefill engine went away, what it computed is of no use, or what
+            StartAgainError: the prefill engine went away, what it computed is of no use, or what
                 it was lent.
         """
         if loan is not None and not request.is_chosen(prefill):
@@ -424,9 +365,11 @@ class PrefillDecode:
             finally:
                 for task in tasks:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                if not fetched.is_set():
-                    request.give_back(params, prefill)
+                try:
+                    await asyncio.gather(*tasks, return_exceptions=True)
+                finally:  # where the client goes away just now as well
+                    if not fetched.is_set():
+                        request.give_back(params, prefill)
         if error is None:
             return
         while not told.empty():  # drawn beside the error: whoever goes on goes on from there
@@ -468,7 +411,7 @@ class PrefillDecode:
                     request.failed_loads += 1
                 else:
                     raise
-                raise _StartAgainError from error
+                raise StartAgainError from error
         if prefill.is_ours and request.is_determined and not request.drawn:
             ended = _take_first(reply, request)
             told.put_nowait(reply)
@@ -479,11 +422,11 @@ class PrefillDecode:
         """A decode engine, the chosen one if it can.
 
         Raises:
-            _StartAgainError: it would have to ask for a ticket, and does not know how.
+            StartAgainError: it would have to ask for a ticket, and does not know how.
         """
         engine = await self.decode.pick(request.tried, chosen)
         if asks and not engine.at_once:
-            raise _StartAgainError
+            raise StartAgainError
         return engine
 
     async def _decode(
@@ -500,7 +443,7 @@ class PrefillDecode:
             chosen = first or (None if request.route is None else request.route.decode)
             engine = await self._able(request, chosen, asks=is_asked_for)
             at = len(request.drawn)  # what is drawn elsewhere meanwhile it draws too
-            body = request.body(request.tokens_left, kv_transfer_params)
+            body = request.body(request.tokens_left, request.handed_on(kv_transfer_params))
             began, ended = False, False
             try:
                 stream = engine.stream(body, request.engine_request_id, request.span)
@@ -521,16 +464,16 @@ class PrefillDecode:
                 request.failed(engine, error)
                 is_direct = request.route is not None and request.route.prefill is None
                 # Another engine that has none of the prompt would compute all of it.
-                is_lost = is_direct or (error.reached and not _passes_on(kv_transfer_params))
+                is_lost = is_direct or (error.reached and not passes_on(kv_transfer_params))
                 if began or is_lost:
-                    raise _StartAgainError from error
+                    raise StartAgainError from error
             except ApiError as error:
                 if began or not _tells_of_a_failed_load(error, kv_transfer_params):
                     raise
                 request.failed_loads += 1
                 if request.failed_loads > MOST_FAILED_LOADS:
                     raise
-                raise _StartAgainError from error
+                raise StartAgainError from error
 
     async def _timed(
         self,
@@ -588,17 +531,19 @@ async def _telling(work: Coroutine[Any, Any, None], told: _Told) -> None:
         told.put_nowait(error)
 
 
+def _pays_at_once(request: TokenRequest, prefill: Engine, decode: Engine) -> bool:
+    """Whether much of the KV can be moved while the prompt is computed."""
+    route, tokens = request.route, request.tokens
+    computed = route.begin.computed if route is not None and request.is_chosen(prefill) else tokens
+    held = route.held if route is not None and decode is route.decode else 0
+    if min(computed, tokens - held) < LEAST_AT_ONCE:
+        return False
+    computing, moving = prefill.pace.computing.line, decode.pace.moving.line
+    return min(computing.both[1] * computed, moving.both[1] * (tokens - held)) >= LEAST_SAVED_S
+
+
 def _count(value: object) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
-    """Whether another decode engine may load what one may have loaded that has gone.
-
-    A lease of ours passes on as soon as its holder's connection has gone; where it does not, the
-    load fails. What others lend may be freed by now, and nobody would notice.
-    """
-    return kv_transfer_params is None or not {"ticket", "transfer"}.isdisjoint(kv_transfer_params)
 
 
 def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, Any] | None) -> bool:
@@ -609,39 +554,16 @@ def _tells_of_a_failed_load(error: ApiError, kv_transfer_params: Mapping[str, An
     return isinstance(kind, type) and issubclass(kind, TransferError | LeaseError | TicketError)
 
 
-async def _by_prefill(
-    pool: EnginePool,
-    request: _Tries,
-    work: Callable[[Engine], Awaitable[T]],
-    chosen: Engine | None = None,
-) -> T | None:
-    """What a prefill engine makes of the request, the chosen one if it can; ``None`` where the
-    decode engine computes all.
-    """
-    while True:
-        try:
-            engine = await pool.pick(request.tried, chosen)
-        except NoEngineError:
-            if pool.dispensable:
-                return None
-            raise
-        request.lender = engine
-        try:
-            return await work(engine)
-        except EngineDownError as error:
-            request.failed(engine, error)
-
-
 def _take_new(reply: Reply, request: TokenRequest, end: int) -> None:
     """Takes the tokens of a reply that nobody has drawn before; ``end`` is where they end.
 
     Raises:
-        _StartAgainError: the engine has drawn others than the one before it.
+        StartAgainError: the engine has drawn others than the one before it.
     """
     known = request.drawn[end - len(reply.token_ids) : end]
     if reply.token_ids[: len(known)] != known:
         # Two of nearly equal logits, on engines of unequal shapes: what the client has counts.
-        raise _StartAgainError
+        raise StartAgainError
     if known:
         reply.choices[0].token_ids = reply.token_ids[len(known) :]
     request.drawn.extend(reply.token_ids)
@@ -659,175 +581,3 @@ def _take_first(reply: Reply, request: TokenRequest) -> bool:
     if not ended:
         reply.choices[0].finish_reason = None  # it tells of the one token that was asked for
     return ended
-
-
-_ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
-"""Fields that shape an answer of which the prefill engine's part is thrown away."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _BodyRequest(_Tries):
-    """A request in the client's own words."""
-
-    path: str
-    body: Mapping[str, Any]
-    deadline: float
-    """On the event loop's clock."""
-    forwarded: Forwarded | None = None
-    """The decode engine's answer, once it has begun."""
-
-
-class _RefusedError(Exception):
-    """A prefill engine refused the request: its words are the answer."""
-
-    def __init__(self, status: int, content: bytes) -> None:
-        self.status = status
-        self.content = content
-        super().__init__(f"status {status}")
-
-
-@dataclass(frozen=True, slots=True)
-class PassThrough:
-    """Relays requests over the two pools."""
-
-    prefill: EnginePool
-    decode: EnginePool
-    timeout_s: float
-    """For a whole answer."""
-
-    async def answer(
-        self, request: Request, path: str, body: Mapping[str, Any], span: RequestSpan
-    ) -> Response:
-        """The response for a client; an engine that goes away before its first byte is replaced.
-
-        ``span`` has the request's id, and ends with the answer.
-
-        Raises:
-            ApiError: no engine is left, or time is up.
-            ClientGoneError: the client went before the first byte.
-        """
-        asked = _BodyRequest(
-            request_id=span.request_id,
-            path=path,
-            died=set(),
-            body={name: value for name, value in body.items() if name != "kv_transfer_params"},
-            deadline=asyncio.get_running_loop().time() + self.timeout_s,
-            span=span,
-        )
-        try:
-            return await web.until_disconnect(request.receive, self._answer(asked))
-        except _RefusedError as refused:
-            span.end(str(refused))
-            return Response(refused.content, refused.status, media_type="application/json")
-        except ApiError as error:
-            span.end(str(error))
-            raise
-        except web.ClientGoneError as error:
-            span.end(str(error))
-            if asked.forwarded is not None:  # it began just as the client went away
-                await asked.forwarded.aclose()
-            raise
-
-    async def _answer(self, request: _BodyRequest) -> Response:
-        headers = {"x-request-id": request.request_id}
-        async with web.deadline(request.deadline, self.timeout_s):
-            request.forwarded = forwarded = await self._open(request)
-        chunks = _chunks(forwarded, request, self.timeout_s)
-        if forwarded.is_stream:
-            return web.EventStream(chunks, headers)
-        async with aclosing(chunks):
-            content = b"".join([chunk async for chunk in chunks])
-        return Response(content, forwarded.status, headers, media_type="application/json")
-
-    async def _open(self, request: _BodyRequest) -> Forwarded:
-        """The decode engine's answer."""
-        params = await self._prefill(request)
-        while True:
-            try:
-                with request.lending(params):
-                    return await self._forward(request, params)
-            except _StartAgainError:
-                request.give_back(params)
-                request.attempt += 1
-                params = await self._prefill(request)
-            except BaseException:  # the client went away, time is up, or no engine is left
-                request.give_back(params)
-                raise
-
-    async def _forward(self, request: _BodyRequest, params: dict[str, Any] | None) -> Forwarded:
-        """The answer of the first decode engine that gives one.
-
-        Raises:
-            _StartAgainError: an engine went away with what was lent, and no other may load it.
-        """
-        body = dict(request.body)
-        if params is not None:
-            body["kv_transfer_params"] = params
-        while True:
-            engine = await self.decode.pick(request.tried)
-            try:
-                return await engine.forward(
-                    request.path, body, request.engine_request_id, request.span
-                )
-            except EngineDownError as error:
-                request.failed(engine, error)
-                if error.reached and not _passes_on(params):
-                    raise _StartAgainError from error
-
-    async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
-        """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
-        if not _has_one_answer(request.body):
-            return None
-        body = {name: value for name, value in request.body.items() if name not in _ONLY_DECODE}
-        body |= {"max_tokens": 1, "stream": False}
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
-        if "min_tokens" in body:
-            body["min_tokens"] = 0
-        # The prefill engine's token does not count: it may not end the answer.
-        body["kv_transfer_params"] = {
-            name: value for name, value in REMOTE_DECODE.items() if name != "keep_first_token"
-        }
-
-        async def work(engine: Engine) -> dict[str, Any] | None:
-            forwarded = await engine.forward(
-                request.path, body, request.engine_request_id, request.span
-            )
-            content = await forwarded.read()
-            if forwarded.status != 200:
-                raise _RefusedError(forwarded.status, content)
-            try:
-                return msgspec.json.decode(content, type=Reply).kv_transfer_params
-            except msgspec.DecodeError as error:
-                raise ApiError(
-                    502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
-                ) from error
-
-        return await _by_prefill(self.prefill, request, work)
-
-
-def _has_one_answer(body: Mapping[str, Any]) -> bool:
-    """Whether the request is one sequence: transfer parameters stand for one prompt, used once."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and (
-        len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
-    )
-    return not several and body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
-
-
-async def _chunks(
-    forwarded: Forwarded, request: _BodyRequest, timeout_s: float
-) -> AsyncGenerator[bytes, None]:
-    """The engine's bytes as they come."""
-    chunks = forwarded.chunks()
-    try:
-        while True:
-            async with web.deadline(request.deadline, timeout_s):
-                chunk = await anext(chunks, None)
-            if chunk is None:
-                return
-            yield chunk
-    finally:
-        await chunks.aclose()
-        await forwarded.aclose()
-        request.span.end()

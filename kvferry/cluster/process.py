@@ -98,7 +98,7 @@ def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listener = socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(
@@ -106,6 +106,10 @@ def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
                 "write another one, or 0 for a free one"
             ) from error
         raise HostError(f"{who}: cannot listen on {host}:{port}: {error.strerror}") from error
+    # Its connections inherit that. asyncio sets it only where the protocol was named; without it
+    # what follows the head of an answer waits until the client has acknowledged that: 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 logger = logging.getLogger(__name__)

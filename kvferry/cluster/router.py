@@ -10,10 +10,14 @@ get their first token from the prefill engine; every other body is passed throug
 import asyncio
 import contextlib
 import dataclasses
+import signal
+import socket
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,12 +33,15 @@ from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
 from kvferry.cluster.messages import RouterSettings
-from kvferry.cluster.metrics import RouterMetrics
+from kvferry.cluster.metrics import RouterMetrics, count_as_worker
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
-from kvferry.cluster.prefill_decode import PassThrough, PrefillDecode
+from kvferry.cluster.pass_through import PassThrough
+from kvferry.cluster.prefill_decode import PrefillDecode
 from kvferry.cluster.watch import ClusterWatch
+from kvferry.cluster.workers import Leader, SharedListener, Workers, WorkerSettings, door
 from kvferry.control.tracing import RequestSpan, Spans, checked_traceparent
 from kvferry.engine.messages import SamplingParams
+from kvferry.zeromq import join_address
 
 
 class Router:
@@ -46,11 +53,15 @@ class Router:
         codec: TextCodec | None,
         lists: Sequence[EngineList] = (),
         spans: Spans | None = None,
+        *,
+        workers: Workers | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """Without a codec, which takes foreign engines, every request is passed through.
 
         ``lists`` name more engines than the settings, other ones from time to time. ``spans`` are
-        made of every request, and become the router's own.
+        made of every request, and become the router's own. A leader has ``workers``, and a worker
+        has its ``leader``.
         """
         if codec is None and not settings.foreign:
             raise ValueError("codec: None, but only foreign engines can do without")
@@ -59,9 +70,18 @@ class Router:
         self._spans = spans
         self._bodies = web.BodyReader(settings.max_request_bytes)
         self._client = EngineClient(web.bearer(settings.api_key))
-        self.members = members = Members(settings, self._client, lists)
+        self._workers, self._leader = workers, leader
+        shared = workers or leader
+        self.members = members = Members(
+            settings,
+            self._client,
+            lists,
+            shared.table if shared is not None else None,
+            follows=leader is not None,
+        )
         """The engines that it knows."""
-        self._metrics = RouterMetrics(members, members.index)
+        folder = workers.folder if workers is not None else None
+        self._metrics = RouterMetrics(members, members.index, folder)
         chooser = Chooser(
             members,
             self._metrics,
@@ -79,7 +99,8 @@ class Router:
         self._pass_through = PassThrough(
             members.prefill, members.decode, settings.request_timeout_s
         )
-        self._watch = ClusterWatch(members, self._client, settings.curve)
+        elsewhere = workers.requests if workers is not None else None
+        self._watch = ClusterWatch(members, self._client, settings.curve, elsewhere)
 
     def app(self) -> Starlette:
         """The ASGI application; watches the engines' health while it runs."""
@@ -87,18 +108,34 @@ class Router:
             Route("/v1/completions", self._endpoint(parse_completion), methods=["POST"]),
             Route("/v1/chat/completions", self._endpoint(parse_chat), methods=["POST"]),
             Route("/v1/models", self._models),
-            Route("/health", self._health),
-            Route("/metrics", self._render_metrics),
-            *self.members.routes(self._authorize_reader, self._authorize_operator),
-            *self._watch.routes(self._authorize_reader),
+            *(self._leader.routes() if self._leader is not None else self._own_routes()),
         ]
         return Starlette(
             routes=routes, lifespan=self._lifespan, exception_handlers=web.EXCEPTION_HANDLERS
         )
 
+    def _own_routes(self) -> list[Route]:
+        """What a worker leaves to its leader."""
+        return [
+            Route("/health", self._health),
+            Route("/metrics", self._render_metrics),
+            *self.members.routes(
+                self._authorize_reader, self._authorize_operator, self._tell_workers
+            ),
+            *self._watch.routes(self._authorize_reader),
+        ]
+
+    async def _tell_workers(self) -> None:
+        if self._workers is not None:
+            await self._workers.tell(self.members)
+
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self.members.watching():
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.members.watching())
+            if self._leader is not None:
+                followed = self._leader.followed(self.members, self._watch.last_requests)
+                await stack.enter_async_context(followed)
             yield
             await self._watch.aclose()
         await self._client.aclose()
@@ -128,7 +165,7 @@ class Router:
         generation = _taken_apart(body, parse) if self._codec is not None else None
         if generation is None or self._codec is None:
             span = self._span(request, f"kvferry-{uuid.uuid4().hex}")
-            return await self._pass_through.answer(request, request.url.path, body, span)
+            return await self._pass_through.answer(request, _path(request), body, span)
         return await self._serve(request, generation, self._codec)
 
     async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
@@ -200,7 +237,7 @@ class Router:
     def _span(self, request: Request, request_id: str) -> RequestSpan:
         """What is told of a client's request: a part of the client's trace, if it has one."""
         parent = checked_traceparent(request.headers.get("traceparent"))
-        span = RequestSpan(self._spans, request.url.path, parent, request_id=request_id)
+        span = RequestSpan(self._spans, _path(request), parent, request_id=request_id)
         self._watch.requests.append(span)
         return span
 
@@ -326,6 +363,12 @@ class Router:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4")
 
 
+def _path(request: Request) -> str:
+    """The path that was routed: the URL is put together with a header that the client chooses."""
+    path: str = request.scope["path"]
+    return path
+
+
 def _taken_apart(
     body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
 ) -> Generation | None:
@@ -390,3 +433,56 @@ async def _collect(
         async for delta in deltas:
             gained[delta.index].append(delta)
     return shape.whole([ChoiceDelta.joined(choice) for choice in gained], answer.usage())
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+async def serve_router(
+    settings: RouterSettings,
+    codec: TextCodec | None,
+    lists: Sequence[EngineList],
+    listener: socket.socket,
+    stop: asyncio.Event,
+) -> None:
+    """Serves with as many workers as the settings say, until SIGTERM or until the event is set.
+
+    Raises:
+        WorkerDiedError: a worker ended before any has served.
+    """
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    if settings.workers == 1:
+        spans = Spans.from_environment("kvferry-router", _place(settings, listener))
+        app = Router(settings, codec, lists, spans).app()
+        await web.serve(app, listener, stop, settings.max_connections)
+        return
+    with tempfile.TemporaryDirectory(prefix="kvferry-router-") as folder:
+        workers = Workers(settings, listener, Path(folder))
+        router = Router(settings, codec, lists, workers=workers)
+        inside, ended = socket.socket(socket.AF_UNIX), asyncio.Event()
+        inside.bind(door(folder))
+        serving = asyncio.create_task(web.serve(router.app(), inside, ended, ends_on_sigterm=False))
+        try:
+            await workers.run(router.members, stop)
+        finally:
+            ended.set()
+            await serving
+
+
+def serve_as_worker(settings: WorkerSettings) -> None:
+    """Serves as a worker until SIGTERM, which it sends itself when its leader has gone."""
+    count_as_worker(settings.number)
+    mine, leader = settings.router, Leader(settings)
+    codec = TextCodec.open(mine.model_folder) if mine.model_folder is not None else None
+    with contextlib.closing(SharedListener(fileno=settings.listener)) as listener:
+        place = f"{_place(mine, listener)}-{settings.number}"
+        spans = Spans.from_environment("kvferry-router", place)
+        app = Router(mine, codec, spans=spans, leader=leader).app()
+        try:
+            asyncio.run(web.serve(app, listener, None, mine.max_connections, takes_at_a_time=1))
+        finally:
+            leader.sweep()
+
+
+def _place(settings: RouterSettings, listener: socket.socket) -> str:
+    return join_address(settings.host, listener.getsockname()[1])

@@ -285,13 +285,13 @@ class Rates:
 
 
 def snapshot_of(
-    seen: Sequence[Seen], spans: Iterable[RequestSpan], rates: Rates, now: float
+    seen: Sequence[Seen], requests: Sequence[RequestView], rates: Rates, now: float
 ) -> Snapshot:
     """What is shown of what was seen.
 
     Args:
         seen: the engines.
-        spans: the router's last requests, oldest first.
+        requests: the router's last ones, newest first.
         rates: of earlier snapshots; takes note of this one.
         now: Unix seconds.
     """
@@ -300,7 +300,6 @@ def snapshot_of(
         for one in seen
         if one.report is not None  # one engine may have two roles
     }.values()
-    requests = [_request(span) for span in spans][::-1]
     errors = [(report.engine_id, error) for report in reports for error in report.errors]
     failures = [_failure(*one) for one in nlargest(MOST_ROWS, errors, lambda one: one[1].time)]
     failures += [_failed(one) for one in requests if one.error]
@@ -326,7 +325,7 @@ def snapshot_of(
         leases=[_lease(*one) for one in nlargest(MOST_ROWS, leases, lambda one: one[1].age_s)],
         loads=[_load(*one) for one in nlargest(MOST_ROWS, loads, lambda one: one[1].age_s)],
         failures=failures[:MOST_ROWS],
-        requests=requests[:MOST_ROWS],
+        requests=list(requests[:MOST_ROWS]),
         left_out={name: count - MOST_ROWS for name, count in rows.items() if count > MOST_ROWS},
     )
 
@@ -435,7 +434,8 @@ def _failed(request: RequestView) -> FailureView:
     )
 
 
-def _request(span: RequestSpan) -> RequestView:
+def request_view(span: RequestSpan) -> RequestView:
+    """What is shown of a request of the router."""
     return RequestView(
         request_id=_text(span.request_id),
         path=_text(span.name),

@@ -21,18 +21,25 @@ from functools import cache
 from importlib import resources
 from typing import TypeVar
 
-import httpx
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import web
-from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.engine_client import ClientError, EngineClient
 from kvferry.cluster.engines import Engine
 from kvferry.cluster.members import Members
 from kvferry.cluster.openai import ApiError
-from kvferry.cluster.snapshot import Figures, Rates, Seen, figures_in, snapshot_of
+from kvferry.cluster.snapshot import (
+    Figures,
+    Rates,
+    RequestView,
+    Seen,
+    figures_in,
+    request_view,
+    snapshot_of,
+)
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import MAX_ID_CHARS, StatusReport
 from kvferry.control.options import ControlOptions, CurveKeys
@@ -75,10 +82,19 @@ class Timeline(msgspec.Struct, kw_only=True):
 class ClusterWatch:
     """Asks the engines while somebody watches, and tells all watchers the same."""
 
-    def __init__(self, members: Members, client: EngineClient, curve: CurveKeys | None) -> None:
-        """``curve`` are the keys of the engines' control channels, where they have some."""
+    def __init__(
+        self,
+        members: Members,
+        client: EngineClient,
+        curve: CurveKeys | None,
+        elsewhere: Callable[[], Awaitable[list[RequestView]]] | None = None,
+    ) -> None:
+        """``curve`` are the keys of the engines' control channels, where they have some.
+        ``elsewhere`` tells the last requests of a router whose workers have them.
+        """
         self.requests: deque[RequestSpan] = deque(maxlen=REMEMBERED_REQUESTS)
-        """The last ones of the router."""
+        """The last ones of this process."""
+        self._elsewhere = elsewhere
         self._members = members
         self._client = client
         self._curve = curve
@@ -107,6 +123,10 @@ class ClusterWatch:
             Route("/kvferry/watch", watch),
             Route("/kvferry/requests/{request_id:path}", timeline),
         ]
+
+    def last_requests(self) -> list[RequestView]:
+        """Those of this process, newest first."""
+        return [request_view(span) for span in reversed(self.requests)]
 
     async def aclose(self) -> None:
         """Asks no engine any more."""
@@ -153,9 +173,11 @@ class ClusterWatch:
                 questions = [question.asking() for question in asked.values()]
                 if questions:
                     await asyncio.wait(questions, timeout=WAIT_S)
+                told_elsewhere = [] if self._elsewhere is None else await self._elsewhere()
                 making = loop.time()
                 seen = [question.seen for question in asked.values()]
-                snapshot = snapshot_of(seen, self.requests, rates, time.time())
+                requests = told_elsewhere or self.last_requests()
+                snapshot = snapshot_of(seen, requests, rates, time.time())
                 event = web.sse_event(snapshot)
                 made_s = loop.time() - making
                 self._next = loop.create_future()
@@ -253,10 +275,10 @@ async def _told(what: str, answer: Awaitable[T], untold: list[str]) -> T | None:
     """An answer; or nothing, and why is added to ``untold``."""
     try:
         return await answer
+    except (ClientError, ValueError, KVFerryError) as error:
+        untold.append(f"{what}: {str(error) or type(error).__name__}")
     except TimeoutError:
         untold.append(f"{what}: no answer within {ASK_S:g} s")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KVFerryError) as error:
-        untold.append(f"{what}: {str(error) or type(error).__name__}")
     return None
 
 

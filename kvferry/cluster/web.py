@@ -221,11 +221,11 @@ def sse_event(payload: object) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
-async def sse_payloads(lines: AsyncIterator[str]) -> AsyncIterator[bytes]:
+async def sse_payloads(lines: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """The payloads of a stream's lines, in order, ``[DONE]`` included."""
     async for line in lines:
-        if line.startswith("data:"):
-            yield line[5:].strip().encode()
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
 
 
 SHUTDOWN_GRACE_S = 3
@@ -241,8 +241,15 @@ async def serve(
     listener: socket.socket,
     until: "asyncio.Event | None" = None,
     max_connections: int = MAX_CONNECTIONS,
+    *,
+    takes_at_a_time: int | None = None,
+    ends_on_sigterm: bool = True,
 ) -> None:
-    """Serves the ASGI application ``app`` until SIGTERM, or until the event is set."""
+    """Serves the ASGI application ``app`` until SIGTERM, or until the event is set.
+
+    Where several processes serve one listener, ``takes_at_a_time`` are the connections that this
+    one takes before others may; their number when the backlog is full unless given.
+    """
     import uvicorn
 
     from kvferry.cluster.connections import Connections
@@ -254,13 +261,14 @@ async def serve(
         log_level="warning",
         access_log=False,
         ws="none",
-        backlog=connections.backlog,
+        backlog=takes_at_a_time or connections.backlog,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     server = uvicorn.Server(config)
     # uvicorn would take the signals for itself and raise them again when it has ended.
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop, server)
+    if ends_on_sigterm:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _stop, server)
     watcher = asyncio.create_task(_stop_when(server, until)) if until is not None else None
     await server.serve(sockets=[listener])
     if watcher is not None:

@@ -6,6 +6,7 @@ that names the nearest known one; a wrong type names the field and both types.
 
 from kvferry.config.cluster import (
     DEPRECATED_KEYS,
+    AtOnce,
     ClusterConfig,
     EngineConfig,
     KVEventsConfig,
@@ -21,6 +22,7 @@ from kvferry.config.parsing import parse_struct, printable, shown
 
 __all__ = [
     "DEPRECATED_KEYS",
+    "AtOnce",
     "ClusterConfig",
     "EngineConfig",
     "KVEventsConfig",

@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -285,6 +285,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return KVTransferConfig.from_mapping(values, f"engine {self.name!r}: kv_transfer_config")
 
 
+AtOnce: TypeAlias = Literal["never", "auto", "always"]
+
+MOST_WORKERS = 64
+"""Workers of a router."""
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The ``[router]`` table of a cluster file."""
 
@@ -307,14 +313,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     direct_tokens: int = 512
     """Tokens that a decode engine computes at most of a prompt that it has the beginning of, where
     that costs less than a prefill engine; 0 for never."""
-    at_once: bool = False
-    """Whether a prefill and a decode engine get a request at the same time, where both know how."""
+    at_once: AtOnce = "auto"
+    """Whether a prefill and a decode engine get a request at the same time, where both know how:
+    ``auto`` where that is expected to pay."""
     explain: bool = False
     """Whether the router logs why it chose the engines, and answers with ``x-kvferry-route``."""
     max_connections: int = 1000
     """Connections of clients at a time; a quarter of the files that it may open at most."""
     max_request_bytes: int = 16 << 20
     """Bytes of one request's body at most."""
+    workers: int = 1
+    """Processes that serve requests. Several share what they know of the engines, and one more
+    process watches these."""
 
     def __post_init__(self) -> None:
         _check_port("port", self.port)
@@ -328,6 +338,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{field}: {getattr(self, field)} is less than 1")
         if self.direct_tokens < 0:
             raise ValueError(f"direct_tokens: {self.direct_tokens} is less than 0")
+        if not 1 <= self.workers <= MOST_WORKERS:
+            raise ValueError(f"workers: {self.workers} is not 1 to {MOST_WORKERS}")
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -61,8 +61,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     transfer_progress: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """Request id → (bytes in place, bytes in all) of the loads under way; the aggregator adds."""
     written: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
-    """Lease id → rank → leading tokens of the prompt that this rank has written, for prompts that
-    are lent while they are computed; the aggregator unites them."""
+    """Lease id → rank → leading tokens of the prompt that this rank has written, and that can be
+    read, for prompts that are lent while they are computed; the aggregator unites them."""
     expected_finished_count: int = 0
     """When positive, how many ranks must report a request from now on."""
 
@@ -103,7 +103,12 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True):
     """When the source had said whether it counts; 0 for what was lent."""
     moving: float = 0.0
     """Seconds in which something of it moved: less than from ``started`` to ``finished`` where it
-    waited for its source to compute more."""
+    waited for its source to compute more. 0 if nobody measured them."""
+
+    @property
+    def moved_s(self) -> float:
+        """Seconds in which something of it moved, as far as anybody knows."""
+        return self.moving or self.finished - self.started
 
 
 class RequestView(Protocol):
@@ -141,6 +146,10 @@ class RequestView(Protocol):
     @property
     def traceparent(self) -> str:
         """The W3C trace context that came with it, as it came; empty if none did."""
+
+    @property
+    def received(self) -> float:
+        """When the engine's HTTP server had it, in Unix seconds of this host; 0 if nobody says."""
 
     @property
     def finished_cleanly(self) -> bool:

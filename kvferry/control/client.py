@@ -14,6 +14,7 @@ queued on it; the next request opens a new one. So a request is never delivered 
 caller has given it up, and nothing reconnects in the background.
 """
 
+import itertools
 import math
 import select
 import threading
@@ -70,6 +71,10 @@ from kvferry.zeromq import is_address, split_address, tcp_address
 
 T = TypeVar("T")
 
+MOST_PUMPED = 32
+"""Connections that :meth:`ControlClient.pump` looks at: an engine calls it in every step, and after
+a storm hundreds owe an answer. What it leaves the client's thread takes."""
+
 _Send: TypeAlias = Callable[[Connection, Call[Any]], Ended | None]
 """How a call is sent on a connection; ``None`` says that the connection has broken."""
 
@@ -114,6 +119,9 @@ class ControlClient(Closing):
         self._closing = False
         self._connections: dict[str, Connection] = {}
         """By address."""
+        self._busy: dict[Connection, None] = {}
+        """Those with open calls, and some that had any when they were last looked at."""
+        self._busy_lock = threading.Lock()
         self._lookups: dict[str, list[tuple[Call[Any], _Send]]] = {}
         """The calls that wait for their address's name to be resolved, by address."""
         self._broken: set[Connection] = set()
@@ -335,10 +343,25 @@ class ControlClient(Closing):
         Returns:
             Whether a future was completed.
         """
-        for connection in tuple(self._connections.values()):
-            if connection.calls:
+        if self._busy:
+            with self._busy_lock:
+                busy = list(itertools.islice(self._busy, MOST_PUMPED))
+                for connection in busy:
+                    del self._busy[connection]
+                    if connection.calls:  # it is the turn of the others next
+                        self._busy[connection] = None
+            for connection in busy:
                 self._receive(connection)
         return self._complete()
+
+    def is_connected(self, address: str) -> bool:
+        """Whether there is a connection to an address, of which nobody knows that it has broken."""
+        return address in self._connections
+
+    def forget(self, description: EngineDescription) -> None:
+        """Nothing more is asked of a start of an engine that answered a handshake."""
+        if self._peers is not None:
+            self._peers.let_go(description)
 
     def close(self) -> None:
         """Ends all connections; open futures raise ``CancelledError``. Idempotent."""
@@ -386,6 +409,9 @@ class ControlClient(Closing):
             with connection.lock:
                 ended = send(connection, call)
             if ended is not None:
+                if connection.calls and connection not in self._busy:
+                    with self._busy_lock:
+                        self._busy[connection] = None
                 self._ended.extend(ended)
                 return
             # It broke, and our thread has not come to closing it yet. A new one takes its place.
@@ -522,6 +548,8 @@ class ControlClient(Closing):
             if self._connections.get(connection.address) is connection:
                 del self._connections[connection.address]
             self._broken.discard(connection)
+        with self._busy_lock:
+            self._busy.pop(connection, None)
         with connection.lock:
             self._ended.extend(connection.end())
         self._complete()

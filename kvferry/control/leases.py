@@ -17,11 +17,12 @@ it, and for a holder that does not renew and whose connection lives, which needs
 holder's interpreter. A renewed lease expires all the same once it is ``max_age_s`` old.
 
 A lease may be granted before its tokens are written: it *grows* until every rank of the source has
-reported all of them to :meth:`LeaseTable.written`. Until then it does not expire, it may be taken
-by a target that knows such leases, which reads no token before it was told that every rank has
-written it, and nothing that was read under it counts: whoever reports success before it is whole
-has lost it. A written token stays as it is while the lease is open. Where that cannot be kept, as
-the source's request is preempted or aborted, the source revokes the lease first.
+reported all of them to :meth:`LeaseTable.written`. Until then it expires only once it is
+``max_age_s`` old, it may be taken by a target that knows such leases, which reads no token before
+it was told that every rank has written it, and nothing that was read under it counts: whoever
+reports success before it is whole has lost it. A written token stays as it is while the lease is
+open. Where that cannot be kept, as the source's request is preempted or aborted, the source revokes
+the lease first.
 
 An ended lease never comes back to life, and a target (an engine and its incarnation) that has lost
 a lease never gets it again: what it read before and what it would read after could not be told
@@ -40,9 +41,9 @@ time, its own reports, silence, takeover and end, and its own memory of all that
 The lease keeps the blocks::
 
     claims on it            ── no arrow of theirs frees anything
-    the shared lease  grant ── until :data:`SLOW` durations have passed and none of its claims is
-                               open ──> done (a claim was), else expired
-                            └─ withdraw: the same, as if the durations had passed
+    the shared lease  grant ── until it is whole, :data:`SLOW` durations have passed and none of
+                               its claims is open ──> done (a claim was), else expired
+                            └─ withdraw: as soon as none of its claims is open
                             └─ revoke, ``max_age_s`` ──> revoked, expired, with all its claims
 
 So what was said of ``HELD`` holds for claims: a claim is open only while its lease is, as a lease
@@ -167,6 +168,8 @@ class _Open:
     """Of a shared lease, the open claims on it, by id."""
     served: EndedLease | None = None
     """Of a shared lease, the last claim on it that was done."""
+    is_withdrawn: bool = False
+    """Of a shared lease, whether it ends with the last claim on it."""
 
     def take(self, target: Target, now: float) -> None:
         self.holder = target
@@ -341,8 +344,12 @@ class LeaseTable:
             return {lease_id: entry.tables for lease_id, entry in named if entry.tables}
 
     def is_held(self, target: Target, lease_id: str) -> bool:
-        """Whether a target holds a lease, or a claim."""
+        """Whether a target holds a lease, or a claim; the one without a name, where it names a
+        shared lease.
+        """
         entry = self._open.get(lease_id)
+        if entry is not None and entry.lease.shared:
+            entry = entry.claims.get(f"{lease_id}/")
         return entry is not None and entry.holder == target
 
     def renew(
@@ -455,7 +462,7 @@ class LeaseTable:
             if entry is None or entry.holder is not None:
                 return False
             if entry.claims:
-                entry.deadline = self._clock()
+                entry.is_withdrawn = True
                 return False
             self._end(entry, LeaseOutcome.RELEASED)
             return True
@@ -685,6 +692,8 @@ class LeaseTable:
         del base.claims[ended.lease_id]
         if ended.outcome is LeaseOutcome.DONE:
             base.served = ended
-        is_open = base.lease.lease_id in self._open
-        if is_open and not base.claims and self._clock() >= base.deadline:
+        if base.claims or base.lease.lease_id not in self._open:
+            return
+        is_over = self._is_whole(base) and self._clock() >= base.deadline
+        if is_over or base.is_withdrawn:
             self._end(base, LeaseOutcome.EXPIRED)

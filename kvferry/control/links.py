@@ -25,6 +25,9 @@ from kvferry.zeromq import (
     split_address,
 )
 
+MAX_SOCKETS = 65_535
+"""ZeroMQ's own limit; 1,023 unless set, and a link takes three. Open files are the real one."""
+
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums take longer than the look itself
 
 
@@ -87,6 +90,7 @@ class ZmqNetwork(Closing):
         """
         self._options = options
         self._context: Context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     def connect(self, address: str, host: str) -> "ZmqLink":
         """See :meth:`Network.connect`."""
@@ -117,8 +121,15 @@ class ZmqLink:
         """See :meth:`Network.connect`."""
         self._address = address
         self._host = host
-        self._socket = context.socket(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
+        try:
+            self._socket = context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise _no_socket(address, error) from error
+        try:
+            self._monitor = self._socket.get_monitor_socket(sum(CONNECTION_LOST))
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise _no_socket(address, error) from error
         try:
             configure(self._socket, options, is_server=False)
             self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection is dropped instead
@@ -165,6 +176,13 @@ class ZmqLink:
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
+
+
+def _no_socket(address: str, error: zmq.ZMQError) -> PeerLostError:
+    return PeerLostError(
+        f"{address}: there is no socket to be had for it: {error}; allow the process more open "
+        "files (`ulimit -n`): each engine that it is connected with takes four"
+    )
 
 
 def _can_receive(socket: Socket) -> bool:

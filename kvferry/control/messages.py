@@ -341,6 +341,8 @@ class TracePart(msgspec.Struct, frozen=True, kw_only=True):
     """What else there is to say."""
     error: str = ""
     """Why it failed; empty if it did not."""
+    moving: float = 0.0
+    """Of its seconds those in which something moved, where that was measured."""
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,10 @@ from kvferry.topology.description import EngineDescription
 
 MAX_ERROR_CHARS = 1000
 """Characters of an error that are kept of a peer."""
+KEPT_S = 600.0
+"""Seconds without a message after which a peer that is not connected is forgotten."""
+LOOK_S = 60.0
+"""Seconds between two looks for such peers."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class Peer:
     is_trusted: bool = False
     """Whether it has shown a ticket of ours, or we asked it for KV: who has done neither makes
     room first."""
+    is_source: bool = False
+    """Whether we ask it for KV: it need not say anything itself to be kept."""
     loaded_bytes: int = 0
     """KV bytes that our ranks have loaded from it."""
     transport: str = ""
@@ -69,6 +75,9 @@ class PeerTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: dict[tuple[str, str], Peer] = {}
+        self._starts: dict[str, dict[str, Peer]] = {}
+        """The same by engine id and incarnation, the newest start of an engine last."""
+        self._next_look = 0.0
 
     def admit(self, description: EngineDescription, *, asked: bool = False) -> None:
         """Applies a handshake that both sides agreed on.
@@ -97,6 +106,7 @@ class PeerTable:
                 peer = Peer(*key, ranks, "ready", now, now)
                 self._enter(peer)
             peer.is_trusted |= asked
+            peer.is_source |= asked
 
     def refuse(self, description: EngineDescription, reason: str) -> None:
         """Notes a peer that does not fit; a start that fits stays as it is."""
@@ -134,17 +144,45 @@ class PeerTable:
     def loaded(self, engine_id: str, nbytes: int, transport: str) -> None:
         """Counts what one of our ranks has loaded from an engine, for its newest start."""
         with self._lock:
-            for peer in reversed(self._peers.values()):
-                if peer.engine_id == engine_id:
-                    peer.loaded_bytes += nbytes
-                    peer.transport = transport
-                    return
+            if starts := self._starts.get(engine_id):
+                peer = next(reversed(starts.values()))
+                peer.loaded_bytes += nbytes
+                peer.transport = transport
 
     def forget(self, engine_id: str) -> None:
         """Drops all starts of an engine; unknown ids are ignored."""
         with self._lock:
-            for key in [key for key in self._peers if key[0] == engine_id]:
-                del self._peers[key]
+            for peer in list(self._starts.get(engine_id, {}).values()):
+                self._drop(peer)
+
+    def let_go(self, description: EngineDescription) -> None:
+        """A start of an engine is not asked for KV any more; unknown ones are ignored."""
+        with self._lock:
+            if (peer := self._peers.get(_key(description))) is not None:
+                peer.is_source = False
+
+    def expire(self, lives: Callable[[tuple[str, str]], bool]) -> None:
+        """Forgets those who have said nothing for :data:`KEPT_S` and are gone. To be called often;
+        it looks every :data:`LOOK_S`. Who was forgotten and speaks again is to shake hands.
+
+        Args:
+            lives: whether the connection of an engine's start lives; called without our lock.
+        """
+        now = self._clock()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_S
+        with self._lock:
+            silent = [
+                peer
+                for peer in self._peers.values()
+                if peer.last_seen <= now - KEPT_S and not peer.is_source
+            ]
+        gone = [peer for peer in silent if not lives((peer.engine_id, peer.incarnation))]
+        with self._lock:
+            for peer in gone:
+                if peer.last_seen <= now - KEPT_S:
+                    self._drop(peer)
 
     def snapshot(self) -> tuple[PeerStatus, ...]:
         """Every peer, in the order in which they came."""
@@ -167,12 +205,12 @@ class PeerTable:
             )
 
     def _enter(self, peer: Peer) -> None:
-        self._peers.pop((peer.engine_id, peer.incarnation), None)  # so that it is the newest
         gone = peer.since - self._silence_s
-        for key, other in list(self._peers.items()):
-            if other.engine_id == peer.engine_id and other.last_seen <= gone:
-                del self._peers[key]
+        for other in list(self._starts.get(peer.engine_id, {}).values()):
+            if other.incarnation == peer.incarnation or other.last_seen <= gone:
+                self._drop(other)  # the same start too, so that it is the newest
         self._peers[peer.engine_id, peer.incarnation] = peer
+        self._starts.setdefault(peer.engine_id, {})[peer.incarnation] = peer
         if len(self._peers) > self._max_peers:
             # Whoever knocks, however often, displaces nobody who reads or is read from.
             least = min(
@@ -183,7 +221,17 @@ class PeerTable:
                     one.last_seen,
                 ),
             )
-            del self._peers[least.engine_id, least.incarnation]
+            self._drop(least)
+
+    def _drop(self, peer: Peer) -> None:
+        key = peer.engine_id, peer.incarnation
+        if self._peers.get(key) is not peer:
+            return  # another has taken its place
+        del self._peers[key]
+        starts = self._starts[peer.engine_id]
+        del starts[peer.incarnation]
+        if not starts:
+            del self._starts[peer.engine_id]
 
 
 def _key(description: EngineDescription) -> tuple[str, str]:

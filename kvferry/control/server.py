@@ -273,26 +273,7 @@ class ControlService:
             case Handshake():
                 return self._shake_hands(request)
             case Renew():
-                held = self._proven(request)
-                if held:
-                    peer = self.peers.current(request.engine_id, request.incarnation)
-                    peer.connection = connection
-                states = self.leases.renew(
-                    request.engine_id,
-                    request.incarnation,
-                    held,
-                    grows=request.grows,
-                    lives=self._lives,
-                )
-                lost = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
-                # After the leases were taken: who took one is told of what is written from now on.
-                written = self.leases.readable(states)
-                return Renewed(
-                    id=request.id,
-                    states=lost | states,
-                    written=written,
-                    tables=self.leases.tables(states),
-                )
+                return self._renew(request, connection)
             case Finishes():
                 return FinishReply(id=request.id, answers=self._finish(request))
             case Release():
@@ -313,6 +294,23 @@ class ControlService:
                 return self._trace(request)
             case _:
                 return StatusReply(id=request.id, report=self.status())
+
+    def _renew(self, request: Renew, connection: bytes) -> Renewed:
+        held = self._proven(request)
+        target = request.engine_id, request.incarnation
+        if held:
+            self.peers.current(*target).connection = connection
+        states = dict.fromkeys(request.leases, LeaseAnswer.REVOKED)
+        states |= self.leases.renew(*target, held, grows=request.grows, lives=self._lives)
+        # After the leases were taken: who took one is told of what is written from now on.
+        written = self.leases.readable(held)
+        for lease_id in held:
+            # What has no number of tokens is whole, unless it has ended since it was taken.
+            is_taken = states[lease_id] is LeaseAnswer.HELD and lease_id not in written
+            if is_taken and not self.leases.is_held(target, lease_id):
+                states[lease_id] = LeaseAnswer.REVOKED
+        tables = self.leases.tables(held)
+        return Renewed(id=request.id, states=states, written=written, tables=tables)
 
     def _answer_ask(self, request: Ask, connection: bytes) -> Asked:
         peer = self._target(request)
@@ -544,6 +542,7 @@ class ControlServer(ControlService, Closing):
         """Ends the leases whose time is over; returns when to look again. On the thread."""
         self.leases.expire(awake_s=self._mailbox.awake_s, lives=self._lives)
         self.asks.expire()
+        self.peers.expire(self._lives)
         return min(LOOK_S, self.leases.duration_s / 12)
 
     def _lives(self, target: Target) -> bool:

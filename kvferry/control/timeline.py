@@ -6,7 +6,7 @@ the time that the answer took. A difference within that is taken for none.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -111,3 +111,91 @@ def rows_of(answers: Iterable[EngineAnswer]) -> list[Row]:
         for part in request.parts
     ]
     return sorted(rows, key=lambda row: row.started)
+
+
+class Stretch(msgspec.Struct, frozen=True):
+    """One stretch of the hand-over: the time from the end of prefill to D's first token."""
+
+    name: str
+    owner: str
+    """Who spent it."""
+    seconds: float
+
+
+_P_ENGINE, _D_ENGINE = "prefill engine", "decode engine"
+_HANDOVER = (
+    # Name, owner, and the part of D's that ends it. Each begins where the one before it ended.
+    ("front", _D_ENGINE, "front"),
+    ("handshake", "kvferry", "handshake"),
+    ("ticket", "kvferry", "ticket"),
+    ("lease", "kvferry", "lease"),
+    ("wait", _D_ENGINE, "wait"),
+    ("order", _D_ENGINE, "read"),  # it ends where the first read begins
+    ("read", "kvferry", "read"),
+    ("confirm", "kvferry", "confirm"),
+    ("report", _D_ENGINE, "load"),
+    ("first token", _D_ENGINE, "first token"),
+)
+
+
+def handover(answers: Sequence[EngineAnswer]) -> list[Stretch]:
+    """What came between the end of prefill and D's first token; the stretches add up to all of it.
+
+    What had ended before its turn, because it ran beside what is named above it, took no time of
+    the hand-over: 0. Clocks of two hosts are as unsure as the answers say, and what seems to have
+    ended before the stretch above it is 0 too.
+
+    Returns:
+        Nothing where no engine has loaded the request and drawn its first token, or where the
+        engine that lent it does not tell of its prefill.
+    """
+    for answer in answers:
+        for request in answer.requests:
+            parts = [part for part in request.parts if not part.is_open and not part.error]
+            prefilled = _end_of_prefill(answers, request)
+            if prefilled is not None and {"load", "first token"} <= {part.name for part in parts}:
+                ends = _ends(request.started, parts)
+                return _stretches(prefilled + answer.clock_ahead_s, ends)
+    return []
+
+
+def _end_of_prefill(answers: Iterable[EngineAnswer], loaded: RequestTrace) -> float | None:
+    """When the prompt of a request that was loaded had been computed, on this machine's clock."""
+    ends = [
+        part.started + part.seconds - answer.clock_ahead_s
+        for answer in answers
+        if answer.engine_id == loaded.peer
+        for lent in answer.requests
+        if lent.request_id == loaded.peer_request_id
+        for part in lent.parts
+        if part.name == "prefill" and not part.is_open
+    ]
+    return max(ends, default=None)
+
+
+def _ends(arrived: float, parts: Sequence[TracePart]) -> Iterator[tuple[str, str, float]]:
+    """The stretches that D tells of, and when each ended on its clock."""
+    routed = [part.started for part in parts if part.name == "router"]
+    if routed:
+        yield "answer", _P_ENGINE, max(routed)
+        yield "router", "router", arrived
+    else:
+        yield "answer and router", f"{_P_ENGINE}, router", arrived
+    for name, owner, part_name in _HANDOVER:
+        found = [part for part in parts if part.name == part_name]
+        if not found:
+            continue
+        if name == "order":
+            end = min(part.started for part in found)
+        else:
+            end = max(part.started + part.seconds for part in found)
+        yield name, owner, end
+
+
+def _stretches(begin: float, ends: Iterable[tuple[str, str, float]]) -> list[Stretch]:
+    """What lies between these ends, of which none may come before that above it."""
+    found = []
+    for name, owner, end in ends:
+        found.append(Stretch(name, owner, max(0.0, end - begin)))
+        begin = max(begin, end)
+    return found

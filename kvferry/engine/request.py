@@ -117,6 +117,11 @@ class EngineRequest(Request):
         self._status = status
 
     @property
+    def received(self) -> float:
+        """When it came, in Unix seconds."""
+        return self.timings.arrival
+
+    @property
     def finish_reason(self) -> str | None:
         """``stop``, ``length``, ``abort`` or ``error`` once it has ended."""
         return self._status.value if self._status in _FINISHED else None

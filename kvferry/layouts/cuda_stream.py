@@ -134,6 +134,11 @@ class CudaCopyStream(CopyStream):
         with cuda_errors(f"{self.device}: a copy"):
             copy_tiles_device(source_addresses, target_addresses, tiles, runs, self._stream)
 
+    def follow_engine(self) -> None:
+        """See :meth:`CopyStream.follow_engine`: the calling thread's current stream."""
+        with cuda_errors(f"{self.device}: waiting for the engine's stream"):
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
     def record(self) -> CopyEvent:
         """See :meth:`CopyStream.record`."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -111,6 +111,15 @@ class CopyStream(Closing):
         """
 
     @abstractmethod
+    def follow_engine(self) -> None:
+        """What is enqueued from now on is carried out after what the engine has asked of the
+        device so far, from the calling thread.
+
+        Raises:
+            TransferError: the device failed.
+        """
+
+    @abstractmethod
     def record(self) -> CopyEvent:
         """An event after everything that was enqueued so far.
 
@@ -123,7 +132,7 @@ class CopyStream(Closing):
         """An event after what the engine has asked of the device so far, from the calling thread.
 
         Recorded on the step thread, it is the ``after`` of reads into blocks that an earlier step
-        may still use.
+        may still use; behind a step, it says when what the step writes is there.
 
         Raises:
             TransferError: the device failed.
@@ -205,7 +214,7 @@ class HostMirror(Closing):
 
     A wire serves :attr:`arrays` under the ids of the device's regions, so one description of the
     rank's memory holds for both. A block's bytes are there once the event of its :meth:`copy_out`
-    is done: nobody may be granted the lease before, and the block must not be written until then.
+    is done: nobody may read under a lease before, and the block must not be written until then.
     """
 
     def __init__(self, stream: CopyStream, regions: Sequence[MemorySpan]) -> None:
@@ -239,7 +248,8 @@ class HostMirror(Closing):
     def copy_out(self, tiles: Tiles, runs: Runs) -> CopyEvent:
         """Begins to copy ``tiles`` × ``runs``, both sides alike, unchecked; returns at once.
 
-        Call it when the steps that wrote the blocks have retired.
+        Call it when the steps that wrote the blocks have retired, or after
+        :meth:`CopyStream.follow_engine` on the thread that steps.
 
         Args:
             tiles: a 1-d array of ``TILE_DTYPE``, as ``topology.own_tiles`` gives them.

@@ -3,8 +3,8 @@
 In host memory each batch of frames is gathered into a buffer and scattered back while its cache
 lines are still close, so the memory itself is read once and written once, and no line is fetched
 only to be overwritten. As batches are scattered, the memory of the next ones is asked for, so that
-the core does not wait for it. Streaming stores would be slower here: the lines are in the cache
-already.
+the core does not wait for it. Streaming stores are slower here, measured: the lines are in the
+cache already.
 
 On a device the frames of all units go to a scratch buffer in one launch of the device's copier and
 come back in another.

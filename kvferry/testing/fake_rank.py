@@ -62,6 +62,7 @@ class FakeRequest:
     started: bool = False
     """Whether a step with its tokens has been scheduled."""
     traceparent: str = ""
+    received: float = 0.0
     content: Mapping[str, str] = field(default_factory=dict)
     """What :meth:`content_keys` answers, whatever the tokens."""
 

@@ -111,6 +111,10 @@ class HostCopyStream(CopyStream):
         tables = np.copy(tiles), np.copy(runs)
         self._enqueue(partial(copy_tiles, source_addresses, target_addresses, *tables))
 
+    def follow_engine(self) -> None:
+        """See :meth:`CopyStream.follow_engine`."""
+        self._enqueue(self.engine.reached.wait)
+
     def record(self) -> CopyEvent:
         """See :meth:`CopyStream.record`."""
         event = HostCopyEvent()

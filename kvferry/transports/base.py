@@ -286,6 +286,10 @@ class TransportOptions:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the transport's ``ExtraConfig``."""
 
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads: {self.threads} is less than 1")
+
 
 class Peer(Closing):
     """A connection to one rank that serves memory."""

@@ -218,12 +218,19 @@ class NixlTransport(Transport):
         self._wake()
 
     def close(self) -> None:
-        """See :meth:`Transport.close`. READs under way end with their agents."""
+        """See :meth:`Transport.close`. READs under way complete within :data:`END_S`, or end with
+        their agents.
+        """
         if not self._transfers.close():
             return
         self._thread.close()
         for agent in self._agents:
             agent.close()
+            agent.look()
+        while any(agent.is_reading for agent in self._agents):
+            time.sleep(_SHORTEST_S)
+            for agent in self._agents:
+                agent.look()
         with self._lock:
             self._serving.destroy([])
         if any(agent.may_be_written for agent in self._agents):

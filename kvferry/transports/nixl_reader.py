@@ -3,7 +3,8 @@
 NIXL cannot take a READ back; what ends one that does not complete is the end of its agent (see
 :mod:`~kvferry.transports.nixl_agents`). An agent costs as much registered memory as it reads into,
 so their number is bounded, and connections may share one. Whatever forces the end of an agent, only
-what caused it fails: the READs of others are posted again by the agent that takes its place.
+what caused it fails: READs of sources that answer have a while to complete, and what is left of
+them is posted again by the agent that takes its place.
 
 Each agent has one lock, and who holds it posts READs and sees which are done. A short read is
 posted by the thread that asks for it, which over shared memory is all there is to do. What that
@@ -44,8 +45,9 @@ _READS_AHEAD = 4
 SHORT_BYTES = 2 << 20
 """Bytes of a read that is posted by the thread that asks for it."""
 END_S = 3.0
-"""Seconds that the READs of a cancelled read have to complete before their agent is ended. Not
-less: over TCP, UCX may abort a source that is only slow, and finds its reader gone."""
+"""Seconds that READs under way have to complete, once their read was cancelled or their agent must
+end. Not less: over TCP, UCX aborts the process of a source that still answers READs when it finds
+their reader gone (1.22; its replies to a READ do not expect a connection that has failed)."""
 
 
 class NixlRead(Transfer):
@@ -89,6 +91,8 @@ class NixlPeer(Peer):
         """Guarded by the agent's lock."""
         self.lost: KVFerryError | None = None
         """Why it is gone, once it is."""
+        self.drains = False
+        """Whether READs under way are waited for although it is gone: this side has closed it."""
         self._wake = wake
 
     def lose(self, error: KVFerryError) -> None:
@@ -109,6 +113,7 @@ class NixlPeer(Peer):
 
     def close(self) -> None:
         """See :meth:`Peer.close`. Returns at once; the reads end in ``poll``."""
+        self.drains |= self.lost is None
         self.lose(PeerLostError("the connection was closed on this side"))
 
 
@@ -127,6 +132,9 @@ class SharedAgent:
         """Those of our regions that the agent knows: the ones into which it has read."""
         self._known: dict[str, bytes] = {}
         """Name of a serving agent → digest of the metadata with which ours knows it."""
+        self._ends_since: float | None = None
+        """``time.monotonic()`` when it was found that the agent must end: nothing more is posted,
+        and what can still complete is waited for."""
         self._ended: list[tuple[Agent, list[NixlRead]]] = []
         """Agents whose end is not proved, and whose READs those are that were under way."""
         self._reports: list[Callable[[], object]] = []
@@ -159,6 +167,11 @@ class SharedAgent:
             self._release()
 
     @property
+    def is_reading(self) -> bool:
+        """Whether READs are under way."""
+        return any(peer.posts for peer in self._peers)
+
+    @property
     def may_be_written(self) -> bool:
         """Whether something may land of which nothing is known."""
         return any(reads for _, reads in self._ended)
@@ -175,6 +188,8 @@ class SharedAgent:
             for peer in self._peers:
                 if peer.lost is None and (peer.turns or peer.posts):
                     self._go_on(peer)
+                elif peer.drains:
+                    self._check(peer)
             self._end_what_must_end(time.monotonic())
             self._look_for_the_end()
             under_way = any(peer.turns or peer.posts for peer in self._peers)
@@ -183,10 +198,9 @@ class SharedAgent:
             self._release()
 
     def close(self) -> None:
-        """Loses all connections; ends the agent."""
+        """Closes all connections. The agent ends in :meth:`look`."""
         for peer in (*self._peers, *self._joining):
-            peer.lose(PeerLostError("the transport was closed"))
-        self.look()
+            peer.close()
 
     # ---- under the lock -----------------------------------------------------------------------
 
@@ -225,6 +239,7 @@ class SharedAgent:
                     continue
                 self.agent.release(post.handle)
             except KVFerryError as error:
+                peer.drains = False
                 peer.lose(error)
                 return
             peer.posts.remove(post)
@@ -239,6 +254,8 @@ class SharedAgent:
         """Posts READs of the reads whose turn it is; few, as others want the lock too."""
         for _ in range(_READS_AHEAD):
             if not peer.turns or len(peer.posts) >= _READS_AHEAD or peer.lost is not None:
+                return
+            if self._ends_since is not None:
                 return
             read = peer.turns.popleft()
             request = next(read.requests, None)
@@ -298,25 +315,35 @@ class SharedAgent:
 
     def _end_what_must_end(self, now: float) -> None:
         """Drops lost connections, and ends the agent where READs cannot be waited for."""
-        must_end = False
-        for peer in self._peers:
-            if self._options.fenced and peer.lost is None:
-                must_end |= self._is_stuck(peer, now)
+        stuck: list[NixlPeer] = []
+        if self._options.fenced:
+            alive = [peer for peer in self._peers if peer.lost is None]
+            stuck = [peer for peer in alive if self._is_stuck(peer, now)]
         lost = [peer for peer in self._peers if peer.lost is not None]
-        self._peers = [peer for peer in self._peers if peer.lost is None]
-        for peer in lost:
-            self._reports.append(peer.refuse_turns)
-        if self.agent is None:
-            return
+        self._reports += [peer.refuse_turns for peer in lost if peer.turns]
         # A connection ends for all who read from the same serving agent over it.
         names = {peer.endpoint.agent for peer in lost}
-        must_end |= any(p.posts for p in (*lost, *self._peers) if p.endpoint.agent in names)
+        must_end = bool(stuck) or any(p.posts for p in self._peers if p.endpoint.agent in names)
+        if self.agent is not None and must_end and self._waits(stuck, now):
+            return
+        self._ends_since = None
+        self._peers = [peer for peer in self._peers if peer.lost is None]
+        if self.agent is None:
+            return
         if must_end or not self._peers:
             self._end(self.agent, lost)
             return
         for name in names & self._known.keys():
             del self._known[name]
             self.agent.forget(name)
+
+    def _waits(self, stuck: list[NixlPeer], now: float) -> bool:
+        """Whether an agent that must end waits for READs of sources that seem to answer."""
+        if self._ends_since is None:
+            self._ends_since = now
+        answering = [peer for peer in self._peers if peer.lost is None or peer.drains]
+        reading = any(peer.posts and peer not in stuck for peer in answering)
+        return reading and now - self._ends_since <= END_S
 
     def _is_stuck(self, peer: NixlPeer, now: float) -> bool:
         """Whether a READ of a cancelled read takes too long, or one has stalled.

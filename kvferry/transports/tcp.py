@@ -1,18 +1,16 @@
-"""The transport between hosts: ZeroMQ over TCP, zero-copy frames.
+"""The transport between hosts: TCP sockets that scatter and gather.
 
-The source packs chunks in the order of its own memory (:mod:`~kvferry.transports.tcp_server`), the
-reader unpacks each frame straight into place (:mod:`~kvferry.transports.tcp_reader`); any change of
-layout happens in these two passes. Only the reader's own threads write its memory, so a terminal
-state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
+The source sends straight from its regions (:mod:`~kvferry.transports.tcp_server`), the reader
+receives straight into its own (:mod:`~kvferry.transports.tcp_reader`); pieces under 4 KiB, and any
+change of layout, go through a small buffer on either side that stays in the cache
+(:mod:`~kvferry.transports.tcp_kernels`). Only the reader's own threads write its memory, so a
+terminal state is a fence: a peer that stalls, resumes or lies cannot write anything any more.
 """
 
-import zmq
-
 from kvferry.config import parse_struct
-from kvferry.errors import KVFerryError
-from kvferry.layouts.copier import warm
+from kvferry.layouts import copier
+from kvferry.transports import tcp_kernels, tcp_tls
 from kvferry.transports.base import TransportOptions
-from kvferry.transports.movers import MoverPool
 from kvferry.transports.tcp_reader import TcpReader
 from kvferry.transports.tcp_server import TcpServer
 from kvferry.transports.wire import WireConfig, WireTransport, check_host
@@ -23,13 +21,17 @@ class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
 
     advertise_host: str = ""
     """Host that peers are told; empty: the one that is listened on."""
-    io_threads: int = 1
-    """ZeroMQ's own threads; one saturates about 4 GB/s."""
+    connections: int = 0
+    """Connections to each rank that is read from, over which the chunks of a read are dealt; 0: one
+    per thread that receives."""
+
+    encrypt_data: bool = False
+    """Whether data goes through TLS 1.3. Both sides must have the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.io_threads < 1:
-            raise ValueError(f"io_threads: {self.io_threads} is less than 1")
+        if not 0 <= self.connections <= 64:
+            raise ValueError(f"connections: {self.connections} is not in 0 to 64")
 
 
 class TcpTransport(WireTransport):
@@ -40,25 +42,23 @@ class TcpTransport(WireTransport):
 
     def __init__(self, options: TransportOptions, extra: TcpExtraConfig) -> None:
         super().__init__(extra.advertise_host or options.host)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(extra.io_threads)
-        try:
-            self._server = TcpServer(
-                self._context,
-                self._regions,
-                host=options.host,
-                port=extra.port,
-                token=self._token,
-                chunk_bytes=extra.chunk_bytes,
-                window_bytes=extra.window_bytes,
-                max_readers=extra.max_readers,
-            )
-        except KVFerryError:
-            self._context.term()
-            raise
+        identity = None
+        if extra.encrypt_data:
+            identity, self._certificate = tcp_tls.new_identity()
+        self._server = TcpServer(
+            self._regions,
+            self._token,
+            identity,
+            host=options.host,
+            port=extra.port,
+            max_readers=extra.max_readers,
+            threads=options.threads,
+        )
         self._port = self._server.port
-        self._pool = MoverPool("tcp", options.threads)
-        side = self._reading_side(self._pool, extra, options.stall_timeout_s)
-        self._reader: TcpReader = TcpReader(self._context, side)
+        side = self._reading_side(extra, options.stall_timeout_s)
+        self._reader: TcpReader = TcpReader(
+            side, options.threads, extra.connections or options.threads, extra.encrypt_data
+        )
 
     @classmethod
     def open(cls, options: TransportOptions) -> "TcpTransport":
@@ -66,14 +66,15 @@ class TcpTransport(WireTransport):
 
         Raises:
             ConfigError: unknown or wrong keys in ``options.extra``; a wildcard host without
-                ``advertise_host``.
+                ``advertise_host``; ``encrypt_data`` without the package that it needs.
             PortInUseError: the configured port is taken.
             HostError: the host is no address of this machine.
         """
         extra = parse_struct(TcpExtraConfig, options.extra, "tcp")
         if not extra.advertise_host:
             check_host(options.host, ", or advertise_host of tcp where this engine lends nothing")
-        warm()
+        copier.warm()
+        tcp_kernels.warm(encrypted=extra.encrypt_data)
         return cls(options, extra)
 
     @property
@@ -86,6 +87,4 @@ class TcpTransport(WireTransport):
         if not self._transfers.close():
             return
         self._reader.close()
-        self._pool.close()
         self._server.close()
-        self._context.term()

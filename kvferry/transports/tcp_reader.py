@@ -1,161 +1,170 @@
-"""The reading side of the tcp transport: one thread that owns the sockets, movers that unpack.
+"""The reading side of the tcp transport: threads that receive straight into place.
 
-A chunk of a transfer that has ended, or that we never asked for, is dropped
+The chunks of a read are dealt over the connections to its source. Each connection belongs to one
+thread, which receives a chunk, and puts in place what came through its buffer, inside the
+transfer's fence. What comes of a transfer that has ended is dropped
 (:mod:`~kvferry.transports.wire_reader` says why nothing can land late).
 """
 
 import functools
-import logging
-import threading
+import itertools
+import select
 import time
+from collections.abc import Callable
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+import msgspec
 
 from kvferry.decoding import decode
-from kvferry.errors import DecodeError, PeerLostError, ProtocolError, TransferError
+from kvferry.errors import DecodeError, KVFerryError, PeerLostError, TransferError
+from kvferry.layouts.copier import stream_bytes
 from kvferry.mailbox import Mailbox
-from kvferry.transports.base import TransferState
+from kvferry.transports.base import TransferState, as_transfer_error
+from kvferry.transports.tcp_link import TcpLink, dial
+from kvferry.transports.tcp_tls import TlsLink, check_same, reading_context
 from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
+    CHUNK_DTYPE,
     MAX_CHUNK_BYTES,
+    MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
-    STEPS_VERSION,
-    TCP_REPLIES,
+    REPLIES,
     Cancel,
-    Chunk,
     Endpoint,
     Read,
-    Taken,
     TcpRequest,
-    Welcome,
-    encode,
+    encode_table,
 )
 from kvferry.transports.wire_reader import ReadingSide, WirePeer, WireRead, WireReader
-from kvferry.zeromq import (
-    CONNECTION_LOST,
-    HEARTBEAT_S,
-    Context,
-    Socket,
-    connect,
-    keep_alive,
-    resolve,
-    tcp_address,
-    zmq_errors,
-)
-
-logger = logging.getLogger(__name__)
+from kvferry.zeromq import HEARTBEAT_S, resolve
 
 GONE_S = 3 * HEARTBEAT_S
-"""Seconds without a sign of the source's host after which its connection is lost."""
-_MESSAGES_PER_TURN = 32
+"""Seconds after its last answer in which the source's host must answer what is sent to it."""
+TURN_BYTES = 4 << 20
+"""Bytes that are received on a connection before it is another one's turn."""
+_FRAMES_PER_TURN = 32
+
+
+class Line:
+    """One connection to a serving rank, and the thread that it belongs to."""
+
+    def __init__(self, peer: "TcpPeer", number: int, link: TcpLink, mailbox: Mailbox) -> None:
+        self.peer = peer
+        self.number = number
+        """Its place in the peer's ``lines``."""
+        self.link = link
+        self.mailbox = mailbox
+        self.begun = time.monotonic()
+        self.is_connected = False
+        self.is_full = False
+        """Whether it is watched until its socket takes what is queued."""
+        self.read: WireRead | None = None
+        """Whose chunk is being received; ``None`` for one that is dropped."""
+
+    def deal(self, chunks: int, transfer: int) -> tuple[int, int]:
+        """The first of the chunks of a read that come over this line, and the step to the next.
+
+        Lines take turns, and another one begins with each read. The first is not less than the
+        step where this line has none.
+        """
+        lines = len(self.peer.lines)
+        return (self.number - transfer) % lines, min(lines, chunks)
 
 
 class TcpPeer(WirePeer):
-    """A connection with the sockets that it takes, and the window of its server."""
+    """A rank that serves, and the connections to it."""
 
-    def __init__(self, endpoint: Endpoint, reader: "TcpReader", socket: Socket) -> None:
+    def __init__(self, endpoint: Endpoint, reader: "TcpReader") -> None:
         super().__init__(endpoint, reader)
-        self.socket = socket
-        self.monitor: Socket = socket.get_monitor_socket(sum(CONNECTION_LOST))
-        self.window_bytes = 0
-        """The server's window; 0 until it has welcomed us."""
-        self._reader: TcpReader = reader
-        self._lock = threading.Lock()
-        self._taken_bytes = 0
-        self._taken_chunks = 0
-
-    def take(self, nbytes: int) -> None:
-        """A chunk was unpacked or dropped; any thread."""
-        with self._lock:
-            self._taken_bytes += nbytes
-            self._taken_chunks += 1
-            due = self._taken_bytes * 4 >= self.window_bytes or self._taken_chunks >= 16
-        if due:
-            self._reader.post(lambda: self._reader.send_taken(self))
-
-    def drain_taken(self) -> tuple[int, int]:
-        """Bytes and chunks taken since the last call."""
-        with self._lock:
-            drained = (self._taken_bytes, self._taken_chunks)
-            self._taken_bytes = self._taken_chunks = 0
-        return drained
+        self.lines: list[Line] = []
 
 
 class TcpReader(WireReader[TcpPeer]):
-    """The connections, and the thread that they belong to."""
+    """The peers, which belong to the first thread, and the threads that receive."""
 
     peer_class = TcpPeer
 
-    def __init__(self, context: Context, side: ReadingSide) -> None:
-        mailbox = Mailbox("tcp-reader", self.fail_stalled, poller=zmq.Poller())
-        super().__init__(mailbox, side)
-        self._context = context
-        mailbox.start()
+    def __init__(
+        self, side: ReadingSide, threads: int, connections: int, encrypt: bool = False
+    ) -> None:
+        """So many threads receive, and there are so many connections to each rank."""
+
+        def turn_of(number: int) -> Callable[[], float]:
+            # The others' turns only show whether they get to run.
+            return self.fail_stalled if number == 0 else lambda: side.tick_s
+
+        self._mailboxes = [
+            Mailbox(f"tcp-reader-{number}", turn_of(number), poller=select.poll())
+            for number in range(threads)
+        ]
+        super().__init__(self._mailboxes[0], side)
+        self._connections = connections
+        self._encrypt = encrypt
+        self._next = itertools.cycle(self._mailboxes)
+        for each in self._mailboxes:
+            each.start()
 
     # Called from any thread.
 
     def connect(self, endpoint: Endpoint) -> TcpPeer:
-        """Begins a connection; returns at once, or when the endpoint's name is resolved.
+        """Begins the connections; returns at once, or when the endpoint's name is resolved.
 
         Raises:
             PeerLostError, HostError: see the message.
+            IncompatibleError: one side encrypts and the other does not.
+            DecodeError: the endpoint's certificate does not parse.
         """
+        peer = TcpPeer(endpoint, self)
+        check_same(peer.address, ours=self._encrypt, theirs=bool(endpoint.certificate))
+        context = reading_context(endpoint.certificate) if self._encrypt else None
         host = resolve(endpoint.host)
-        address = tcp_address(endpoint.host, endpoint.port)
-        with zmq_errors(f"cannot connect to {address}"):
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            socket.maxmsgsize = MAX_CHUNK_BYTES
-            socket.rcvhwm = 0  # the window bounds what is under way
-            socket.reconnect_ivl = -1  # a lost rank is lost: another start has other memory
-            socket.connect_timeout = round(HEARTBEAT_S * 1000)  # the peer's kernel answers
-            keep_alive(socket, GONE_S)
-            peer = TcpPeer(endpoint, self, socket)
-            try:
-                connect(socket, host, endpoint.port)
-            except zmq.ZMQError:
-                peer.monitor.close()
-                socket.close()
-                raise
+        if self._side.transfers.closed:  # it may have been closed while the name was resolved
+            raise TransferError(f"cannot connect to {peer.address}: the transport is closed")
+        try:
+            for number in range(self._connections):
+                tcp = dial(host, endpoint.port)
+                link = (
+                    TlsLink(tcp, peer.address, context) if context else TcpLink(tcp, peer.address)
+                )
+                peer.lines.append(Line(peer, number, link, next(self._next)))
+        except KVFerryError:
+            for line in peer.lines:
+                line.link.close()
+            raise
         self.post(lambda: self._add(peer))
         return peer
 
     def close(self) -> None:
-        """Ends the thread and the connections. Idempotent."""
+        """Ends the threads and the connections. Idempotent."""
         self._mailbox.close()
         self.lose_all()  # their thread has ended
+        for mailbox in self._mailboxes:
+            mailbox.close()
 
-    # What follows runs in the reader's thread.
-
-    def send_taken(self, peer: TcpPeer) -> None:
-        """Opens the server's window again by what was taken."""
-        nbytes, chunks = peer.drain_taken()
-        if chunks and peer.lost is None:
-            self._send(peer, Taken(nbytes, chunks))
-
-    def _disconnect(self, peer: TcpPeer) -> None:
-        self._peers.remove(peer)
-        for socket in (peer.socket, peer.monitor):
-            self._mailbox.unwatch(socket)
-        with zmq_errors(f"cannot close the connection to {peer.address}"):
-            peer.socket.disable_monitor()
-            peer.monitor.close()
-            peer.socket.close()
+    # What follows runs in the first thread.
 
     def _add(self, peer: TcpPeer) -> None:
         self._peers.append(peer)
-        self._mailbox.watch(peer.socket, functools.partial(self._receive, peer))
-        self._mailbox.watch(peer.monitor, functools.partial(self._watch, peer))
-        self._send(peer, self._hello(peer))
+        for line in peer.lines:
+            self._have(line, functools.partial(self._watch, line, is_full=True))
+            self._send(line, self._hello(peer))
+
+    def _awake_since(self) -> float:
+        return max(mailbox.awake_since for mailbox in self._mailboxes)
+
+    def _look_at(self, peer: TcpPeer, awake_since: float) -> None:
+        super()._look_at(peer, awake_since)
+        for line in peer.lines:
+            # The other side's kernel answers, whatever its process does.
+            waited = time.monotonic() - max(line.begun, awake_since)
+            if not line.is_connected and waited > HEARTBEAT_S:
+                error = f"cannot connect to {peer.address}: no answer in {HEARTBEAT_S:g} s"
+                self.lose(peer, PeerLostError(error))
+            elif line.is_connected and line.link.unanswered_s > GONE_S:
+                error = f"the connection to {peer.address} is gone: its host does not answer"
+                self.lose(peer, PeerLostError(error))
 
     def _message(self, peer: TcpPeer, plan: ChunkPlan) -> Read:
         message = super()._message(peer, plan)
-        if message.steps and peer.endpoint.version_max < STEPS_VERSION:
-            raise TransferError(
-                f"{peer.address} speaks up to version {peer.endpoint.version_max} of the tcp "
-                f"protocol, but interleaved tokens need version {STEPS_VERSION}; upgrade it"
-            )
         size = len(message.tiles) + len(message.runs) + len(message.chunks)
         size += len(message.steps)
         if size > MAX_REQUEST_BYTES - 1024:
@@ -165,61 +174,131 @@ class TcpReader(WireReader[TcpPeer]):
             )
         return message
 
-    def _send_read(self, peer: TcpPeer, _read: WireRead, message: Read) -> None:
-        self._send(peer, message)
+    def _send_read(self, peer: TcpPeer, read: WireRead, message: Read) -> None:
+        assert read.plan is not None
+        chunks = read.plan.chunks
+        for line in peer.lines:
+            first, step = line.deal(len(chunks), read.number)
+            if first < step:
+                table = encode_table(chunks[first::step], CHUNK_DTYPE)
+                self._send(line, msgspec.structs.replace(message, chunks=table))
 
     def _forget(self, peer: TcpPeer, read: WireRead, state: TransferState) -> None:
         if peer.reads.pop(read.number, None) is not None and state is not TransferState.DONE:
-            self._send(peer, Cancel(read.number))
-        self.send_taken(peer)
+            for line in peer.lines:
+                self._send(line, Cancel(read.number))
 
-    def _send(self, peer: TcpPeer, message: TcpRequest) -> None:
+    def _send(self, line: Line, message: TcpRequest) -> None:
         try:
-            peer.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self.lose(peer, PeerLostError(f"{peer.address} takes no messages: {error.strerror}"))
+            if not line.link.send(message):
+                self._have(line, functools.partial(self._watch, line, is_full=True))
+        except PeerLostError as error:
+            self.lose(line.peer, error)
 
-    def _receive(self, peer: TcpPeer) -> None:
-        for _ in range(_MESSAGES_PER_TURN):
-            if peer.lost is not None:
-                return
-            try:
-                header, *frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            peer.progressed = time.monotonic()
-            try:
-                self._handle(peer, header.buffer, frames)
-            except ProtocolError as error:
-                # We cannot know which read it was for, nor what else it says wrongly.
-                self.lose(peer, error)
+    def _disconnect(self, peer: TcpPeer) -> None:
+        self._peers.remove(peer)
+        for line in peer.lines:
+            self._have(line, functools.partial(self._close, line))
 
-    def _handle(self, peer: TcpPeer, header: memoryview, frames: list[zmq.Frame]) -> None:
-        message = decode(TCP_REPLIES, header, "reply")
-        if isinstance(message, Chunk):
-            if len(frames) != 1:
-                raise DecodeError(f"a chunk from {peer.address} has {len(frames)} frames, not 1")
-            self._chunk(peer, message, frames[0])
-        elif isinstance(message, Welcome):
-            peer.window_bytes = message.window_bytes
+    def _have(self, line: Line, task: Callable[[], object]) -> None:
+        """Has the thread of a line do something."""
+        if line.mailbox is self._mailbox:
+            task()
         else:
-            self._refused(peer, message)
+            line.mailbox.post(task)
 
-    def _chunk(self, peer: TcpPeer, message: Chunk, frame: zmq.Frame) -> None:
-        buffer = frame.buffer
-        nbytes = len(buffer)
-        read = peer.reads.get(message.transfer)
-        if read is None:
-            if message.transfer >= peer.next_number or message.transfer < 0:
-                raise DecodeError(f"{peer.address} sent a chunk of a read that we never asked for")
-            peer.take(nbytes)  # of a read that has ended
+    # What follows runs in the thread of the line.
+
+    def _watch(self, line: Line, *, is_full: bool) -> None:
+        if not line.link.is_closed:
+            line.is_full = is_full
+            ready = functools.partial(self._ready, line)
+            line.mailbox.watch(line.link.descriptor, ready, line.link.flags(is_full=is_full))
+
+    def _close(self, line: Line) -> None:
+        if not line.link.is_closed:
+            line.mailbox.unwatch(line.link.descriptor)
+            line.link.close()
+
+    def _ready(self, line: Line) -> None:
+        """Something has come, or the socket takes more, or the connection is gone."""
+        if line.link.is_closed:
             return
-        self._came(peer, read, message.chunk, buffer)
-
-    def _watch(self, peer: TcpPeer) -> None:
         try:
-            recv_monitor_message(peer.monitor, zmq.NOBLOCK)
-        except zmq.Again:
+            if line.is_full:
+                is_full = not line.link.flush()
+                line.is_connected = True
+                self._watch(line, is_full=is_full)
+            self._receive(line)
+            if line.is_full:  # what it waits for may be another thing now: see TlsLink.flags
+                self._watch(line, is_full=True)
+            if line.link.has_pending:
+                line.mailbox.post(functools.partial(self._ready, line))
+        except KVFerryError as error:
+            # After a lie we cannot know which read it was for, nor what else is wrong.
+            self._close(line)
+            self.post(functools.partial(self.lose, line.peer, error))
+
+    def _receive(self, line: Line) -> None:
+        nbytes = 0
+        for _ in range(_FRAMES_PER_TURN):
+            if left := line.link.left:
+                go_on = self._go_on(line)
+                nbytes += left - line.link.left
+                if not go_on or nbytes >= TURN_BYTES:
+                    return
+            else:
+                frame = line.link.receive(MAX_REPLY_BYTES)
+                if frame is None:
+                    return
+                line.peer.progressed = time.monotonic()
+                if isinstance(frame, tuple):
+                    self._begin(line, *frame)
+                else:
+                    refused = decode(REPLIES, frame, "reply")
+                    self.post(functools.partial(self._refused, line.peer, refused))
+
+    def _begin(self, line: Line, transfer: int, index: int, nbytes: int) -> None:
+        """A chunk comes."""
+        peer = line.peer
+        read = peer.reads.get(transfer)
+        if not 0 <= nbytes <= MAX_CHUNK_BYTES:
+            raise DecodeError(f"{peer.address} sends a chunk of {nbytes} bytes")
+        if read is None:
+            if not 0 <= transfer < peer.next_number:
+                raise DecodeError(f"{peer.address} sent a chunk of a read that we never asked for")
+            line.read, line.link.left = None, nbytes  # of a read that has ended
             return
-        # Any event that we asked for means that the connection is no more.
-        self.lose(peer, PeerLostError(f"the connection to {peer.address} is gone"))
+        assert read.plan is not None
+        first, step = line.deal(len(read.plan.chunks), transfer)
+        chunk = first + index * step if index >= 0 else index
+        plan = self._claim(peer, read, chunk, nbytes)
+        try:
+            line.link.begin(
+                nbytes,
+                self._side.regions.addresses,
+                plan.unpack(chunk),
+                stream=read.nbytes >= stream_bytes(),
+            )
+            line.read = read
+        except Exception as error:  # a bug of ours: this read fails, the others go on
+            read.fail(as_transfer_error(error, "unpacking failed"))
+            line.read, line.link.left = None, nbytes
+
+    def _go_on(self, line: Line) -> bool:
+        """Receives more of a chunk; false if no more of it has come."""
+        link, read = line.link, line.read
+        if read is None or not read.enter():
+            line.read = None
+            came = link.drop()
+            go_on = came > 0
+        else:
+            placed = segments = 0
+            try:
+                came, placed, segments = link.pull(TURN_BYTES)
+            finally:
+                read.leave(placed, segments)
+            go_on = came >= TURN_BYTES
+        if came:
+            line.peer.progressed = time.monotonic()
+        return go_on or not link.left

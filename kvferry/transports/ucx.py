@@ -23,8 +23,15 @@ from kvferry.transports.wire import WireConfig, WireTransport, check_host
 class UcxExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``ucx`` transport."""
 
+    window_bytes: int = 16 << 20
+    """Bytes that a reader has asked for at most, per connection."""
     config: dict[str, str] = msgspec.field(default_factory=dict)
     """UCX's own settings, without the prefix ``UCX_``: ``{"TLS": "rc,sm"}``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window_bytes < 1:
+            raise ValueError(f"window_bytes: {self.window_bytes} is less than 1")
 
 
 class UcxTransport(WireTransport):
@@ -40,8 +47,10 @@ class UcxTransport(WireTransport):
         self._port = self._ucx.port
         self._server = UcxServer(self._regions, self._token, extra.max_readers)
         self._pool = MoverPool("ucx", options.threads)
-        side = self._reading_side(self._pool, extra, options.stall_timeout_s)
-        self._reader: UcxReader = UcxReader(self._ucx, self._mailbox, side)
+        side = self._reading_side(extra, options.stall_timeout_s)
+        self._reader: UcxReader = UcxReader(
+            self._ucx, self._mailbox, side, self._pool, extra.window_bytes
+        )
         self._mailbox.watch(self._ucx.event_fd, lambda: None)  # the turn makes the progress
         self._mailbox.start()
 

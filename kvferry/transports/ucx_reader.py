@@ -4,6 +4,7 @@ UCX writes the bounce buffers only, and movers unpack them into place; so a term
 that nothing lands any more, although a bounce buffer may be kept for a long time yet.
 """
 
+import functools
 import secrets
 import time
 from collections import deque
@@ -14,13 +15,16 @@ import numpy as np
 
 from kvferry.decoding import decode
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError
+from kvferry.layouts.copier import copy_tiles
 from kvferry.mailbox import Mailbox
-from kvferry.transports.base import ByteArray, TransferState
+from kvferry.transports.base import ByteArray, TransferState, as_transfer_error
+from kvferry.transports.movers import MoverPool
 from kvferry.transports.ucx_link import Link, Request, Ucx
 from kvferry.transports.ucx_server import MAX_WANTS
+from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
+    REPLIES,
     TAG_BYTES,
-    UCX_REPLIES,
     Cancel,
     Endpoint,
     Read,
@@ -62,9 +66,14 @@ class UcxReader(WireReader[UcxPeer]):
 
     peer_class = UcxPeer
 
-    def __init__(self, ucx: Ucx, mailbox: Mailbox, side: ReadingSide) -> None:
+    def __init__(
+        self, ucx: Ucx, mailbox: Mailbox, side: ReadingSide, pool: MoverPool, window_bytes: int
+    ) -> None:
+        """The movers of ``pool`` unpack; ``window_bytes`` are asked for at most, per peer."""
         super().__init__(mailbox, side)
         self._ucx = ucx
+        self._pool = pool
+        self._window_bytes = window_bytes
 
     def connect(self, endpoint: Endpoint) -> UcxPeer:
         """Takes note of a peer; UCX connects at the first read, and where nobody is, that fails."""
@@ -129,14 +138,14 @@ class UcxReader(WireReader[UcxPeer]):
         if frame is None:
             return False
         peer.progressed = time.monotonic()
-        self._refused(peer, decode(UCX_REPLIES, frame, "reply"))
+        self._refused(peer, decode(REPLIES, frame, "reply"))
         return True
 
     def _ask(self, peer: UcxPeer) -> bool:
         """Asks for as many chunks as the window and the server allow."""
         asked = False
         for _ in range(len(peer.turns)):
-            if peer.bytes_ahead >= self._side.window_bytes or len(peer.bounces) >= MAX_WANTS // 2:
+            if peer.bytes_ahead >= self._window_bytes or len(peer.bounces) >= MAX_WANTS // 2:
                 break
             read, sent, chunks = turn = peer.turns.popleft()
             if read.stopped or read.number not in peer.reads:
@@ -171,7 +180,25 @@ class UcxReader(WireReader[UcxPeer]):
             bounce.request.check_error()
             whole = bounce.buffer[-TAG_BYTES:].view("<u8")[0] == bounce.tag
             if whole and not bounce.read.stopped:
-                self._came(peer, bounce.read, bounce.chunk, bounce.buffer[:-TAG_BYTES])
+                data = bounce.buffer[:-TAG_BYTES]
+                plan = self._claim(peer, bounce.read, bounce.chunk, data.nbytes)
+                unpack = functools.partial(self._unpack, bounce.read, plan, bounce.chunk, data)
+                self._pool.submit(unpack)
             elif bounce.read.number in peer.reads and not bounce.read.stopped:
                 raise DecodeError(f"{peer.address} sent chunk {bounce.chunk} cut short")
         return True
+
+    def _unpack(self, read: WireRead, plan: ChunkPlan, chunk: int, data: ByteArray) -> None:
+        """Puts one chunk in place, on a mover."""
+        if not read.enter():
+            return
+        nbytes, segments = 0, 0
+        try:
+            segments = copy_tiles(
+                [data.ctypes.data], self._side.regions.addresses, *plan.unpack(chunk)
+            )
+            nbytes = data.nbytes
+        except Exception as error:  # a bug of ours: this read fails, the mover goes on
+            read.fail(as_transfer_error(error, "unpacking failed"))
+        finally:
+            read.leave(nbytes, segments)

@@ -23,6 +23,7 @@ from kvferry.transports.wire_messages import (
     Read,
     UcxRequest,
     Want,
+    encode,
 )
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class UcxServer(WireServer):
         return buffer
 
     def _refuse(self, reader: _Reader, transfer: int | None, error: KVFerryError) -> None:
-        answer = self._refusal(transfer, error)
+        answer = encode(self._refusal(transfer, error))
         try:
             reader.link.send(answer)
         except KVFerryError as lost:

@@ -16,7 +16,7 @@ from kvferry.config import parse_struct
 from kvferry.decoding import decode_as
 from kvferry.errors import DecodeError, KVFerryError
 from kvferry.layouts.chunks import CHUNK_DTYPE, PROGRESS_DTYPE, ChunkedCopy
-from kvferry.layouts.copier import STREAM_BYTES, Int64s
+from kvferry.layouts.copier import Int64s, stream_bytes
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, num_bytes
 from kvferry.transports.base import ByteArray, TransportOptions
 from kvferry.transports.local import VERSION, LocalConfig, LocalPeer, LocalTransport
@@ -105,7 +105,7 @@ class ProcessCopy(ChunkedCopy):
         super().__init__(tiles, runs, min(chunk_bytes, each))
         self._process = process
         self._addresses = source_addresses, target_addresses
-        self._stream = self.nbytes >= STREAM_BYTES
+        self._stream = self.nbytes >= stream_bytes()
 
     def step(self, nbytes: int) -> bool:
         """See :meth:`ChunkedCopy.step`.
@@ -233,10 +233,13 @@ def _decode(endpoint: bytes) -> VmEndpoint:
 
 
 def _warm() -> None:
-    """Compiles the kernels, or loads them from disk, so that the first read does not wait."""
+    """Compiles the kernels, or loads them from disk, and compares the two kinds of stores, so that
+    the first read does not wait.
+    """
     tiles, runs = np.empty(0, dtype=TILE_DTYPE), np.empty(0, dtype=RUN_DTYPE)
     chunks, progress = np.empty(0, dtype=CHUNK_DTYPE), np.zeros(1, dtype=PROGRESS_DTYPE)
     read_chunks(0, tiles, runs, chunks, progress, _bounce(), 1, False)
+    stream_bytes()
 
 
 def _bounce() -> Bounce:

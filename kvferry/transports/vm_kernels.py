@@ -4,7 +4,8 @@ The call costs by the span: one more contiguous segment of the source takes abou
 ``SPAN_BYTES`` more bytes (the kernel looks up and pins the pages of each by itself). So a tile is
 read in one of two ways, whichever costs less:
 
-* **direct**, one span per segment that is contiguous on both sides, straight into its final place;
+* **direct**, straight into its final place: one span for what is contiguous at the source, however
+  many pieces of the target it goes to (a piece costs about half as much, ``PIECE_BYTES``);
 * **by the bounce buffer**: long source spans, small gaps between them included, into a small memory
   that stays in the second-level cache, from which the strided copier
   (:func:`kvferry.layouts.kernels.copy_table`) puts them in place.
@@ -24,7 +25,7 @@ from kvferry.layouts.kernels import (
     source_at,
     target_at,
 )
-from kvferry.transports.vm_bounce import MAX_SHAPES, MAX_SPANS, SPAN_BYTES, call
+from kvferry.transports.vm_bounce import MAX_SHAPES, MAX_SPANS, PIECE_BYTES, SPAN_BYTES, call
 
 
 @kernel
@@ -91,16 +92,15 @@ def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tu
     state = bounce.state[0]
     state.pid, state.stream, state.direct, state.region = pid, stream, False, -1
     state.segments = state.bytes_read = state.error = 0
-    state.spans = state.used = state.called = state.boxes = state.shapes = 0
+    state.spans = state.pieces = 0
+    state.used = state.called = state.boxes = state.shapes = 0
     for t in range(len(tiles)):
-        direct = _is_direct(tiles[t], runs, bounce)
-        for r in range(len(runs)):
-            if state.error:
-                break
-            if direct:
-                _add_segments(tiles[t], runs[r], bounce)
-            else:
-                _add_run(tiles[t], t, runs[r], bounce)
+        if state.error:
+            break
+        if _is_direct(tiles[t], runs, bounce):
+            _add_direct(tiles[t], runs, bounce)
+        else:
+            _add_bounced(tiles[t], t, runs, bounce)
     _flush(bounce)
     return state.error, state.segments, state.bytes_read
 
@@ -108,33 +108,49 @@ def read_table(pid: int, tiles: Any, runs: Any, bounce: Any, stream: bool) -> tu
 @kernel
 def _is_direct(tile: Any, runs: Any, bounce: Any) -> bool:
     """Whether single segments into their places cost less than long spans by the bounce."""
-    segments, spans, nbytes, read = 0, 0, 0, 0
-    segment, left, each_segments, span, low, each_spans, each_read = 0, 0, 0, 0, 0, 0, 0
+    direct_spans, pieces, spans, nbytes, read = 0, 0, 0, 0, 0
+    box, from_, to, span, low, each_read = 0, 1, 1, 1, 0, 0
     end_source, end_target, end_span = 0, 0, 0
     for r in range(len(runs)):
         run = runs[r]
         source, target = source_at(tile, run), target_at(tile, run)
         if r == 0 or not same_shape(run, runs[r - 1]):
-            segment, left = merge_dims(tile, run, bounce.dims)
-            each_segments = 1
-            for dim in range(left):
-                each_segments *= bounce.dims[dim].extent
+            box, from_, to = _adjacent(tile, run, bounce.dims)
             span, low, _, each_read = _lay_out(tile, run, bounce.source_dims)
-            each_spans = each_read // span
-        adjacent = r > 0 and left == 0 and source == end_source and target == end_target
-        if not adjacent:
-            segments += each_segments
-        end_source, end_target = source + segment, target + segment
+        if not (r > 0 and from_ == box and source == end_source):
+            direct_spans += box // from_
+        if not (r > 0 and to == box and target == end_target):
+            pieces += box // to
+        end_source, end_target = source + from_, target + to
         gap = source + low - end_span
-        if r > 0 and each_spans == 1 and 0 <= gap <= SPAN_BYTES:
+        if r > 0 and each_read == span and 0 <= gap <= SPAN_BYTES:
             read += gap
         else:
-            spans += each_spans
+            spans += each_read // span
         end_span = source + low + span
         read += each_read
-        nbytes += segment * each_segments
-    # Each byte in the buffer is written and read once more, at about the speed of the call.
-    return segments * SPAN_BYTES + nbytes <= spans * SPAN_BYTES + read + nbytes
+        nbytes += box
+    direct = direct_spans * SPAN_BYTES + pieces * PIECE_BYTES + nbytes
+    # Into the buffer and out of it is a third slower than straight to where the bytes belong.
+    return direct <= spans * SPAN_BYTES + read + nbytes // 3
+
+
+@kernel
+def _adjacent(tile: Any, run: Any, dims: Any) -> tuple[int, int, int]:
+    """Bytes of a box, and how many of them lie side by side at the source and at the target when
+    its segments are taken in the target's order.
+    """
+    from_, left = merge_dims(tile, run, dims)
+    box, to, at_source, at_target = from_, from_, True, True
+    for dim in range(left):
+        at_source = at_source and dims[dim].source_stride == from_
+        at_target = at_target and dims[dim].target_stride == to
+        if at_source:
+            from_ *= dims[dim].extent
+        if at_target:
+            to *= dims[dim].extent
+        box *= dims[dim].extent
+    return box, from_, to
 
 
 @kernel
@@ -179,69 +195,169 @@ def _lay_out(tile: Any, run: Any, dims: Any) -> tuple[int, int, int, int]:
 
 
 @kernel
-def _add_segments(tile: Any, run: Any, bounce: Any) -> None:
-    """Queues a box, segment by segment, for its final place."""
+def _add_direct(tile: Any, runs: Any, bounce: Any) -> None:
+    """Queues every run of a tile for its final place. What is adjacent at the source becomes one
+    span, and what is adjacent at the target one piece, each by itself.
+    """
     state, dims = bounce.state[0], bounce.dims
     if not state.direct:
         _flush(bounce)
         state.direct = True
-    segment, left = merge_dims(tile, run, dims)
-    for dim in range(left, 3):
-        dims[dim].extent, dims[dim].source_stride, dims[dim].target_stride = 1, 0, 0
-    source = bounce.sources[tile.source_region] + source_at(tile, run)
-    target = bounce.targets[tile.target_region] + target_at(tile, run)
-    for k in range(dims[2].extent):
-        for j in range(dims[1].extent):
-            from_ = source + k * dims[2].source_stride + j * dims[1].source_stride
-            to = target + k * dims[2].target_stride + j * dims[1].target_stride
-            for _ in range(dims[0].extent):
-                _add_segment(from_, to, segment, bounce)
-                from_ += dims[0].source_stride
-                to += dims[0].target_stride
+    source_base = bounce.sources[tile.source_region]
+    target_base = bounce.targets[tile.target_region]
+    segment = 0
+    for r in range(len(runs)):
+        run = runs[r]
+        if r == 0 or not same_shape(run, runs[r - 1]):
+            segment, left = merge_dims(tile, run, dims)
+            for dim in range(left, 3):
+                dims[dim].extent, dims[dim].source_stride, dims[dim].target_stride = 1, 0, 0
+        source = source_base + source_at(tile, run)
+        target = target_base + target_at(tile, run)
+        for k in range(dims[2].extent):
+            for j in range(dims[1].extent):
+                _add_segments(
+                    source + k * dims[2].source_stride + j * dims[1].source_stride,
+                    target + k * dims[2].target_stride + j * dims[1].target_stride,
+                    segment,
+                    bounce,
+                )
 
 
 @kernel
-def _add_segment(source: int, target: int, nbytes: int, bounce: Any) -> None:
-    state, remote, local = bounce.state[0], bounce.remote, bounce.local
-    last = state.spans - 1
-    follows = last >= 0 and source == remote[last].address + remote[last].nbytes
-    if follows and target == local[last].address + local[last].nbytes:
-        remote[last].nbytes += nbytes
-        local[last].nbytes += nbytes
-        return
-    if last + 1 == MAX_SPANS:
-        call(bounce)
-        last = -1
-    remote[last + 1].address, remote[last + 1].nbytes = source, nbytes
-    local[last + 1].address, local[last + 1].nbytes = target, nbytes
-    state.spans = last + 2
-    state.segments += 1
+def _add_segments(source: int, target: int, nbytes: int, bounce: Any) -> None:
+    """Queues segments of ``nbytes`` along the first of the dims, without a call for each."""
+    state, dims, remote, local = bounce.state[0], bounce.dims, bounce.remote, bounce.local
+    for _ in range(dims[0].extent):
+        new_span = not state.spans or source != _end(remote[state.spans - 1])
+        new_piece = not state.pieces or target != _end(local[state.pieces - 1])
+        if (new_span and state.spans == MAX_SPANS) or (new_piece and state.pieces == MAX_SPANS):
+            call(bounce)
+            if state.error:
+                return
+            new_span = new_piece = True
+        if new_span:
+            remote[state.spans].address, remote[state.spans].nbytes = source, 0
+            state.spans += 1
+        if new_piece:
+            local[state.pieces].address, local[state.pieces].nbytes = target, 0
+            state.pieces += 1
+        remote[state.spans - 1].nbytes += nbytes
+        local[state.pieces - 1].nbytes += nbytes
+        state.segments += new_span or new_piece
+        source += dims[0].source_stride
+        target += dims[0].target_stride
 
 
 @kernel
-def _add_run(tile: Any, number: int, run: Any, bounce: Any) -> None:
-    """Puts a box on the bounce, in parts if it is too large for it."""
-    each = run.tokens
-    bounce.part[0] = run
+def _end(span: Any) -> int:
+    """Address behind the last byte."""
+    end: int = span.address + span.nbytes
+    return end
+
+
+@kernel
+def _add_bounced(tile: Any, number: int, runs: Any, bounce: Any) -> None:
+    """Puts every run of a tile on the bounce, in parts those that are too large for it."""
     part = bounce.part[0]
-    while _lay_out(tile, part, bounce.source_dims)[3] + SPAN_BYTES > len(bounce.memory):
-        if each == 1:  # one token that is larger than the buffer
-            _add_segments(tile, run, bounce)
-            return
-        each = (each + 1) // 2
-        part.tokens = each
-    for first in range(0, run.tokens, each):
-        part.tokens = min(each, run.tokens - first)
-        part.source_token = run.source_token + first * run.source_step
-        part.target_token = run.target_token + first * run.target_step
-        _add_box(tile, number, part, bounce)
+    first, fits = 0, False
+    for r in range(len(runs)):
+        run = runs[r]
+        if r == 0 or not same_shape(run, runs[r - 1]):
+            fits = _fits(tile, run, bounce)
+        if fits:
+            continue
+        _add_boxes(tile, number, runs[first:r], bounce)
+        first = r + 1
+        bounce.part[0] = run
+        while not _fits(tile, part, bounce) and part.tokens > 1:
+            part.tokens = (part.tokens + 1) // 2
+        each = part.tokens
+        for token in range(0, run.tokens, each):
+            part.tokens = min(each, run.tokens - token)
+            part.source_token = run.source_token + token * run.source_step
+            part.target_token = run.target_token + token * run.target_step
+            if _fits(tile, part, bounce):
+                _add_boxes(tile, number, bounce.part, bounce)
+            else:  # one token that is larger than the buffer
+                _add_direct(tile, bounce.part, bounce)
+    _add_boxes(tile, number, runs[first:], bounce)
 
 
 @kernel
-def _add_box(tile: Any, number: int, run: Any, bounce: Any) -> None:
-    """Puts a box on the bounce. In a span it lies as at the source; the spans lie side by side."""
-    state, dims, strides = bounce.state[0], bounce.source_dims, bounce.strides
-    span, low, left, nbytes = _lay_out(tile, run, dims)
+def _fits(tile: Any, run: Any, bounce: Any) -> bool:
+    """Whether a box fits into the buffer."""
+    needed = _lay_out(tile, run, bounce.source_dims)[3] + SPAN_BYTES
+    fits: bool = needed <= len(bounce.memory)
+    return fits
+
+
+@kernel
+def _add_boxes(tile: Any, number: int, runs: Any, bounce: Any) -> None:
+    """Queues every run of a tile for the buffer. In a span a box lies as at the source; its spans
+    lie side by side, and a short gap between two boxes is read along.
+    """
+    state, dims, boxes = bounce.state[0], bounce.source_dims, bounce.runs
+    region, source_base = tile.source_region, bounce.sources[tile.source_region]
+    span, low, nbytes, new_shape = 0, 0, 0, True
+    for r in range(len(runs)):
+        run = runs[r]
+        if r == 0 or not same_shape(run, runs[r - 1]):
+            span, low, left, nbytes = _lay_out(tile, run, dims)
+            _note_strides(tile, run, span, left, bounce)
+            new_shape = True
+        full = state.used + SPAN_BYTES + nbytes > len(bounce.memory)
+        if full or state.direct or state.boxes == MAX_SPANS or state.shapes == MAX_SHAPES:
+            _flush(bounce)
+            if state.error:
+                return
+            state.direct = False
+            new_shape = True
+        if new_shape:
+            _note_shape(tile, number, bounce)
+            new_shape = False
+        source = source_base + source_at(tile, run) + low
+        at = -1
+        for k in range(dims[2].extent):
+            for j in range(dims[1].extent):
+                from_ = source + k * dims[2].stride + j * dims[1].stride
+                place = _add_spans(from_, span, region, at < 0, bounce)
+                at = place if at < 0 else at
+        boxes[state.boxes] = run
+        box = boxes[state.boxes]
+        box.source_block, box.source_token, box.source_step = at - low, 0, 1
+        state.boxes += 1
+
+
+@kernel
+def _add_spans(source: int, nbytes: int, region: int, first: bool, bounce: Any) -> int:
+    """Queues spans of ``nbytes`` along the first of the dims, without a call for each; returns the
+    place of the first one in the buffer. Before the ``first`` of a box a gap may be read along.
+    """
+    state, dims, remote = bounce.state[0], bounce.source_dims, bounce.remote
+    at = -1
+    for _ in range(dims[0].extent):
+        last, gap = state.spans - 1, -1
+        if last >= 0 and state.region == region:  # never over the end of a region
+            gap = source - _end(remote[last])
+        if gap != 0 and not (first and 0 < gap <= SPAN_BYTES):
+            if state.spans == MAX_SPANS:
+                call(bounce)
+            remote[state.spans].address, remote[state.spans].nbytes = source, 0
+            state.region, last, gap = region, state.spans, 0
+            state.spans += 1
+        remote[last].nbytes += gap + nbytes
+        at = state.used + gap if at < 0 else at
+        first = False
+        state.used += gap + nbytes
+        source += dims[0].stride
+    return at
+
+
+@kernel
+def _note_strides(tile: Any, run: Any, span: int, left: int, bounce: Any) -> None:
+    """Strides of a box in the buffer, and extents of 1 for dims that its spans contain."""
+    dims, strides = bounce.source_dims, bounce.strides
     strides[0] = tile.source_token_stride * run.source_step
     strides[1], strides[2] = tile.source_head_stride, tile.source_element_stride
     stride = span
@@ -250,79 +366,30 @@ def _add_box(tile: Any, number: int, run: Any, bounce: Any) -> None:
         stride *= dims[dim].extent
     for dim in range(left, 3):
         dims[dim].extent, dims[dim].stride = 1, 0
-    full = state.used + SPAN_BYTES + nbytes > len(bounce.memory)
-    if full or state.direct or state.boxes == MAX_SPANS or state.shapes == MAX_SHAPES:
-        _flush(bounce)
-        state.direct = False
-    source = bounce.sources[tile.source_region] + source_at(tile, run) + low
-    at = -1
-    for k in range(dims[2].extent):
-        for j in range(dims[1].extent):
-            from_ = source + k * dims[2].stride + j * dims[1].stride
-            for _ in range(dims[0].extent):
-                place = _add_span(from_, span, tile.source_region, at >= 0, bounce)
-                from_ += dims[0].stride
-                if at < 0:
-                    at = place
-    _note_box(tile, number, run, at - low, bounce)
 
 
 @kernel
-def _add_span(source: int, nbytes: int, region: int, dense: bool, bounce: Any) -> int:
-    """Queues a span for the next free place in the buffer; returns the place.
-
-    A short gap after the span before is read along, unless this one must lie ``dense`` behind it.
-    """
-    state, remote = bounce.state[0], bounce.remote
-    last = state.spans - 1
-    if last >= 0 and region == state.region:
-        gap = source - remote[last].address - remote[last].nbytes
-        if gap == 0 or (not dense and 0 < gap <= SPAN_BYTES):
-            remote[last].nbytes += gap + nbytes
-            state.used += gap + nbytes
-            place: int = state.used - nbytes
-            return place
-    if last + 1 == MAX_SPANS:
-        call(bounce)
-        last = -1
-    remote[last + 1].address, remote[last + 1].nbytes = source, nbytes
-    state.spans = last + 2
-    state.region = region
-    state.used += nbytes
-    at: int = state.used - nbytes
-    return at
-
-
-@kernel
-def _note_box(tile: Any, number: int, run: Any, at: int, bounce: Any) -> None:
-    """Notes where in the buffer the first element of a box will lie, and where the box belongs."""
+def _note_shape(tile: Any, number: int, bounce: Any) -> None:
+    """Notes how the boxes that follow lie in the buffer, unless those before lie alike."""
     state, strides = bounce.state[0], bounce.strides
-    row = state.shapes - 1
-    new = row < 0 or state.tile != number
-    if not new:
-        held = bounce.tiles[row]
-        new = (
-            held.source_token_stride != strides[0]
-            or held.source_head_stride != strides[1]
-            or held.source_element_stride != strides[2]
-        )
-    if new:
-        row += 1
-        bounce.tiles[row] = tile
-        held = bounce.tiles[row]
-        held.source_region, held.source_block_stride = 0, 1
-        held.source_offset = bounce.memory.ctypes.data
-        held.source_token_stride = strides[0]
-        held.source_head_stride = strides[1]
-        held.source_element_stride = strides[2]
-        bounce.firsts[row] = state.boxes
-        state.shapes = row + 1
-        state.tile = number
-    bounce.runs[state.boxes] = run
-    box = bounce.runs[state.boxes]
-    box.source_block, box.source_token, box.source_step = at, 0, 1
-    state.boxes += 1
-    bounce.firsts[row + 1] = state.boxes
+    row = state.shapes
+    if row and state.tile == number:
+        held = bounce.tiles[row - 1]
+        if (
+            held.source_token_stride == strides[0]
+            and held.source_head_stride == strides[1]
+            and held.source_element_stride == strides[2]
+        ):
+            return
+    bounce.tiles[row] = tile
+    held = bounce.tiles[row]
+    held.source_region, held.source_block_stride = 0, 1
+    held.source_offset = bounce.memory.ctypes.data
+    held.source_token_stride = strides[0]
+    held.source_head_stride = strides[1]
+    held.source_element_stride = strides[2]
+    bounce.firsts[row] = state.boxes
+    state.shapes, state.tile = row + 1, number
 
 
 @kernel
@@ -330,6 +397,7 @@ def _flush(bounce: Any) -> None:
     """Reads what is queued, then puts what lies in the buffer in its place."""
     state = bounce.state[0]
     call(bounce)
+    bounce.firsts[state.shapes] = state.boxes
     if not state.error:
         for row in range(state.shapes):
             boxes = bounce.runs[bounce.firsts[row] : bounce.firsts[row + 1]]

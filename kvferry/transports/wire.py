@@ -21,12 +21,12 @@ from kvferry.transports.base import (
     Transport,
     Waitable,
 )
-from kvferry.transports.movers import MoverPool
 from kvferry.transports.regions import Regions, private_memory
 from kvferry.transports.wire_chunks import ChunkPlan, check_chunks
 from kvferry.transports.wire_messages import (
     MAX_CHUNK_BYTES,
     MAX_READS,
+    MAX_TRANSFER,
     VERSION_MAX,
     VERSION_MIN,
     Endpoint,
@@ -49,9 +49,7 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     """Port of the data endpoint; 0 takes a free one."""
     chunk_bytes: int = 4 << 20
-    """Bytes per message of a read."""
-    window_bytes: int = 16 << 20
-    """Bytes on their way to one reader at most, per connection."""
+    """Bytes per chunk of a read."""
     max_readers: int = 256
     """Connections that are served; beyond them the one silent longest is dropped."""
 
@@ -60,9 +58,8 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"port: {self.port} is not a TCP port (0 to 65535)")
         if not 4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes: {self.chunk_bytes} is not in 4096 to {MAX_CHUNK_BYTES}")
-        for name in ("window_bytes", "max_readers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
+        if self.max_readers < 1:
+            raise ValueError(f"max_readers: {self.max_readers} is less than 1")
 
 
 def check_host(host: str, instead: str = "") -> None:
@@ -90,6 +87,8 @@ class WireTransport(Transport):
 
     _port: int
     """Of the data endpoint."""
+    _certificate = b""
+    """Of this rank, where it encrypts."""
     _reader: WireReader[Any]
 
     def __init__(self, host: str) -> None:
@@ -98,17 +97,8 @@ class WireTransport(Transport):
         self._regions = Regions()
         self._transfers = Transfers()
 
-    def _reading_side(
-        self, pool: MoverPool, extra: WireConfig, stall_timeout_s: float
-    ) -> ReadingSide:
-        return ReadingSide(
-            self._regions,
-            self._transfers,
-            pool,
-            extra.chunk_bytes,
-            extra.window_bytes,
-            stall_timeout_s,
-        )
+    def _reading_side(self, extra: WireConfig, stall_timeout_s: float) -> ReadingSide:
+        return ReadingSide(self._regions, self._transfers, extra.chunk_bytes, stall_timeout_s)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
         """See :meth:`Transport.allocate`."""
@@ -128,6 +118,7 @@ class WireTransport(Transport):
                 port=self._port,
                 token=self._token,
                 regions=self._regions.served_nbytes,
+                certificate=self._certificate,
             )
         )
 
@@ -151,14 +142,15 @@ class WireTransport(Transport):
         return self._transfers.poll()
 
     def cancel(self, transfer: Transfer) -> None:
-        """See :meth:`Transport.cancel`; terminal once the chunks under way are unpacked."""
+        """See :meth:`Transport.cancel`; terminal once no thread writes for it."""
         self._transfers.cancel(transfer)
 
 
 MAX_TABLE_BYTES = 64 << 20
 """Bytes of tables that the reads of one reader take; one read alone may take more."""
 MAX_TABLE_BYTES_IN_ALL = 512 << 20
-"""Bytes of tables that the reads of all readers take."""
+"""Bytes of tables that the reads of all readers take, up to eight threads; beyond them each thread
+keeps room for the reads of one reader."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -168,7 +160,7 @@ class ServedReader:
     reads: dict[int, ChunkPlan] = field(default_factory=dict)
     """Reads under way, by the number that the reader gave them."""
     heard: float = field(default_factory=time.monotonic)
-    """``time.monotonic()`` of its last message."""
+    """``time.monotonic()`` of its last message, or of the last byte that it took."""
 
     @property
     def table_bytes(self) -> int:
@@ -180,14 +172,16 @@ ReaderT = TypeVar("ReaderT", bound=ServedReader)
 
 
 class WireServer:
-    """Serves regions to readers. All of it belongs to one thread."""
+    """Serves regions to some of the readers. All of it belongs to one thread."""
 
-    def __init__(self, regions: Regions, token: bytes, max_readers: int) -> None:
+    def __init__(self, regions: Regions, token: bytes, max_readers: int, threads: int = 1) -> None:
+        """It is one of so many ``threads``, which serve ``max_readers`` together."""
         self.refused = 0
         """Messages that were refused."""
         self._regions = regions
         self._token = token
-        self._max_readers = max_readers
+        self._max_readers = -(-max_readers // threads)
+        self._max_table_bytes = max(MAX_TABLE_BYTES, MAX_TABLE_BYTES_IN_ALL // threads)
 
     def _check_hello(self, hello: Hello) -> None:
         """Raises ProtocolError: it knows another start of this rank, or speaks other versions."""
@@ -209,6 +203,10 @@ class WireServer:
         Raises:
             ProtocolError, TransferError: it may not be served.
         """
+        if not 0 <= message.transfer <= MAX_TRANSFER:
+            raise ProtocolError(
+                f"transfer: {message.transfer} is not in 0 to {MAX_TRANSFER}; count reads from 0 on"
+            )
         if message.transfer in reader.reads:
             raise ProtocolError(f"transfer {message.transfer} is under way already")
         if len(reader.reads) >= MAX_READS:
@@ -221,10 +219,10 @@ class WireServer:
             )
         if plan.table_bytes > MAX_TABLE_BYTES // MAX_READS:  # what is small need not be added up
             held = sum(other.table_bytes for other in readers)
-            if held + plan.table_bytes > MAX_TABLE_BYTES_IN_ALL:
+            if held + plan.table_bytes > self._max_table_bytes:
                 raise TransferError(
                     f"the tables of all reads under way take {held} bytes, those of this read "
-                    f"{plan.table_bytes} more, allowed are {MAX_TABLE_BYTES_IN_ALL}; try again"
+                    f"{plan.table_bytes} more, allowed are {self._max_table_bytes}; try again"
                 )
         return plan
 
@@ -232,9 +230,9 @@ class WireServer:
         """Who goes when another one comes: whoever reads nothing, and was heard of last."""
         return min(readers, key=lambda known: (bool(known.reads), known.heard))
 
-    def _refusal(self, transfer: int | None, error: KVFerryError) -> bytes:
+    def _refusal(self, transfer: int | None, error: KVFerryError) -> Refused:
         """Counts a refusal; returns the message that says so."""
         self.refused += 1
         if self.refused & (self.refused - 1) == 0:  # the 1st, 2nd, 4th …: no flood of log lines
             logger.warning("refused message number %d: %s", self.refused, error)
-        return encode(Refused(transfer, type(error).__name__, str(error)[:2000]))
+        return Refused(transfer, type(error).__name__, str(error)[:2000])

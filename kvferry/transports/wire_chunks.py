@@ -11,7 +11,7 @@ from kvferry.errors import BoundsError
 from kvferry.layouts.bounds import check_bounds
 from kvferry.layouts.chunks import chunk_slices, cut_chunks
 from kvferry.layouts.staging import StagedChunk, stage
-from kvferry.layouts.tiles import Runs, Tiles
+from kvferry.layouts.tiles import ADDRESS_LIMIT, Runs, Tiles
 from kvferry.transports.wire_messages import CHUNK_DTYPE, MAX_CHUNK_BYTES, Table
 
 Int64s = npt.NDArray[np.int64]
@@ -162,6 +162,12 @@ def _chunk_bytes(tiles: Tiles, runs: Runs, chunks: Table) -> Int64s:
         raise BoundsError(
             f"chunk {row}: {sizes[row] if len(sizes) else 0:.0f} bytes in one message, "
             f"{MAX_CHUNK_BYTES} are the most"
+        )
+    # Also of tiles that no chunk has: where each lies is worked out for one run of all of them.
+    if widths[-1] * float(runs["tokens"].max(initial=0)) >= ADDRESS_LIMIT:
+        raise BoundsError(
+            f"one run of all tiles takes {ADDRESS_LIMIT:.3g} bytes or more; ask only for tiles "
+            "that a chunk has"
         )
     nbytes: Int64s = sizes.astype(np.int64)
     return nbytes

@@ -3,17 +3,16 @@
 Each message is a tagged msgspec struct. The reader speaks first::
 
     reader → server    Hello      once; the token proves that it knows the endpoint
-    server → reader    Welcome    reads may start (tcp)
     reader → server    Read       tiles, runs, and how they are cut into chunks; steps of the runs
-                                  if tokens are interleaved, to servers of version 2 on
+                                  if tokens are interleaved
     reader → server    Cancel     the rest of a read is not wanted
     server → reader    Refused    a read (or the connection) was refused, and why
 
-Over tcp a message is the first frame of one ZeroMQ message, and the server sends the chunks of a
-read while the reader's window lasts::
+Over tcp all that goes either way over a connection stands behind a :data:`HEADER`, messages
+(transfer -1) and chunks alike. The server sends the chunks of a read without being asked for each;
+TCP itself holds back what the reader does not take::
 
-    server → reader    Chunk …    and one frame of bytes each
-    reader → server    Taken …    opens the window again
+    server → reader    (bytes)    a chunk: of which transfer, and its row in the chunk table
 
 Over ucx a message travels in a stream, behind its length
 (:class:`~kvferry.transports.ucx_link.Link`), and the reader asks for each chunk by itself. It says
@@ -28,6 +27,7 @@ Cancel after each read, whether it was done or not.
 Fields are only ever added at the end, with defaults.
 """
 
+import struct
 from typing import TypeAlias
 
 import msgspec
@@ -39,14 +39,22 @@ from kvferry.decoding import decode
 from kvferry.errors import DecodeError, KVFerryError, ProtocolError, TransferError
 from kvferry.layouts.tiles import TILE_DTYPE, Runs, Tiles, blank_runs
 
-VERSION_MIN = 1
-VERSION_MAX = 2
-"""2: a read may say how far the tokens of its runs lie apart (:attr:`Read.steps`)."""
-STEPS_VERSION = 2
-"""The first version that understands them."""
+VERSION_MIN = 3
+"""3: tcp goes over sockets of its own, without windows."""
+VERSION_MAX = 3
 
+HEADER = struct.Struct("<qqq")
+"""What stands before everything over tcp: number of the transfer, row of the chunk, bytes that
+follow; for a message -1, 0 and its length."""
+MESSAGE = -1
+"""The transfer of a header before a message."""
+
+MAX_TRANSFER = (1 << 63) - 1
+"""Largest number of a transfer: what a header has room for."""
 MAX_REQUEST_BYTES = 32 << 20
 """Largest message to a server; a longer one ends the connection."""
+MAX_REPLY_BYTES = 64 << 10
+"""Largest message to a reader over tcp."""
 MAX_CHUNK_BYTES = 256 << 20
 """Largest chunk that a reader may ask for."""
 MAX_REGION_BYTES = 1 << 60
@@ -95,6 +103,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Random per start: tells this server from another that took over the port."""
     regions: tuple[int, ...]
     """Bytes of each region; 0 for one that is not served."""
+    certificate: bytes = b""
+    """Of a server of tcp that encrypts (DER); empty for one that does not."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -103,33 +113,24 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     token: bytes
     version_min: int
     version_max: int
-    window_bytes: int
-    """Bytes of chunks that the reader takes ahead at most."""
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
     """A reader asks for tiles × runs. The bytes are arrays of the dtypes above."""
 
     transfer: int
-    """Chosen by the reader, unique on the connection."""
+    """Chosen by the reader, unique on the connection; 0 to :data:`MAX_TRANSFER`."""
     tiles: bytes
     runs: bytes
     chunks: bytes
     steps: bytes = b""
-    """Little-endian int64, one ``source_step`` per run; empty where all are 1. Since version 2."""
+    """Little-endian int64, one ``source_step`` per run; empty where all are 1."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """The reader drops what is still to come of a read."""
 
     transfer: int
-
-
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The reader has taken so much more off the wire, what it dropped included."""
-
-    nbytes: int
-    chunks: int
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
@@ -142,22 +143,6 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     """Random, 64 bits: nobody else can send to it."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The server accepts the connection."""
-
-    version: int
-    window_bytes: int
-    """The smaller one of both sides' windows."""
-
-
-class Chunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """One chunk of a read; the next frame holds its bytes."""
-
-    transfer: int
-    chunk: int
-    """Its row in the read's chunk table."""
-
-
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The server does not do what was asked; other reads go on."""
 
@@ -168,16 +153,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     reason: str
 
 
-TcpRequest: TypeAlias = Hello | Read | Cancel | Taken
-TcpReply: TypeAlias = Welcome | Chunk | Refused
+TcpRequest: TypeAlias = Hello | Read | Cancel
 UcxRequest: TypeAlias = Hello | Read | Cancel | Want
-UcxReply: TypeAlias = Refused
+Reply: TypeAlias = Refused
 
 _encoder = msgspec.msgpack.Encoder()
 TCP_REQUESTS: msgspec.msgpack.Decoder[TcpRequest] = msgspec.msgpack.Decoder(TcpRequest)
-TCP_REPLIES: msgspec.msgpack.Decoder[TcpReply] = msgspec.msgpack.Decoder(TcpReply)
 UCX_REQUESTS: msgspec.msgpack.Decoder[UcxRequest] = msgspec.msgpack.Decoder(UcxRequest)
-UCX_REPLIES: msgspec.msgpack.Decoder[UcxReply] = msgspec.msgpack.Decoder(UcxReply)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 """For :func:`~kvferry.decoding.decode`, by transport and direction."""
 _endpoint = msgspec.msgpack.Decoder(Endpoint)
 

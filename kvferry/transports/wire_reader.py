@@ -1,26 +1,21 @@
 """What the reading sides of tcp and ucx share: reads that a source sends in chunks.
 
-Only the movers write the target memory, each chunk inside its transfer's fence
+Only threads of ours write the target memory, each inside its transfer's fence
 (:class:`~kvferry.transports.base.Transfer`): a terminal state proves that nothing lands any more,
 whatever a peer sends late.
 """
 
-import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from kvferry.errors import DecodeError, KVFerryError, PeerLostError, StalledError
 from kvferry.layouts.bounds import check_bounds
-from kvferry.layouts.copier import copy_tiles
 from kvferry.layouts.tiles import Runs, Tiles, num_bytes
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import (
-    ByteArray,
     Peer,
     Transfer,
     Transfers,
@@ -29,7 +24,7 @@ from kvferry.transports.base import (
     as_transfer_error,
     own_peer,
 )
-from kvferry.transports.movers import MoverPool, start_after
+from kvferry.transports.movers import start_after
 from kvferry.transports.regions import Regions
 from kvferry.transports.wire_chunks import ChunkPlan, plan_chunks
 from kvferry.transports.wire_messages import (
@@ -57,12 +52,8 @@ class ReadingSide:
 
     regions: Regions
     transfers: Transfers
-    pool: MoverPool
-    """The threads that unpack."""
     chunk_bytes: int
-    """Bytes per message of a read."""
-    window_bytes: int
-    """Bytes on their way to us at most, per connection."""
+    """Bytes per chunk of a read."""
     stall_timeout_s: float
     """Seconds without progress after which a read fails as stalled."""
 
@@ -100,7 +91,7 @@ class WireRead(Transfer):
 
 
 class WirePeer(Peer):
-    """A connection to one serving rank. All but ``close`` and ``take`` belongs to one thread."""
+    """A connection to one serving rank. All but ``close`` belongs to one thread."""
 
     def __init__(self, endpoint: Endpoint, reader: "WireReader[Any]") -> None:
         self.endpoint = endpoint
@@ -126,9 +117,6 @@ class WirePeer(Peer):
         """See :meth:`Peer.close`. Returns at once; the reads end in ``poll``."""
         error = PeerLostError(f"the connection to {self.address} was closed on this side")
         self._reader.post(lambda: self._reader.lose(self, error))
-
-    def take(self, nbytes: int) -> None:
-        """A chunk was unpacked or dropped; any thread."""
 
 
 class WireReader(ABC, Generic[PeerT]):
@@ -200,19 +188,28 @@ class WireReader(ABC, Generic[PeerT]):
         if now - self._looked < self._side.tick_s:
             return self._side.tick_s
         self._looked = now
+        awake_since = self._awake_since()
         for peer in list(self._peers):
-            for read in [*peer.reads.values(), *peer.waiting]:
-                # A read that waits for its turn behind others of this peer is not stalled, nor one
-                # whose chunks have come while this thread did not run.
-                since = now - max(peer.progressed, read.progressed, self._mailbox.awake_since)
-                if since > self._side.stall_timeout_s:
-                    read.fail(
-                        StalledError(
-                            f"{peer.address} has sent nothing for {since:.1f} s "
-                            f"(stall_timeout_s: {self._side.stall_timeout_s})"
-                        )
-                    )
+            self._look_at(peer, awake_since)
         return self._side.tick_s
+
+    def _look_at(self, peer: PeerT, awake_since: float) -> None:
+        """Fails the reads of one peer."""
+        for read in [*peer.reads.values(), *peer.waiting]:
+            # A read that waits for its turn behind others of this peer is not stalled, nor one
+            # whose chunks have come while we did not run.
+            since = time.monotonic() - max(peer.progressed, read.progressed, awake_since)
+            if since > self._side.stall_timeout_s:
+                read.fail(
+                    StalledError(
+                        f"{peer.address} has sent nothing for {since:.1f} s "
+                        f"(stall_timeout_s: {self._side.stall_timeout_s})"
+                    )
+                )
+
+    def _awake_since(self) -> float:
+        """Since when whoever receives has come to run in time."""
+        return self._mailbox.awake_since
 
     def _start(self, peer: PeerT, read: WireRead) -> None:
         if peer.lost is not None:
@@ -255,18 +252,17 @@ class WireReader(ABC, Generic[PeerT]):
             self._start(peer, peer.waiting.popleft())
 
     def _hello(self, peer: PeerT) -> Hello:
-        return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX, self._side.window_bytes)
+        return Hello(peer.endpoint.token, VERSION_MIN, VERSION_MAX)
 
     def _refused(self, peer: PeerT, message: Refused) -> None:
         if message.transfer is None:
             self.lose(peer, PeerLostError(f"{peer.address} ended the connection: {message.reason}"))
         elif message.transfer in peer.reads:
-            peer.reads.pop(message.transfer).fail(refused_error(message, peer.address))
+            # It is dropped, and cancelled where it was not refused, when it has ended.
+            peer.reads[message.transfer].fail(refused_error(message, peer.address))
 
-    def _came(
-        self, peer: PeerT, read: WireRead, chunk: int, buffer: memoryview | ByteArray
-    ) -> None:
-        """A mover puts a chunk in place that has come.
+    def _claim(self, peer: PeerT, read: WireRead, chunk: int, nbytes: int) -> ChunkPlan:
+        """The plan of a read of which a chunk comes, which counts as come from now on.
 
         Raises:
             DecodeError: it is none that was asked for, or has come before, or has another size.
@@ -274,30 +270,9 @@ class WireReader(ABC, Generic[PeerT]):
         assert read.plan is not None
         if chunk not in read.missing:
             raise DecodeError(f"{peer.address} sent chunk {chunk}, which is not missing")
-        if len(buffer) != read.plan.nbytes[chunk]:
+        if nbytes != read.plan.nbytes[chunk]:
             raise DecodeError(
-                f"{peer.address} sent {len(buffer)} bytes for a chunk of {read.plan.nbytes[chunk]}"
+                f"{peer.address} sent {nbytes} bytes for a chunk of {read.plan.nbytes[chunk]}"
             )
         read.missing.discard(chunk)
-        self._side.pool.submit(functools.partial(self._unpack, peer, read, chunk, buffer))
-
-    def _unpack(
-        self, peer: PeerT, read: WireRead, chunk: int, buffer: memoryview | ByteArray
-    ) -> None:
-        """Puts one chunk in place, on a mover."""
-        data = np.frombuffer(buffer, dtype=np.uint8)
-        assert read.plan is not None
-        if not read.enter():
-            peer.take(data.nbytes)
-            return
-        nbytes, segments = 0, 0
-        try:
-            segments = copy_tiles(
-                [data.ctypes.data], self._side.regions.addresses, *read.plan.unpack(chunk)
-            )
-            nbytes = data.nbytes
-        except Exception as error:  # a bug of ours: this read fails, the mover goes on
-            read.fail(as_transfer_error(error, "unpacking failed"))
-        finally:
-            peer.take(data.nbytes)  # first, so that the end of the read reports all of it
-            read.leave(nbytes, segments)
+        return read.plan

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,11 +13,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.cases import CacheShape, Case, WrongDataError, all_cases, check_target
+from benchmarks.cases import (
+    CacheShape,
+    Case,
+    WrongDataError,
+    all_cases,
+    check_target,
+    merged_blocks,
+)
 from benchmarks.figures import Row, compare
 from benchmarks.kvferry_side import KvferrySource
-from benchmarks.machine import describe_machine
-from benchmarks.nixl_side import merged_blocks, why_missing
+from benchmarks.machine import command_of, describe_machine
+from benchmarks.nixl_side import why_missing
+from benchmarks.paged import PagedResults, all_bursts
 from benchmarks.planning import PlanningResults
 from benchmarks.prefixes import PrefixResults
 from benchmarks.remote import Remote, RemoteError
@@ -40,6 +49,11 @@ def row(contender: str, family: str, *seconds: float) -> Row:
     )
 
 
+def test_the_command_of_results_names_no_path_of_a_machine(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--rounds", "2", "--before", "/home/me/older one"])
+    assert command_of("benchmarks") == "python -m benchmarks --rounds 2 --before 'older one'"
+
+
 def results_of(*cases, quick: bool = False) -> Results:
     return Results(
         command="python -m benchmarks",
@@ -53,7 +67,7 @@ def results_of(*cases, quick: bool = False) -> Results:
     )
 
 
-@pytest.mark.parametrize("module", ["figures", "nixl_side"])
+@pytest.mark.parametrize("module", ["cases", "figures"])
 def test_doctests_of_the_benchmarks_hold(module):
     tested = doctest.testmod(importlib.import_module(f"benchmarks.{module}"))
     assert tested.attempted > 0
@@ -126,7 +140,7 @@ def test_a_missed_goal_gets_a_sentence_that_says_by_how_much():
     case = Case("NHD", "HND", shuffled=False, threads=1)
     slow = compare(case, [row("shm", "shm", 2.0), row("memmove", "memcpy", 0.9)])
     (sentence,) = missed(results_of(slow))
-    assert "shm / memcpy, NHD→HND, in order, 1 thread: 0.45 of 0.6, short by 25%" in sentence
+    assert "shm / memcpy, NHD→HND, in order, 1 thread: 0.45 of 0.85, short by 47%" in sentence
     assert sentence in markdown(results_of(slow))
 
     fast = compare(case, [row("shm", "shm", 1.0), row("memmove", "memcpy", 0.9)])
@@ -183,7 +197,7 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for package in ("matplotlib", "torch"):
         pytest.importorskip(package)
     # The managers are in test_managers.py.
-    names = ("transports", "bind", "confirm", "planning", "prefixes")
+    names = ("transports", "bind", "confirm", "planning", "prefixes", "paged")
     parts = [f"--only={name}" for name in names]
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--quick", "--out", str(tmp_path), *parts],
@@ -195,7 +209,10 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     results = msgspec.json.decode((tmp_path / "transport.json").read_bytes(), type=Results)
     assert [case.case for case in results.transports] == all_cases()
-    expected = {"memmove", "torch copy", "shm", "vm", "tcp"}
+    expected = {"memmove", "torch copy", "socket", "shm", "vm", "tcp"}
+    expected |= {"process_vm_readv", "process_vm_readv, shared out"}
+    if importlib.util.find_spec("cryptography") is not None:
+        expected |= {"tls", "tcp encrypted"}
     if why_missing() is None:
         expected |= {"nixl shm", "nixl tcp", "nixl (staged) shm", "nixl (staged) tcp"}
         assert results.nixl_skipped is None
@@ -204,7 +221,9 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     for case in results.transports:
         placed = {f"nixl (placed) {path}" for path in ("shm", "tcp")}
         with_placed = why_missing() is None and not case.case.mismatched
-        assert expected | (placed if with_placed else set()) <= {row.contender for row in case.rows}
+        wanted = expected | (placed if with_placed else set())
+        wanted |= {"process_vm_readv, blocks"} if case.case.shuffled else set()
+        assert wanted <= {row.contender for row in case.rows}
         assert {len(row.samples) for row in case.rows} == {2}
         assert all(sample.seconds > 0 for row in case.rows for sample in row.samples)
     assert {bind.tokens for bind in results.bind} == {4096, 32768}
@@ -221,9 +240,18 @@ def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):
     assert len(known.delays) == 3
     assert known.evictions.requests > 0
     assert known.evictions.differing == 0
+    paged = msgspec.json.decode((tmp_path / "paged.json").read_bytes(), type=PagedResults)
+    assert [row.burst for row in paged.rows] == all_bursts(8192, 64)
+    taking_part = {"memcpy", "shm", "process_vm_readv", "vm", "sockets", "tcp"}
+    for row in paged.rows:
+        fits = row.burst.requests * row.burst.tokens <= row.burst.pool
+        assert row.seconds.keys() >= taking_part if fits else not row.seconds
+        assert {len(each) for each in row.seconds.values()} <= {2}
+    assert (tmp_path / "paged.png").stat().st_size > 10_000
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(str(case) in page for case in all_cases())
     assert "A quick run" in page
+    assert "stores around the cache" in page
 
 
 def test_a_run_without_nixl_says_why(monkeypatch):

@@ -37,7 +37,7 @@ def test_the_page_has_the_ratios_and_every_wrong_answer():
 
 
 def test_only_engines_that_lend_tell_what_they_have(tmp_path):
-    plain, lending = (cluster_config(tmp_path, lends=lends) for lends in (False, True))
+    plain, lending = (cluster_config(tmp_path, name) for name in ("plain", "lending"))
     assert {engine.kv_events for engine in plain.engines} == {None}
     assert all(engine.kv_events.replay_endpoint for engine in lending.engines)
     roles = [engine.kv_transfer_config["kv_role"] for engine in plain.engines]

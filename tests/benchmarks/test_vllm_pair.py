@@ -11,12 +11,13 @@ from benchmarks.machine import describe_machine
 from benchmarks.vllm_pair import shapes
 from benchmarks.vllm_pair.cases import GROUPS, Case
 from benchmarks.vllm_pair.report import PairResults, markdown, missed, write
-from benchmarks.vllm_pair.rounds import Contender, Sample, compare
+from benchmarks.vllm_pair.rounds import AT_ONCE, Contender, Sample, compare
 from benchmarks.vllm_pair.shapes import Verdict
 from benchmarks.vllm_servers.client import Choice, Completion
 from benchmarks.vllm_servers.connectors import KVFerry, Nixl
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.pair import Shape, pair_options
+from kvferry.control.timeline import Stretch
 
 CASE = Case(1000, 8)
 
@@ -82,6 +83,45 @@ def test_the_results_are_written_and_read_back(tmp_path):
     write(results, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"VLLM.md", "vllm.json", "vllm.png"}
     assert msgspec.json.decode((tmp_path / "vllm.json").read_bytes(), type=PairResults) == results
+
+
+def handed_over(answer: float, read: float, step: float) -> Sample:
+    parts = {"answer and router": answer, "read": read, "first token": step}
+    stretches = tuple(Stretch(name, "whose", seconds) for name, seconds in parts.items())
+    return Sample(transfer=read, handover=1.0, cpu=1.0, stretches=stretches)
+
+
+def test_the_hand_over_is_shown_stretch_by_stretch_and_judged_without_transfer_and_step():
+    rounds = [(0.009, 0.5, 0.6), (0.012, 0.7, 0.8), (0.030, 0.9, 0.1)]
+    ours = Contender(name="kvferry", samples=tuple(handed_over(*each) for each in rounds), wrong=0)
+    theirs = contender("nixl", 2.0, 2.0, 2.0)
+
+    alone = results_of([compare("one host", Case(256, 1), ours, theirs)])
+    crowd = results_of([compare("one host", Case(256, 8), ours, theirs)])
+
+    page = markdown(alone)
+    for line in (
+        "| answer and router | whose | 12.0 |",
+        "| read | whose | 700.0 |",
+        "| first token | whose | 600.0 |",
+        "| the rest |  | 12.0 |",
+    ):
+        assert line in page, page
+    assert any("12.0 ms of it are neither" in line for line in missed(alone))
+    assert not any("are neither" in line for line in missed(crowd))
+
+
+def test_requests_in_turn_and_at_once_have_rows_of_their_own():
+    theirs = contender("nixl", 2.0)
+    rows = [
+        compare("one host", Case(256, 1), contender(name, 1.0), theirs)
+        for name in ("kvferry", f"kvferry{AT_ONCE}")
+    ]
+    assert [row.name for row in rows] == [
+        "one host, 256 tokens, 1 at a time",
+        "one host, 256 tokens, 1 at a time, at once",
+    ]
+    assert all(f"| {row.name} |" in markdown(results_of(rows)) for row in rows)
 
 
 @pytest.mark.parametrize("connector", [KVFerry(), Nixl(), Nixl("nixl tcp", "tcp")])

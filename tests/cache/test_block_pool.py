@@ -92,6 +92,20 @@ def test_hit_leaves_the_free_list_from_any_place(name):
     assert block.ref_cnt == 1
 
 
+def test_hits_without_end_neither_change_the_order_of_reuse_nor_make_the_pool_grow():
+    pool = BlockPool(5)
+    a, b, c, d = take_cached(pool, "abcd")
+    pool.free_blocks([a, b, c, d])
+    for _ in range(50):
+        pool.touch([b])
+        pool.free_blocks([b])
+    assert pool.get_free_block_ids() == [1, 3, 4, 2]
+    assert pool.get_num_free_blocks() == 4
+    assert len(pool._hashed) < 10
+    assert [pool.get_new_blocks(1) for _ in range(4)] == [[a], [c], [d], [b]]
+    assert pool.get_num_free_blocks() == 0
+
+
 def test_block_is_free_only_after_its_last_reference():
     pool = BlockPool(3)
     (block,) = take_cached(pool, "a")

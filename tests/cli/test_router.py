@@ -16,10 +16,11 @@ from kvferry.errors import KVFerryError
 COMMAND = [sys.executable, "-m", "kvferry.cli", "router"]
 
 
-def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_it_serves_until_ctrl_c_and_says_which_servers_are_down(workers):
     urls = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9/v1/"]
     with subprocess.Popen(
-        [*COMMAND, *urls, "--port", "0"], stdout=subprocess.PIPE, text=True
+        [*COMMAND, *urls, "--port", "0", "--workers", workers], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
@@ -49,9 +50,10 @@ def test_it_serves_until_ctrl_c_and_says_which_servers_are_down():
         (["--prefill", "http://a", "--control", "a:1", "--control", "b:1"], "2 control channels"),
         (["--prefill", "http://a", "--control", "14579"], "'14579' is not host:port"),
         (["--all-addresses", "--prefill", "http://a", "--control", "a:1"], "several servers"),
-        (["--at-once"], "give --tokenizer"),
+        (["--at-once", "auto"], "give --tokenizer"),
+        (["--workers", "65"], "less than or equal to 64"),
         (["--cluster-key-file", "missing.key"], "give --at-once"),
-        (["--at-once", "--tokenizer", ".", "--cluster-key-file", "missing.key"], "cannot be read"),
+        (["--at-once=auto", "--tokenizer=.", "--cluster-key-file=missing.key"], "cannot be read"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):

@@ -62,6 +62,41 @@ def test_trace_shows_both_engines_on_one_axis(kvferry, engines):
     assert bars["d9 answer"].endswith("→")
 
 
+def test_trace_says_what_the_time_from_prefill_to_the_first_token_went_to(kvferry, engines):
+    source, target = engines
+    remembers(source, part("prefill", 100.0, 0.5), request_id="cmpl-1-at-p")
+    parts = [part("lease", 100.6, 0.1), part("load", 100.7, 0.2), part("first token", 100.9, 0.6)]
+    remembers(target, *parts, peer="p7", peer_request_id="cmpl-1-at-p")
+
+    outcome = kvferry("trace", "cmpl-1", source.port, target.port)
+    as_json = kvferry("trace", "cmpl-1", source.port, target.port, "--json")
+
+    lines = outcome.out.split("from the end of prefill to the first token")[1].splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert cells == [
+        ["answer and router", "prefill engine, router", "100.0", "10%"],
+        ["lease", "kvferry", "100.0", "10%"],
+        ["report", "decode engine", "200.0", "20%"],
+        ["first token", "decode engine", "600.0", "60%"],
+        ["all of it", "", "1000.0", ""],
+    ]
+    names = [stretch["name"] for stretch in json.loads(as_json.out)["handover"]]
+    assert names == ["answer and router", "lease", "report", "first token"]
+
+
+def test_the_rate_of_a_read_leaves_out_what_it_waited_for_its_source(kvferry, engines):
+    source, target = engines
+    remembers(source, part("prefill", 100.0, 0.5))
+    read = part("read", 100.0, 5.0, rank=1, nbytes=500_000_000, moving=0.25)
+    remembers(target, read)
+
+    outcome = kvferry("trace", "cmpl-1", source.port, target.port)
+
+    (row,) = [line for line in outcome.out.splitlines() if "476.8 MiB" in line]
+    assert "5000.0" in row
+    assert "2.00" in row
+
+
 def test_trace_finds_the_source_by_what_the_target_says(kvferry, engines):
     source, target = engines
     remembers(source, part("prefill", 100.0, 0.5), request_id="cmpl-1-at-p")

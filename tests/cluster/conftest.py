@@ -89,6 +89,8 @@ class FakeEngine:
     """Tokens that it lends of its cache to who asks for nothing else."""
     params: dict[str, Any] | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    routed: list[Any] = field(default_factory=list)
+    """How long the router says that a ticket lay with it; taken out of the bodies."""
     ids: list[str] = field(default_factory=list)
     traceparents: list[str] = field(default_factory=list)
     taken_back: list[dict[str, Any]] = field(default_factory=list)
@@ -156,6 +158,7 @@ class FakeEngine:
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
+        self.routed.append((body.get("kv_transfer_params") or {}).pop("router_s", None))
         self.bodies.append(body)
         self.ids.append(request.headers["x-request-id"])
         self.traceparents.append(request.headers.get("traceparent", ""))

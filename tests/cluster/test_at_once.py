@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -13,9 +14,10 @@ import torch
 
 from kvferry.cluster.engines import Engine, EngineDownError, Reply
 from kvferry.cluster.launcher import Cluster
-from kvferry.cluster.members import EnginePool
+from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.cluster.openai import ApiError, parse_completion
-from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest, _StartAgainError
+from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
+from kvferry.cluster.tries import StartAgainError
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.control.client import fetch_status
 from kvferry.control.tickets import read_transfer
@@ -37,7 +39,7 @@ def at_once(make_setup):
     """Makes a router that may send both at once; engines say whether they know how."""
 
     def make(prefill=1, decode=1, *, knows=("prefill", "decode"), **settings):
-        settings = {"at_once": True, "cluster_key": KEY} | settings
+        settings = {"at_once": "always", "cluster_key": KEY} | settings
         setup = make_setup(prefill, decode, **settings)
         for engine in setup.engines:
             role = "kv_producer" if engine.role == "prefill" else "kv_consumer"
@@ -92,7 +94,7 @@ def test_engines_that_do_not_know_how_get_it_in_turn(at_once, knows):
 
 
 def test_without_the_setting_they_get_it_in_turn(at_once):
-    setup = at_once(at_once=False)
+    setup = at_once(at_once="never")
     assert text_of(setup.complete(max_tokens=5)) == "Hello"
     assert "ticket" in setup.decode[0].bodies[0]["kv_transfer_params"]
 
@@ -155,16 +157,19 @@ def test_where_the_decode_engine_draws_another_first_token_all_goes_on_from_the_
     assert "ticket" in decode.bodies[1]["kv_transfer_params"]  # in turn
 
 
-def test_where_each_draws_what_it_likes_the_decode_engine_draws_all(at_once, clients):
+def test_where_each_would_draw_what_it_likes_both_are_given_a_seed(at_once, clients):
     setup = at_once()
     (prefill,), (decode,) = setup.prefill, setup.decode
-    decode.hang = True
-    decode._draw = lambda _body: (list(b"Jello"), "length")
-    answer = clients.submit(setup.complete, max_tokens=5, temperature=1.0)
-    until(lambda: prefill.bodies and decode.bodies)
-    decode.release.set()
-    assert text_of(answer.result(WAIT_S)) == "Jello"
-    assert len(prefill.bodies) == len(decode.bodies) == 1
+    for _ in range(2):
+        decode.release.clear()
+        decode.hang = True
+        answer = clients.submit(setup.complete, max_tokens=5, temperature=1.0, n=2)
+        until(lambda: len(prefill.bodies) == len(decode.bodies) > 1)
+        decode.release.set()
+        assert answer.result(WAIT_S).status_code == 200
+    seeds = [sorted(body["seed"] for body in engine.bodies) for engine in (prefill, decode)]
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 4, "no two samples share one"
 
 
 def name_channels(setup, *engines):
@@ -179,7 +184,7 @@ def name_channels(setup, *engines):
 
 
 def test_of_foreign_engines_the_decode_engine_draws_all(make_setup, clients):
-    setup = make_setup(at_once=True, cluster_key=KEY)
+    setup = make_setup(at_once="always", cluster_key=KEY)
     (prefill,), (decode,) = setup.prefill, setup.decode
     name_channels(setup, prefill, decode)
     decode.hang = True
@@ -194,7 +199,7 @@ def test_of_foreign_engines_the_decode_engine_draws_all(make_setup, clients):
 
 @pytest.mark.parametrize("named", ["prefill", "decode"])
 def test_foreign_engines_of_which_one_has_no_known_channel_get_it_in_turn(make_setup, named):
-    setup = make_setup(at_once=True, cluster_key=KEY)
+    setup = make_setup(at_once="always", cluster_key=KEY)
     name_channels(setup, *getattr(setup, named))
     assert text_of(setup.complete(max_tokens=5)) == "Hello"
     assert "transfer" not in setup.decode[0].bodies[0]["kv_transfer_params"]
@@ -254,6 +259,7 @@ class PlayedEngine(Engine):
         super().__init__(name, f"http://{name}", "decode", None, control=CONTROL)
         self.healthy = self.at_once = self.is_ours = True
         self.says, self.gate, self.is_asked = says, asyncio.Event(), False
+        self.taken_back = []
 
     async def complete(self, body, request_id, span):
         self.is_asked = True
@@ -267,7 +273,7 @@ class PlayedEngine(Engine):
         await asyncio.Event().wait()
 
     def take_back(self, kv_transfer_params, request_id):
-        pass
+        self.taken_back.append(kv_transfer_params)
 
 
 def one_token(finish_reason):
@@ -275,10 +281,134 @@ def one_token(finish_reason):
     return msgspec.convert({"choices": [choice]}, Reply)
 
 
+def pools_of(*engines):
+    roles = ("prefill", "decode")
+    return [
+        EnginePool(role, 60.0, engines=[engine])
+        for role, engine in zip(roles, engines, strict=True)
+    ]
+
+
+def request_of(prompt):
+    generation = parse_completion({"prompt": prompt, "max_tokens": 5, "temperature": 0})
+    return TokenRequest(
+        request_id="r",
+        died=set(),
+        span=RequestSpan(None, "request", ""),
+        prompt=tuple(prompt),
+        sampling=generation.sampling,
+        generation=generation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "computing_s", "moving_s", "is_right"),
+    [
+        (512, 0.011, 0.011, True),
+        (511, 0.1, 0.1, False),  # it is computed in one step
+        (600, 0.1, 0.009, False),  # it moves fast
+        (600, 0.009, 0.1, False),  # hardly any of it moves meanwhile
+    ],
+)
+def test_auto_has_both_work_where_much_moves_while_it_is_computed(
+    tokens, computing_s, moving_s, is_right
+):
+    engines = [PlayedEngine(name, None) for name in ("prefill", "decode")]
+    for work, seconds in (
+        (engines[0].pace.computing, computing_s),
+        (engines[1].pace.moving, moving_s),
+    ):
+        for count in (100, tokens):  # what the shortest prompt takes does not count
+            work.line.note(count, 1.0 + count * seconds / tokens)
+    pair = PrefillDecode(*pools_of(*engines), at_once="auto")._pair(request_of([1] * tokens))
+    assert (asyncio.run(pair) is not None) == is_right
+
+
 FAILURES = {
     "prefill": EngineDownError("prefill", "it went away", reached=True),
     "decode": ApiError(500, "it has failed"),
 }
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_loan_is_given_back_where_the_engines_that_were_chosen_cannot_be_had(leaves):
+    """The decode engine is slow, and looked at again; it has gone, or the client goes meanwhile."""
+
+    async def play():
+        loan = {"do_remote_prefill": True, "remote_num_tokens": 64, "ticket": "loan"}
+        lender = PlayedEngine("lender", Reply(kv_transfer_params=loan))
+        lender.gate.set()
+        prefill, decode = (PlayedEngine(name, None) for name in ("prefill", "decode"))
+        decode.healthy, decode.is_slow = False, True
+
+        async def probe():
+            if leaves:
+                await asyncio.Event().wait()
+            decode.down("it has gone", reached=True)
+
+        decode.probe = probe
+        begin = SimpleNamespace(lender=lender, cached=0, borrowed=64)
+        route = SimpleNamespace(begin=begin, prefill=prefill, decode=decode, held=0)
+        chooser = SimpleNamespace(choose=lambda *_, **__: route, borrowed=lambda *_: None)
+        ways = PrefillDecode(*pools_of(prefill, decode), chooser, at_once="always")
+        answer = asyncio.create_task(anext(ways.run(request_of([1] * 100), 60.0)))
+        if leaves:
+            await asyncio.sleep(0.05)
+            answer.cancel()
+        with pytest.raises(asyncio.CancelledError if leaves else NoEngineError):
+            await answer
+        assert lender.taken_back == [loan]
+        await decode.aclose()
+
+    asyncio.run(play())
+
+
+def test_an_engine_that_comes_back_in_place_of_the_chosen_one_need_not_know_how():
+    async def play():
+        slow, foreign, decode = (PlayedEngine(name, None) for name in ("a", "b", "d"))
+        slow.healthy, slow.is_slow = False, True
+        foreign.healthy = foreign.at_once = foreign.is_ours = False
+        foreign.last_error = "it was down"
+
+        async def probe():
+            foreign.up()
+
+        foreign.probe, slow.probe = probe, asyncio.Event().wait
+        prefills, decodes = pools_of(slow, decode)
+        prefills.engines.append(foreign)
+        ways = PrefillDecode(prefills, decodes, at_once="always")
+        assert await ways._pair(request_of([1] * 100)) is None
+        assert foreign.healthy
+        await slow.aclose()
+
+    asyncio.run(play())
+
+
+def test_a_client_that_goes_away_while_engines_are_told_to_end_leaves_nothing_lent():
+    async def play():
+        says = {"prefill": None, "decode": ApiError(400, "it refuses")}
+        prefill, decode = (PlayedEngine(name, said) for name, said in says.items())
+        decode.gate.set()
+        ending = asyncio.Event()
+
+        async def complete(*_):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await asyncio.sleep(0.01)
+
+        prefill.complete = complete
+        ways = PrefillDecode(*pools_of(prefill, decode), at_once="always")
+        answer = asyncio.create_task(anext(ways._both(request_of([1, 2]), prefill, decode, None)))
+        await asyncio.wait_for(ending.wait(), WAIT_S)
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        (lent,) = prefill.taken_back
+        assert "transfer" in lent
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("fails", FAILURES)
@@ -289,18 +419,8 @@ def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
         says = {"prefill": one_token("length"), "decode": one_token(None)}
         says[fails] = FAILURES[fails]
         prefill, decode = both = [PlayedEngine(name, said) for name, said in says.items()]
-        pools = [EnginePool("prefill", 60.0, engines=[prefill])]
-        pools.append(EnginePool("decode", 60.0, engines=[decode]))
-        generation = parse_completion({"prompt": [1, 2], "max_tokens": 5, "temperature": 0})
-        request = TokenRequest(
-            request_id="r",
-            died=set(),
-            span=RequestSpan(None, "request", ""),
-            prompt=(1, 2),
-            sampling=generation.sampling,
-            generation=generation,
-        )
-        replies = PrefillDecode(*pools, at_once=True)._both(request, prefill, decode, None)
+        request, ways = request_of([1, 2]), PrefillDecode(*pools_of(*both), at_once="always")
+        replies = ways._both(request, prefill, decode, None)
         told = []
 
         async def consume():
@@ -312,7 +432,7 @@ def test_a_token_that_is_drawn_beside_an_error_reaches_the_client(fails):
             await asyncio.sleep(0)
         for engine in sorted(both, key=lambda engine: engine.name != fails):
             engine.gate.set()  # it speaks before anybody has heard the other
-        with pytest.raises((ApiError, _StartAgainError)):
+        with pytest.raises((ApiError, StartAgainError)):
             await client
         return told, request.drawn
 
@@ -352,7 +472,7 @@ def cluster(tmp_path_factory, request):
             "model": {"source": "tiny", "dtype": "float64"},
             "prefill": [engine("p0", "kv_producer", block_size=16, tp=2)],
             "decode": [engine("d0", "kv_consumer", request.param, block_size=24, layout="HND")],
-            "router": {"port": 0, "at_once": True},
+            "router": {"port": 0, "at_once": "always"},
         }
     )
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,7 +19,7 @@ from kvferry.cluster.prefixes import Prompt, SentPrompts
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.errors import ConfigError
-from tests.load import until
+from tests.load import WAIT_S, until
 
 PROMPT = "a prompt of forty-two characters, to route"
 TOKENS = list(PROMPT.encode())
@@ -70,10 +71,10 @@ def test_what_is_under_way_is_waited_for():
         assert own == alone
         assert queue > 0
         done(50)
-        assert work.under_way == 0
+        assert work.count.total == 0
     with pytest.raises(RuntimeError), work.doing(50):
         raise RuntimeError
-    assert work.under_way == 0
+    assert work.count.total == 0
 
 
 def test_engine_that_was_not_measured_is_taken_to_be_like_the_others(monkeypatch):
@@ -170,14 +171,14 @@ def test_engine_without_a_beginning_computes_nothing_directly():
 
 def test_busy_engine_is_left_once_its_queue_costs_more_than_the_prompt():
     def make_busy(members):
-        members["p1"].pace.computing.under_way = 10_000
+        members["p1"].pace.computing.count.add(10_000)
 
     assert choose({"p1": 900}, change=make_busy) == ("p0", "d0")
 
 
 def test_session_leaves_a_decode_engine_that_answers_many():
     def make_busy(members):
-        members["d1"].outstanding = 100
+        members["d1"].pace.requests.add(100)
 
     assert choose({"d1": 600, "p0": 600}, change=make_busy) == ("p0", "d0")
 
@@ -235,7 +236,7 @@ def test_only_what_the_borrower_has_not_is_moved():
 def test_busy_prefill_engine_lends_what_it_has_to_a_decode_engine():
     def make_busy(members):
         for name in ("p0", "p1"):
-            members[name].pace.computing.under_way = 10_000
+            members[name].pace.computing.count.add(10_000)
 
     route = route_of({"p1": 900}, change=make_busy)
     assert (route.prefill, route.begin.lender.name, route.begin.computed) == (None, "p1", 100)
@@ -571,6 +572,23 @@ def test_loan_of_a_prefill_engine_that_is_down_is_given_back(lending):
     assert "ticket" not in asked(lending.prefill[1])[0]
     until(lambda: lending.decode[0].taken_back)
     assert lending.decode[0].taken_back == [LOAN]
+
+
+def test_loan_is_the_decode_engines_where_no_prefill_engine_is_left_to_use_it(lending):
+    lender = lending.decode[0]
+    lender.hang = True
+    with ThreadPoolExecutor(1) as clients:
+        answer = clients.submit(ask, lending)
+        until(lambda: lender.bodies)
+        for fake in lending.prefill:
+            fake.healthy = False
+        until(lambda: lending.client.get("/health").json()["status"] == "decode_only")
+        lender.release.set()
+        answer.result(WAIT_S)
+    lent, loaded = lender.bodies
+    assert lent["kv_transfer_params"]["only_cached"]
+    assert loaded["kv_transfer_params"] == LOAN
+    assert lender.taken_back == []
 
 
 def test_foreign_engines_lend_and_borrow_where_an_operator_says_so(make_setup, publish):

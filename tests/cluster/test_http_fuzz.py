@@ -29,8 +29,8 @@ from kvferry.cluster import connections, engine_server, web
 from kvferry.cluster.connections import Connections
 from kvferry.cluster.engine_server import EngineServer
 from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.prefill_decode import REMOTE_DECODE
 from kvferry.cluster.router import Router
+from kvferry.cluster.tries import REMOTE_DECODE
 from kvferry.config import KVTransferConfig
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import SamplingParams
@@ -96,36 +96,40 @@ class Member:
         return not busy and stats.free_blocks == stats.usable_blocks
 
 
-class Inside(httpx.AsyncBaseTransport):
-    """Takes the router's requests to the engines without a socket."""
+class Inside:
+    """Takes the router's requests to the engines without a socket, as a client's session would."""
 
     def __init__(self, apps):
         self._apps = apps
         self.unread = []
         """Answers that were on their way when the router gave their request up."""
 
-    async def handle_async_request(self, request):
+    async def request(self, method, url, *, headers, data, **_):
         gone = asyncio.Event()
-        answer = asyncio.create_task(self._ask(request, gone))
+        answer = asyncio.create_task(self._ask(method, url, headers, data or b"", gone))
         try:
             status, headers, body = await asyncio.shield(answer)
         except asyncio.CancelledError:
             gone.set()
             answer.add_done_callback(lambda task: self.unread.append(task.result()[2]))
             raise
-        return httpx.Response(status, headers=headers, content=body)
+        return WholeAnswer(status, headers, body)
 
-    async def _ask(self, request, gone):
+    async def close(self):
+        pass
+
+    async def _ask(self, method, url, headers, content, gone):
+        url = httpx.URL(url)
         scope = {
             "type": "http",
-            "method": request.method,
-            "path": request.url.path,
-            "raw_path": request.url.raw_path,
+            "method": method,
+            "path": url.path,
+            "raw_path": url.raw_path,
             "query_string": b"",
-            "headers": [(name.lower(), value) for name, value in request.headers.raw],
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
             "root_path": "",
         }
-        asked = [{"type": "http.request", "body": await request.aread(), "more_body": False}]
+        asked = [{"type": "http.request", "body": content, "more_body": False}]
         sent = []
 
         async def receive():
@@ -137,9 +141,35 @@ class Inside(httpx.AsyncBaseTransport):
             if not gone.is_set():
                 sent.append(message)
 
-        await self._apps[request.url.host](scope, receive, send)
+        await self._apps[url.host](scope, receive, send)
         body = b"".join(part.get("body", b"") for part in sent)
         return (sent[0]["status"], sent[0]["headers"], body) if sent else (499, [], b"")
+
+
+class WholeAnswer:
+    """What a session gives, as far as the router looks at it."""
+
+    connection = None
+    """It has nothing more to bring."""
+
+    def __init__(self, status, headers, body):
+        self.status, self._body = status, body
+        self.headers = {name.decode(): value.decode() for name, value in headers}
+        self.content = self
+
+    async def read(self):
+        return self._body
+
+    async def readany(self):
+        body, self._body = self._body, b""
+        return body
+
+    async def iter_any(self):
+        if self._body:
+            yield self._body
+
+    def close(self):
+        pass
 
 
 class Pair:
@@ -158,8 +188,7 @@ class Pair:
         )
         self.router = Router(settings, codec)
         self.inside = inside = Inside({"p": self.prefill.app, "d": self.decode.app})
-        self.router._client._kept = httpx.AsyncClient(transport=inside, timeout=None)
-        self.router._client._new = httpx.AsyncClient(transport=inside, timeout=None)
+        self.router._client._kept = self.router._client._new = inside
 
     @property
     def members(self):

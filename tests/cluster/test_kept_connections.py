@@ -1,21 +1,28 @@
 """Servers that close a kept connection at the moment at which the next request comes over it."""
 
 import asyncio
+import socket
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import aiohttp
 import httpx
 import msgspec
 import pytest
 
+from kvferry.cluster import engine_client, web
+from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.engine_client import EngineClient
 from kvferry.cluster.engines import EngineDownError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
+from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
 from kvferry.control.tracing import RequestSpan
 from tests.cluster.conftest import WAIT_S
 
-ANSWER = {"choices": [{"text": "yes"}]}
+ANSWER = {"choices": [{"text": "yes", "token_ids": [70], "finish_reason": "length"}]}
 
 
 @dataclass
@@ -25,24 +32,35 @@ class Server:
     name: str
     answers: int = 1
     """Requests that it answers per connection."""
+    is_mortal: bool = False
+    """Whether it dies of the first POST that it does not answer."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Of the POSTs that it answered."""
     ids: list[str] = field(default_factory=list)
     lost: int = 0
     """POSTs that it closed the connection on."""
     port: int = 0
+    _listening: asyncio.Server | None = None
+
+    @property
+    def prompts(self) -> list[dict[str, Any]]:
+        """The completions that it answered."""
+        return [body for body in self.bodies if "prompt" in body]
 
     async def start(self) -> asyncio.Server:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.port = server.sockets[0].getsockname()[1]
-        return server
+        self._listening = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self.port = self._listening.sockets[0].getsockname()[1]
+        return self._listening
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             for _ in range(self.answers):
                 await self._answer(*await _request(reader), writer)
             path, _, _ = await _request(reader)
-            self.lost += path.endswith("completions")
+            if path.endswith("completions"):
+                self.lost += 1
+                if self.is_mortal and self._listening is not None:
+                    self._listening.close()
         except asyncio.IncompleteReadError:
             pass  # the router closed it
         finally:
@@ -52,15 +70,17 @@ class Server:
         self, path: str, request_id: str, content: bytes, writer: asyncio.StreamWriter
     ) -> None:
         reply: Any = ANSWER
+        is_stream = False
         if path == "/v1/models":
             reply = {"data": [{"id": "big", "max_model_len": 512}]}
         elif content:
             body = msgspec.json.decode(content)
             self.bodies.append(body)
             self.ids.append(request_id)
+            is_stream = body.get("stream", False)
             if body.get("kv_transfer_params", {}).get("do_remote_decode"):
-                reply = {"kv_transfer_params": {"ticket": len(self.bodies)}}
-        text = msgspec.json.encode(reply)
+                reply = {**ANSWER, "kv_transfer_params": {"ticket": len(self.prompts)}}
+        text = web.sse_event(reply) + web.SSE_DONE if is_stream else msgspec.json.encode(reply)
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(text), text))
         await writer.drain()
 
@@ -80,10 +100,9 @@ def run(
     talk: Callable[[Router, Ask], Awaitable[None]],
     prefill: Server,
     decode: Server,
-    *,
-    kept: bool = True,
+    codec: TextCodec | None = None,
 ) -> None:
-    """A conversation with a router in front of the two; it keeps a connection to each, or none."""
+    """A conversation with a router in front of the two, which keeps a connection to each."""
 
     async def main() -> None:
         listening = [await prefill.start(), await decode.start()]
@@ -91,7 +110,7 @@ def run(
             EngineAddress(name=server.name, role=role, url=f"http://127.0.0.1:{server.port}")
             for role, server in (("prefill", prefill), ("decode", decode))
         )
-        router = Router(RouterSettings(engines=addresses, foreign=True, decode_only="never"), None)
+        router = Router(RouterSettings(engines=addresses, foreign=True, decode_only="never"), codec)
         transport = httpx.ASGITransport(router.app())
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
 
@@ -100,8 +119,7 @@ def run(
 
             for engine in router.members:
                 await engine.probe()  # two requests: the second one ends the connection
-                if kept:
-                    await engine.probe()
+                await engine.probe()
             await talk(router, ask)
         await router._client.aclose()
         for server in listening:
@@ -123,11 +141,11 @@ def test_requests_and_probes_on_connections_that_were_just_closed_succeed() -> N
     run(talk, prefill, decode)
 
     assert prefill.lost > 0, "no request came over a kept connection"
-    assert len(prefill.bodies) == 3
+    assert len(prefill.prompts) == 4  # one for a ticket that may have been used
 
 
 def test_a_request_that_is_sent_again_has_an_id_of_its_own() -> None:
-    prefill, decode = Server("p"), Server("d")
+    prefill, decode = Server("p"), Server("d", answers=9)
 
     async def talk(_: Router, ask: Ask) -> None:
         await ask()
@@ -138,19 +156,118 @@ def test_a_request_that_is_sent_again_has_an_id_of_its_own() -> None:
     assert prefill.ids == [f"{decode.ids[0]}-again"]
 
 
-def test_a_ticket_never_goes_over_a_kept_connection() -> None:
-    """It may have been used when the connection broke, and serves one request."""
+@pytest.mark.parametrize("takes_apart", [False, True])
+def test_a_ticket_that_may_have_been_used_is_not_brought_again(
+    takes_apart: bool, codec: TextCodec
+) -> None:
+    """It serves one request: the prompt is computed anew, and the engine is not to blame."""
     prefill, decode = Server("p"), Server("d")
 
-    async def talk(_: Router, ask: Ask) -> None:
+    async def talk(router: Router, ask: Ask) -> None:
         for _ in range(3):
-            await ask()
+            response = await ask(**({"max_tokens": 3} if takes_apart else {}))
+            assert response.status_code == 200
+            assert response.json()["choices"][0]["finish_reason"] == "length"
+            (engine,) = router.members.decode.engines
+            assert engine.healthy
+
+    run(talk, prefill, decode, codec if takes_apart else None)
+
+    # After the first one its tickets go over new connections.
+    assert decode.lost == 1
+    tickets = [body["kv_transfer_params"]["ticket"] for body in decode.prompts]
+    assert tickets == [2, 3, 4]
+
+
+def test_a_transfer_that_may_have_been_heard_of_is_not_sent_again() -> None:
+    """It stands for one computation: the end of one would deny it to the other."""
+    prefill, decode = Server("p"), Server("d")
+
+    async def talk(router: Router, _: Ask) -> None:
+        params = {"do_remote_decode": True, "transfer": "t"}
+        body = {"prompt": [1], "kv_transfer_params": params}
+        (engine,) = router.members.prefill.engines
+        with pytest.raises(EngineDownError) as raised:
+            await engine.complete(body, "r", RequestSpan(None, "request", ""))
+        assert raised.value.is_well
 
     run(talk, prefill, decode)
 
-    assert decode.lost == 0
-    tickets = [body["kv_transfer_params"]["ticket"] for body in decode.bodies]
-    assert tickets == [1, 2, 3]
+    assert (prefill.lost, prefill.prompts) == (1, [])
+
+
+@pytest.mark.parametrize("takes_apart", [False, True])
+def test_tickets_go_over_kept_connections(takes_apart: bool, codec: TextCodec) -> None:
+    prefill, decode = Server("p", answers=99), Server("d", answers=99)
+    connected = 0
+
+    async def talk(router: Router, ask: Ask) -> None:
+        nonlocal connected
+        make = decode._connected
+
+        async def connects(*streams: Any) -> None:
+            nonlocal connected
+            connected += 1
+            await make(*streams)
+
+        decode._connected = connects  # type: ignore[method-assign]
+        for _ in range(5):
+            await ask(**({"max_tokens": 3} if takes_apart else {}))
+            await asyncio.sleep(0.05)  # what is left of a stream is read meanwhile
+
+    run(talk, prefill, decode, codec if takes_apart else None)
+
+    assert [body["kv_transfer_params"]["ticket"] for body in decode.prompts] == [1, 2, 3, 4, 5]
+    assert connected == 0
+
+
+def test_an_engine_that_dies_of_a_ticket_on_a_kept_connection_is_to_blame() -> None:
+    prefill, decode = Server("p"), Server("d", is_mortal=True)
+
+    async def talk(router: Router, ask: Ask) -> None:
+        response = await ask()
+        assert response.status_code == 503
+        assert not router.members.decode.engines[0].healthy
+
+    run(talk, prefill, decode)
+
+    assert decode.lost == 1
+    assert not decode.prompts
+
+
+def test_a_connection_that_was_closed_while_the_event_loop_looked_elsewhere_carries_nothing() -> (
+    None
+):
+    """Though it must come once, it is sent again: nothing of it was sent before."""
+    closed = threading.Event()
+    heard = []
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                heard.append(connection.recv(65536))
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            closed.set()
+
+    async def main(url: str) -> None:
+        client = EngineClient({})
+        for number in range(2):
+            response = await client.post(url, {"number": number}, f"r{number}", once=True)
+            assert await response.read() == b"{}"
+            closed.wait(WAIT_S)  # the event loop stands still
+        await client.aclose()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,), daemon=True)
+        server.start()
+        asyncio.run(main(f"http://127.0.0.1:{listener.getsockname()[1]}/"))
+        server.join(WAIT_S)
+
+    assert [request.rpartition(b"\r\n")[2] for request in heard] == [
+        b'{"number":0}',
+        b'{"number":1}',
+    ]
 
 
 def test_a_decode_request_without_a_ticket_is_sent_again() -> None:
@@ -165,8 +282,12 @@ def test_a_decode_request_without_a_ticket_is_sent_again() -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_server_that_closes_new_connections_too_has_failed(kept: bool) -> None:
+def test_a_server_that_closes_new_connections_too_has_failed(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = Server("p"), Server("d")
+    if not kept:
+        monkeypatch.setattr(engine_client, "KEPT_S", 0.0)
 
     async def talk(router: Router, ask: Ask) -> None:
         prefill.answers = 0
@@ -174,7 +295,7 @@ def test_a_server_that_closes_new_connections_too_has_failed(kept: bool) -> None
         assert response.status_code == 503
         assert not router.members.prefill.engines[0].healthy
 
-    run(talk, prefill, decode, kept=kept)
+    run(talk, prefill, decode)
 
     assert prefill.lost == (2 if kept else 1), "sent once too often, or not often enough"
 
@@ -184,11 +305,11 @@ def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
 ) -> None:
     prefill, decode = Server("p"), Server("d")
 
-    async def refuse(*_args: object, **_kwargs: object) -> httpx.Response:
-        raise httpx.ConnectError("refused")
+    async def refuse(*_args: object, **_kwargs: object) -> None:
+        raise aiohttp.ClientConnectorError(None, OSError("refused"))  # type: ignore[arg-type]
 
     async def talk(router: Router, _: Ask) -> None:
-        monkeypatch.setattr(router._client._new, "send", refuse)  # its port is closed by now
+        monkeypatch.setattr(router._client._new, "request", refuse)  # its port is closed by now
         span = RequestSpan(None, "request", "")
         with pytest.raises(EngineDownError) as raised:
             await router.members.prefill.engines[0].complete({"prompt": [1]}, "r", span)
@@ -197,3 +318,13 @@ def test_a_server_that_died_of_a_request_on_a_kept_connection_may_have_seen_it(
     run(talk, prefill, decode)
 
     assert prefill.lost == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_a_server_answers_never_waits_for_an_acknowledgement(host: str) -> None:
+    """Head and body are sent one after the other."""
+    with listen(host, 0, "router") as listener:
+        with socket.create_connection(listener.getsockname()[:2]):
+            accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -56,7 +56,7 @@ CONFIG = ClusterConfig.from_mapping(
         "model": {"source": "tiny", "dtype": "float64"},
         "prefill": [engine("prefill", number) for number in range(2)],
         "decode": [engine("decode", number) for number in range(2)],
-        "router": {"port": 0, "decode_only": "never", "at_once": True},
+        "router": {"port": 0, "decode_only": "never", "at_once": "always"},
     }
 )
 

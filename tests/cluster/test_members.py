@@ -8,10 +8,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import msgspec
 import pytest
 
 from kvferry.cluster import engine_client, engines, members
-from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.engine_client import Answer, EngineClient
 from kvferry.cluster.engines import Engine
 from kvferry.cluster.lists import engines_behind, engines_in
 from kvferry.cluster.members import EnginePool, Members, NoEngineError
@@ -140,7 +141,7 @@ def test_a_lender_is_drained_when_a_client_went_away_before_its_kv_was_fetched(s
     leave(setup.client, lambda: borrower.bodies, prompt="Hi", max_tokens=5, temperature=0)
     assert borrower.aborted.wait(WAIT_S)
     until(lambda: told(setup, lender.name, "prefill")["lent"] == 0)
-    assert lender.taken_back
+    until(lambda: lender.taken_back)
 
 
 def test_an_engine_that_says_that_it_drains_is_left_alone_and_not_taken_for_dead(make_setup):
@@ -338,7 +339,7 @@ def test_bad_requests_to_change_the_engines_are_named(setup, method, path, body,
 def test_an_engine_whose_name_no_resolver_takes_is_down_and_says_why(setup):
     put(setup, "decode", "d9", "http://xn--\u00fc:80")
     until(lambda: told(setup, "d9")["last_error"] != "not reached yet")
-    assert "Invalid IDNA hostname" in told(setup, "d9")["last_error"]
+    assert "xn--" in told(setup, "d9")["last_error"]
 
 
 def test_a_name_may_have_a_slash(setup):
@@ -362,8 +363,8 @@ def test_what_an_engine_said_before_it_was_told_to_drain_does_not_count():
                 left = {"requests": 3, "loads": 0, "leases": 0, "is_over": False}
                 self.tells = {"drain": left}
                 self.told.set()
-                return httpx.Response(200, json=left)
-            answer = httpx.Response(200, json=self.tells)
+                return Answer(200, msgspec.json.encode(left))
+            answer = Answer(200, msgspec.json.encode(self.tells))
             await self.told.wait()
             return answer
 
@@ -537,7 +538,8 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
             await asyncio.sleep(0.01)
 
     async def run():
-        known = Members(RouterSettings(engines=()), EngineClient({}), [look])
+        client = EngineClient({})
+        known = Members(RouterSettings(engines=()), client, [look])
 
         async def leave(engine):
             known.remove(engine)  # while the engine is being told
@@ -551,6 +553,7 @@ def test_a_list_is_followed_on_when_an_operator_removes_what_it_drains(monkeypat
                 await asyncio.sleep(0.01)
             look.found = [("decode", "http://127.0.0.1:9", "d1")]
             await named(known, "d1")
+        await client.aclose()
 
     asyncio.run(run())
 
@@ -589,12 +592,14 @@ def test_an_engine_that_a_list_forgets_for_one_look_is_not_drained(monkeypatch):
         raise AssertionError("it is told to drain")
 
     async def run():
-        known = Members(RouterSettings(engines=()), EngineClient({}), [look])
+        client = EngineClient({})
+        known = Members(RouterSettings(engines=()), client, [look])
         monkeypatch.setattr(Engine, "leave", leave)
         async with asyncio.timeout(WAIT_S), known.watching():
             while looks < 6:
                 await asyncio.sleep(0.01)
         assert known.find("decode", "d0")
+        await client.aclose()
 
     asyncio.run(run())
 

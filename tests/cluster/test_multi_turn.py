@@ -145,7 +145,7 @@ class Fixed:
         return nullcontext(lambda _count: None)
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "at once"])
+@pytest.fixture(params=["never", "always"])
 def saving_router(request, cluster, server_thread, monkeypatch):
     """Another router of the cluster, to which computing is dear and loading is cheap."""
     addresses = tuple(
@@ -172,7 +172,9 @@ def saving_router(request, cluster, server_thread, monkeypatch):
 
     monkeypatch.setattr(PrefillDecode, "_both", noted)
     url = server_thread.start(router.app())
-    yield SimpleNamespace(url=url, members=router.members, is_at_once=request.param, loans=loans)
+    yield SimpleNamespace(
+        url=url, members=router.members, is_at_once=request.param == "always", loans=loans
+    )
     server_thread.end_all()
 
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvferry.cluster.metrics import EngineMetrics
+from kvferry.cluster.metrics import PEER_KEPT_S, EngineMetrics
 from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, parse_struct
 from kvferry.connectors.base import TransferRecord
 from kvferry.errors import ConfigError
@@ -74,3 +74,31 @@ def test_what_an_engine_says_of_itself_is_escaped_and_cut(setup):
 
     assert "\x1b" not in said
     assert len(said) < 5000
+
+
+def test_the_labels_of_peers_that_nothing_is_loaded_from_any_more_are_dropped(monkeypatch):
+    metrics = EngineMetrics()
+
+    def load(peer, at):
+        monkeypatch.setattr("kvferry.cluster.metrics.time.monotonic", lambda: at)
+        said = {"lease_id": "l", "rank": 0, "direction": "recv", "ok": True, "nbytes": 3}
+        metrics.count_transfer(
+            TransferRecord(
+                request_id="r",
+                peer=peer,
+                first_token=0,
+                tokens=1,
+                started=1.0,
+                finished=2.0,
+                **said,
+            )
+        )
+        return metrics.render(None).decode()
+
+    load("gone", 0.0)
+    load("here", 1.0)
+    assert 'peer="gone"' in load("here", PEER_KEPT_S)
+    text = load("new", PEER_KEPT_S + 1.0)
+    assert 'peer="gone"' not in text
+    assert 'kvferry_engine_transfer_bytes_total{peer="here"} 6.0' in text
+    assert 'kvferry_engine_transfer_bytes_total{peer="gone"} 3.0' in load("gone", PEER_KEPT_S + 2)

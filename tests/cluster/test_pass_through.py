@@ -10,14 +10,15 @@ from typing import Any
 import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.datastructures import URL
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvferry.cluster.engines import Engine
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.messages import EngineAddress, RouterSettings
-from kvferry.cluster.prefill_decode import PassThrough
+from kvferry.cluster.pass_through import PassThrough
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import ClientGoneError
 from kvferry.control.tracing import RequestSpan
@@ -69,8 +70,9 @@ class Server:
 
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
+        (body.get("kv_transfer_params") or {}).pop("router_s", None)
         self.bodies.append(body)
-        self.paths.append(request.url.path)
+        self.paths.append(request.scope["path"])
         self.headers.append(dict(request.headers))
         if self.status != 200:
             return JSONResponse({"error": {"message": "as told"}}, self.status)
@@ -342,6 +344,20 @@ def _until_idle(client: httpx.Client) -> None:
         return [one["outstanding"] for one in client.get("/health").json()["engines"]]
 
     until(lambda: not any(outstanding()))
+
+
+@pytest.mark.parametrize("host", ["x/kvferry/take_back?", "x/v1/models#", "[::1"])
+def test_no_client_chooses_the_path_by_its_host(make, monkeypatch, host):
+    """Older releases of Starlette put the URL together from the header and the path."""
+    setup = make()
+
+    def url_of(request):
+        return URL(f"http://{request.headers['host']}{request.scope['path']}")
+
+    monkeypatch.setattr(HTTPConnection, "url", property(url_of))
+    response = setup.client.post("/v1/completions", json={"prompt": "?"}, headers={"host": host})
+    assert response.status_code == 200
+    assert setup.prefill[0].paths == setup.decode[0].paths == ["/v1/completions"]
 
 
 def test_an_answer_that_takes_too_long_is_a_504(make):

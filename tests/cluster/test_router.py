@@ -29,6 +29,9 @@ def test_first_token_comes_from_prefill_and_the_rest_from_decode(setup):
     assert asked_d["prompt"] == list(b"HiH")
     assert (asked_d["max_tokens"], asked_d["seed_offset"], asked_d["seed"]) == (4, 1, 7)
     assert asked_d["kv_transfer_params"] == {"ticket": "from p0"}
+    (routed,) = setup.decode[0].routed
+    assert 0.0 <= routed < 600.0
+    assert setup.prefill[0].routed == [None]
     assert setup.prefill[0].ids == setup.decode[0].ids == [body["id"]]
     assert response.headers["x-request-id"] == body["id"]
 

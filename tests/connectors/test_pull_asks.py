@@ -14,6 +14,7 @@ from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExp
 from kvferry.testing.fake_engine import run
 from kvferry.testing.fake_rank import Stage
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
+from tests.load import until
 
 TOKENS = tuple(range(1000, 1021))
 KEYS = KEY.encode()
@@ -259,7 +260,7 @@ def test_a_source_that_has_forgotten_the_request_is_named_after_a_while(
     sources = target.scheduler._sources
     pending = target.scheduler._asks["r"]
     run([target], lambda: pending.incarnation, timeout_s=WAIT_S, what="the source to know it")
-    assert sources._asks.is_waiting
+    assert sources._asks._waiting
     # It said that it will lend nothing, to nobody; and longer ago than it remembers.
     source.scheduler._server.asks._known.clear()
     run([target], is_over(target), timeout_s=WAIT_S, what="the end of the wait")
@@ -277,7 +278,7 @@ def test_time_in_which_a_source_owes_an_answer_is_not_charged(target, begin):
 
         def look(seconds, *, owes, has_run=True):
             pending.is_asked = owes
-            waiting.expire(now + seconds, has_run, lambda _: owes)
+            waiting.expire(pending.transfer.address, now + seconds, has_run, lambda _: owes)
             return pending.deadline - now
 
         assert look(0.0, owes=True) == pytest.approx(30.0)
@@ -338,6 +339,99 @@ def test_a_target_that_asks_again_in_vain_computes_the_prompt(source, open_engin
     assert not target.scheduler._asks
 
 
+def held_by(source):
+    """The leases of a source: id → the engine that holds it."""
+    leases = source.scheduler._lender.leases.snapshot()
+    return {lease.lease_id: lease.target for lease in leases if lease.target}
+
+
+def keeps_nothing(target):
+    """Whether a target has forgotten all that it has asked for."""
+    sources, tickets = target.scheduler._sources, target.scheduler._tickets
+    return not (sources._loads or sources._asks._waiting or tickets._seen._live)
+
+
+def test_a_target_that_makes_no_step_takes_the_lease_that_it_has_asked_for(source, target, begin):
+    transfer = begin()
+    source.add("at the source", TOKENS, lends(transfer))
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
+    assert list(held_by(source).values()) == ["d"]
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert (request.error, request.external_tokens) == (None, len(TOKENS))
+    assert keeps_nothing(target)
+
+
+def test_a_lease_that_was_taken_between_two_steps_is_given_back_with_the_request(
+    source, target, begin
+):
+    transfer = begin()
+    source.add("at the source", TOKENS, lends(transfer))
+    target.add("r", (*TOKENS, 7), loads(transfer))
+    run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
+    target.abort("r")
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
+    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert keeps_nothing(target)
+
+
+def test_an_engine_that_hangs_does_not_keep_the_lease_that_it_has_asked_for(open_engine):
+    source = open_engine("p", SOURCE, lease_duration_s=3.0)  # renewed every half second
+    target = open_engine("d", TARGET, progress_timeout_s=0.5)
+    transfer = Transfer.begin(f"127.0.0.1:{source.scheduler.port}", KEYS)
+    source.add("at the source", TOKENS, lends(transfer))
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    run([source], is_over(source), timeout_s=WAIT_S, what="the end of the lease")
+    # It was given up: a lease of a living connection is not left to expire.
+    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    run([target], is_over(target), timeout_s=WAIT_S, what="the end of the request")
+    assert "the engine has made no step for" in str(request.error)
+    assert keeps_nothing(target)
+
+
+def test_a_target_that_makes_no_step_asks_again_for_a_lease_that_was_revoked(
+    source, open_engine, begin
+):
+    target = open_engine("d", TARGET, early_load="off")
+    transfer = begin()
+    source.chunk_tokens = 8
+    source.add("at the source", TOKENS, lends(transfer))
+    source.step()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    until(lambda: held_by(source))
+    (first,) = held_by(source)
+    source.preempt("at the source")
+    source.step()
+
+    def is_taken_again():
+        return held_by(source).keys() - {first}
+
+    run([source], is_taken_again, timeout_s=WAIT_S, what="the second lease to be taken")
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
+    assert source.scheduler._lender.leases.counters() == {"revoked": 1, "done": 1}
+    assert keeps_nothing(target)
+
+
+def test_the_ticket_of_a_lease_that_was_revoked_is_not_taken_for_another(source, target, begin):
+    transfer = begin()
+    source.add("at the source", TOKENS, lends(transfer))
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    run([source], lambda: held_by(source), timeout_s=WAIT_S, what="the lease to be taken")
+    pending = target.scheduler._asks["r"]
+    lost = target.scheduler._sources.load_of(pending)
+    source.scheduler.revoke_leases()  # and it goes on saying that it is lent until its next step
+    with target.scheduler._sources._lock:
+        lost.next_renewal = 0.0
+        target.scheduler._sources._wake(lost.source)
+    before = counter(source, "requests.Ask")
+    until(lambda: counter(source, "requests.Ask") >= before + 2)
+    assert (pending.ticket, pending.error) == (None, None)
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="both requests")
+    assert (request.error, request.external_tokens) == (None, 0)
+    assert keeps_nothing(target)
+
+
 def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, begin):
     transfer = begin()
     request = target.add("r", range(50, 71), loads(transfer))
@@ -345,7 +439,9 @@ def test_a_ticket_for_another_prompt_is_refused_and_left_alone(source, target, b
     run([source, target], is_over(target), timeout_s=WAIT_S, what="the refusal")
     assert isinstance(request.error, TicketError)
     assert "begins with other tokens" in str(request.error)
+    run([target], lambda: not held_by(source), timeout_s=WAIT_S, what="the lease to be left")
     assert source.scheduler._lender.leases.counters() == {}
+    assert keeps_nothing(target)
 
 
 def test_one_transfer_serves_one_request(source, target, begin):

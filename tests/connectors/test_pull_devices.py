@@ -4,41 +4,52 @@ The device is a thread. What lies on it has addresses at which the host has noth
 touches a cache from the host ends the test run.
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from kvferry.config import KVTransferConfig
+from kvferry.connectors.pull import memory
 from kvferry.connectors.pull import worker as pull_worker
+from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.connectors.pull.worker import PullWorker
+from kvferry.connectors.registry import connector_context
 from kvferry.errors import ConfigError
 from kvferry.layouts.arrays import ArrayView, MemorySpan, view_of
-from kvferry.layouts.device import CopyStream, Placer
+from kvferry.layouts.device import CopyStream, HostMirror, Placer
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.plugins import TRANSPORTS, temporary_plugin
 from kvferry.testing.connector_conformance import (
     GEOMETRIES,
     HYBRID_GEOMETRIES,
+    WINDOW,
+    WINDOWED,
     HybridConnectorConformance,
     Pair,
     open_pair,
+    small_geometry,
 )
-from kvferry.testing.fake_engine import Groups
-from kvferry.testing.fake_rank import Stage
+from kvferry.testing.fake_engine import FakeEngine, Groups, fake_model
+from kvferry.testing.fake_rank import FakeRank, FakeRequest, Stage
 from kvferry.testing.host_device import HostCopyEvent, HostCopyStream, HostIpcMemory
 from kvferry.testing.known_cache import KnownCache
 from kvferry.topology import EngineGeometry, ParallelShape, StateGeometry, mamba2_states
 from kvferry.topology import memory as rank_memory
 from kvferry.transports.cuda_ipc import CudaIpcExtraConfig, CudaIpcTransport
 from kvferry.transports.cuda_ipc_memory import IpcMemory
+from tests.connectors.engines import pull_config
+from tests.connectors.test_pull_early import SOURCE, TARGET, Scene, hear, open_scene, readable
 
 DEVICE = "cuda:0"
 AWAY = 1 << 48
@@ -426,6 +437,373 @@ def test_the_stream_is_closed_after_the_last_chunk_was_unpacked(
     assert request.stage is Stage.LOADING
     assert placed_in_time
     assert all(placed_in_time)
+
+
+# ---- prompts that are lent while they are computed -----------------------------------------------
+
+
+@dataclass
+class Behind:
+    """The devices of an engine, which carry out its steps when they are told to.
+
+    An engine waits for the token at the end of a prompt: then all is carried out.
+    """
+
+    ranks: Sequence[FakeRank]
+    lags: bool = True
+    """Whether they wait to be told, or carry a step out when their ranks have reported it."""
+    asked: list[list[tuple[HostCopyEvent, list[Callable[[], None]]]]] = field(init=False)
+    """For each rank, the steps that are not carried out: what each does, and when it has."""
+
+    def __post_init__(self) -> None:
+        self.asked = [[] for _ in self.ranks]
+        for index, rank in enumerate(self.ranks):
+            rank.run = partial(self._run, index, rank.run)  # type: ignore[method-assign]
+            rank._compute = partial(self._compute, index)  # type: ignore[method-assign]
+
+    def _run(self, index: int, run: Callable[..., Any], *step: Any) -> Any:
+        event = self.ranks[index].worker._cache.stream.engine = HostCopyEvent()  # type: ignore[attr-defined]
+        self.asked[index].append((event, []))
+        report = run(*step)
+        if not self.lags:
+            self.carry_out(len(self.asked[index]), index)
+        return report
+
+    def _compute(self, index: int, request: FakeRequest, end: int) -> None:
+        first, tokens = request.num_computed_tokens, request.prompt_token_ids
+        for cache, table in zip(self.ranks[index].caches, request.get_block_ids(), strict=True):
+            self.asked[index][-1][1].append(partial(cache.write, table, tokens, first, end))
+        if end == request.num_tokens:
+            self.carry_out(len(self.asked[index]), index)
+
+    def carry_out(self, num_steps: int, *indices: int) -> None:
+        """Carries out steps of some ranks, or of all."""
+        for index in indices or range(len(self.ranks)):
+            steps, self.asked[index] = self.asked[index][:num_steps], self.asked[index][num_steps:]
+            for event, work in steps:
+                for write in work:
+                    write()
+                event.reached.set()
+
+    def carry_out_all(self) -> None:
+        """Leaves nothing to do."""
+        self.carry_out(max(map(len, self.asked)))
+
+
+EARLY = pytest.mark.parametrize(
+    ("device", "transport"),
+    [("cpu", "tcp"), ("cuda", "cuda_ipc"), ("cuda", ["cuda_ipc", "tcp"])],
+    ids=["mirrored", "read in place", "both"],
+)
+"""What a target reads of a prompt that a device computes."""
+
+
+@contextmanager
+def open_early(
+    device: str, transport: Any, source: Groups = SOURCE, target: Groups = TARGET, **keys: Any
+) -> Iterator[tuple[Scene, Behind]]:
+    def configured(config: KVTransferConfig) -> KVTransferConfig:
+        return on_devices(config, device, transport)
+
+    with open_scene(source, target, configured=configured, **keys) as scene:
+        devices = Behind(scene.source.ranks)
+        try:
+            yield scene, devices
+        finally:
+            devices.carry_out_all()
+
+
+def published(scene: Scene) -> int:
+    """What the source says to be written of the only prompt that it computes."""
+    lender: Any = scene.source.scheduler._lender  # type: ignore[attr-defined]
+    (tokens,) = lender.leases.readable(list(lender._early)).values()
+    return int(tokens)
+
+
+def publishes(scene: Scene, tokens: int) -> Callable[[], bool]:
+    """Whether so many are, after a step of the source that computes nothing."""
+
+    def looked() -> bool:
+        report_again(scene.source)
+        return published(scene) == tokens
+
+    return looked
+
+
+def report_again(engine: FakeEngine) -> None:
+    """The ranks report once more, as in a step in which nothing is to do."""
+    reports = [rank.worker.get_transfer_results(set()) for rank in engine.ranks]
+    engine.scheduler.update_connector_output(engine._aggregator.join(reports))
+
+
+@EARLY
+def test_what_a_device_has_written_is_read_while_it_computes_the_rest(
+    streams: list[DeviceStream], device: str, transport: Any
+) -> None:
+    with open_early(device, transport) as (scene, devices):
+        scene.begin("a", 60, chunk=16)
+        scene.source.step()
+        load = scene.load("a")
+        assert published(scene) == 0, "the device has carried out neither of two steps"
+        devices.carry_out(1)
+        scene.run(publishes(scene, 16), "the first step to be reported")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        devices.carry_out(1, 0)
+        report_again(scene.source)
+        assert published(scene) == 16, "one of two ranks lags"
+        devices.carry_out(1, 1)
+        scene.run(publishes(scene, 32), "the second step to be reported")
+        scene.run(lambda: readable(scene, "a") == 24, "the second part")
+        scene.end(scene.source.requests["a"], load)
+        assert (load.external_tokens, load.failed) == (60, False)
+
+
+def test_nothing_is_published_before_the_mirror_has_it(streams: list[DeviceStream]) -> None:
+    with open_early("cpu", "tcp") as (scene, devices):
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        streams[1].pause()
+        devices.carry_out_all()
+        scene.source.step()
+        devices.carry_out_all()
+        assert published(scene) == 0
+        streams[1].resume()
+        scene.run(publishes(scene, 32), "both copies")
+        scene.end(scene.source.requests["a"], load)
+        assert not load.failed
+
+
+def test_each_token_is_mirrored_once(
+    streams: list[DeviceStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy_out = HostMirror.copy_out
+
+    def counted(mirror: HostMirror, tiles: Tiles, runs: Runs) -> Any:
+        copied.append(int(runs["tokens"].sum()))
+        return copy_out(mirror, tiles, runs)
+
+    monkeypatch.setattr(HostMirror, "copy_out", counted)
+    with open_early("cpu", "tcp") as (scene, _):
+        scene.begin("a", 50, chunk=16)
+        load = scene.load("a")
+        scene.end(scene.source.requests["a"], load)
+        assert sorted(copied) == sorted([16, 16, 16, 2] * len(scene.source.ranks))
+
+
+@EARLY
+def test_windows_of_devices_move_when_the_prompt_is_whole(
+    streams: list[DeviceStream], device: str, transport: Any
+) -> None:
+    source, target = HYBRID_GEOMETRIES["tp2-pp2"]
+    windows = dict.fromkeys(WINDOWED, WINDOW)
+    with open_early(device, transport, source, target, layer_windows=windows) as (scene, devices):
+        devices.lags = False  # what is behind the window is free as soon as a step is over
+        scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        scene.run(publishes(scene, 16), "the first step to be reported")
+        scene.run(lambda: bool(readable(scene, "a")), "the first part")
+        scene.end(scene.source.requests["a"], load)
+        assert (load.external_tokens, load.failed) == (60, False)
+
+
+@EARLY
+def test_a_prompt_on_a_device_that_is_preempted_fails_its_load(
+    streams: list[DeviceStream], device: str, transport: Any
+) -> None:
+    with open_early(device, transport) as (scene, devices):
+        request = scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        devices.carry_out(1)
+        scene.run(publishes(scene, 16), "the first step to be reported")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        scene.source.step()
+        devices.carry_out_all()
+        scene.source.preempt("a")
+        scene.end(request, load)
+        assert load.failed
+
+
+def test_a_part_that_cannot_be_mirrored_ends_its_lease(streams: list[DeviceStream]) -> None:
+    with open_early("cpu", "tcp") as (scene, devices):
+        request = scene.begin("a", 60, chunk=16)
+        load = scene.load("a")
+        devices.carry_out(1)
+        scene.run(publishes(scene, 16), "the first step to be reported")
+        scene.run(lambda: readable(scene, "a") == 12, "the first part")
+        streams[0].fail()
+        scene.source.step()
+        assert not scene.source.scheduler._lender.leases.num_open  # type: ignore[attr-defined]
+        scene.end(request, load)
+        assert load.failed
+        assert request.finished_cleanly
+        assert request.response_params is None
+
+
+def one_head(**parallel: int) -> EngineGeometry:
+    """A cache whose tokens, if anything, are divided over ranks."""
+    return EngineGeometry(
+        num_layers=3,
+        num_kv_heads=1,
+        head_size=2,
+        dtype="float32",
+        block_size=4,
+        layout="NHD",
+        parallel=ParallelShape(**parallel),
+    )
+
+
+INTERLEAVED = one_head(tp=2, dcp=2, interleave_size=4)
+"""Of many a step one of the ranks holds nothing."""
+
+
+def play_behind(
+    seed: int, transport: str, source: Groups = SOURCE, target: Groups = TARGET
+) -> None:
+    """A prompt whose devices run behind by numbers of steps that change all the time.
+
+    Raises:
+        AssertionError: a cell is not what it must be.
+    """
+    draw = random.Random(seed)
+    device = "cuda" if transport == "cuda_ipc" else "cpu"
+    with open_early(device, transport, source, target) as (scene, devices):
+        request = scene.begin("a", 90, chunk=draw.choice((4, 7, 16)))
+        load = scene.load("a")
+        ranks = range(len(devices.ranks))
+        for _ in range(12 * len(ranks)):
+            draw.choice((scene.source.step, lambda: devices.carry_out(1, draw.choice(ranks))))()
+            if request.stage is not Stage.FINISHED:
+                hear(scene, load)
+        scene.end(request, load)
+        assert (load.external_tokens, load.failed) == (90, False)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "cuda_ipc"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_arrives_whole_from_a_device_that_runs_behind(
+    streams: list[DeviceStream], transport: str, seed: int
+) -> None:
+    play_behind(seed, transport)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prompt_arrives_whole_from_ranks_that_hold_none_of_some_steps(
+    streams: list[DeviceStream], seed: int
+) -> None:
+    play_behind(seed, "tcp", INTERLEAVED, one_head())
+
+
+def test_the_end_of_a_prompt_of_which_a_rank_holds_nothing_waits_for_what_was_before(
+    streams: list[DeviceStream],
+) -> None:
+    with open_early("cpu", "tcp", INTERLEAVED, one_head()) as (scene, devices):
+        devices.lags = False
+        streams[1].pause()  # the copies of the second rank to host memory are slow
+        try:
+            request = scene.begin("a", 12, chunk=4)
+            for _ in range(20):
+                scene.source.step()
+                time.sleep(0.005)
+            assert published(scene) == 0
+        finally:
+            streams[1].resume()
+        load = scene.load("a")
+        scene.end(request, load)
+        assert (load.external_tokens, load.failed) == (12, False)
+
+
+def reports_what_is_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a step for carried out as soon as the device was asked for it."""
+    monkeypatch.setattr(memory.Lending, "is_over", lambda self: True)
+
+
+def copies_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mirrors a part while the step that writes it may not have begun."""
+    monkeypatch.setattr(DeviceStream, "follow_engine", lambda self: None)
+
+
+def waits_for_an_older_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks at an event from before the step."""
+    nothing = HostCopyEvent()
+    nothing.reached.set()
+    monkeypatch.setattr(DeviceStream, "engine_event", lambda self: nothing)
+
+
+def mirrors_the_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes the parts before the last one for mirrored."""
+    monkeypatch.setattr(memory.RankMirror, "written", lambda self, lent: memory.Lending(lent))
+
+
+def forgets_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes a part of which a rank holds nothing for mirrored at once."""
+    copied = memory.RankMirror._copied
+
+    def forgetful(self: memory.RankMirror, lent: LentSpec, *, is_part: bool) -> memory.Lending:
+        copy = copied(self, lent, is_part=is_part)
+        if not copy.nbytes:
+            copy.event = None
+        return copy
+
+    monkeypatch.setattr(memory.RankMirror, "_copied", forgetful)
+
+
+@pytest.mark.parametrize(
+    ("defect", "transport", "source", "target"),
+    [
+        (reports_what_is_enqueued, "tcp", SOURCE, TARGET),
+        (reports_what_is_enqueued, "cuda_ipc", SOURCE, TARGET),
+        (copies_beside_the_engine, "tcp", SOURCE, TARGET),
+        (waits_for_an_older_step, "cuda_ipc", SOURCE, TARGET),
+        (mirrors_the_end_only, "tcp", SOURCE, TARGET),
+        (forgets_what_was_before, "tcp", INTERLEAVED, one_head()),
+    ],
+    ids=lambda each: getattr(each, "__name__", each if isinstance(each, str) else ""),
+)
+def test_a_prompt_from_a_device_finds_defects(
+    streams: list[DeviceStream],
+    defect: Callable[[pytest.MonkeyPatch], None],
+    transport: str,
+    source: Groups,
+    target: Groups,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defect(monkeypatch)
+    for seed in range(20):
+        try:
+            play_behind(seed, transport, source, target)
+        except AssertionError:
+            return
+    pytest.fail("no prompt has found it")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here")
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "tcp"), ("cuda", "cuda_ipc")])
+def test_a_gpu_reports_a_step_once_it_has_carried_it_out(device: str, transport: str) -> None:
+    geometry = small_geometry("HND", 4)
+    config = on_devices(pull_config("kv_producer", "p"), device, transport)
+    _, context = connector_context(
+        config,
+        incarnation="p",
+        groups=(geometry,),
+        model=fake_model((geometry,)),
+        num_blocks=9,
+        world_size=1,
+    )
+    names = geometry.tensor_names(0)
+    caches = torch.zeros((len(names), *geometry.cache_shape(0, 9)), device="cuda")
+    with PullWorker.open(context, 0) as worker:
+        worker.register_kv_caches(dict(zip(names, caches, strict=True)))
+        torch.cuda._sleep(2_000_000_000)
+        lent = LentSpec(request_id="r", lease_id="l", block_ids=([1, 2],), num_tokens=8)
+        worker.start_load_kv(PullMetadata(writes=[lent]))
+        assert worker.get_transfer_results(set()).written == {}
+        assert worker.awaits_device
+        torch.cuda.synchronize()
+        assert worker.written() == {"l": {0: 8}}
+        assert worker.get_transfer_results(set()).written == {"l": {0: 8}}
+        assert not worker.awaits_device
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -15,9 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvferry.config import KVTransferConfig
 from kvferry.connectors.pull import groups, lender, loads
+from kvferry.connectors.pull.pace import PromptPace
 from kvferry.connectors.pull.peer import SourcePeer
-from kvferry.connectors.pull.sources import LoadState
+from kvferry.connectors.pull.sources import TIMES_ANEW, LoadState
 from kvferry.connectors.records import digest_mismatch
 from kvferry.control import leases
 from kvferry.control.leases import LeaseOutcome
@@ -32,6 +34,7 @@ from kvferry.transports.shm import ShmTransport
 from tests.connectors.engines import KEY, WAIT_S, pull_config
 from tests.connectors.test_pull_chains import FAMILIES
 from tests.connectors.test_pull_staged_geometries import CASES, WithoutProof
+from tests.load import until
 
 Choose = Callable[[Sequence[Any]], Any]
 
@@ -112,13 +115,14 @@ def open_scene(
     *,
     early_load: str = "now",
     layer_windows: dict[int, int] | None = None,
+    configured: Callable[[KVTransferConfig], KVTransferConfig] = lambda config: config,
     **extra: Any,
 ) -> Iterator[Scene]:
     with ExitStack() as stack:
         engines = []
         for role, name, groups in (("kv_both", "p", source), ("kv_consumer", "d", target)):
             keys = {"lease_duration_s": 600.0, "early_load": early_load} | extra
-            config = pull_config(role, name, **keys)
+            config = configured(pull_config(role, name, **keys))
             engines.append(
                 FakeEngine.open(config, groups, num_blocks=128, layer_windows=layer_windows)
             )
@@ -250,17 +254,45 @@ def test_a_target_reads_as_late_as_all_but_the_last_chunk_can_move_in_time() -> 
         scene.target.step()
         assert load.stage is Stage.WAITING, "no pace is known"
         sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
-        known.readable, known.grown, known.chunk = 20, ((0.0, 10), (10.0, 20)), 10
-        sources._clock = lambda: 10.0  # 40 tokens are left, 40 s; 50 are to move before the end
-        known.source.moves = 50 / 39
-        scene.target.step()
-        assert load.stage is Stage.WAITING
-        known.source.moves = 50 / 41
-        scene.target.step()
-        assert load.stage is Stage.LOADING
+        pace = PromptPace()
+        pace.note(0, 10, 4.0)
+        pace.note(10, 20, 6.0)  # and so 8, 10, 11, 11 for those that follow
+        # Nobody reads by what is put here, so it is put back.
+        before = (known.readable, known.grown, known.chunk)
+        known.readable, known.grown, known.chunk = 20, ((0.0, 10), (12.0, 20)), 10
+        known.source.computes = pace  # this prompt takes twice as long
+        sources._clock = lambda: 15.0  # 3 of 80 s have passed; 50 tokens are to move before the end
+        known.source.moves = 50 / 76
+        assert not sources.admit_early(known, waits=True)
+        known.source.moves = 50 / 78
+        assert sources.admit_early(known, waits=True)
         sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
+        known.readable, known.grown, known.chunk = before
         scene.end(scene.source.requests["a"], load)
         assert load.external_tokens == 60
+
+
+def test_of_a_source_that_is_not_known_the_first_chunk_tells_when_all_is_computed() -> None:
+    with open_scene(SOURCE, TARGET, early_load="late") as scene:
+        scene.begin("a", 60, chunk=4)
+        load = scene.load("a")
+        known: Any = scene.target.scheduler._loads["a"]  # type: ignore[attr-defined]
+        scene.run(lambda: known.is_held, "the lease")
+        sources: Any = scene.target.scheduler._sources  # type: ignore[attr-defined]
+        before = (known.readable, known.grown)
+        known.readable, known.grown = 0, ()
+        states, written = {known.lease_id: LeaseAnswer.HELD}, {known.lease_id: 0}
+        sources._clock = lambda: 5.0
+        sources._told(known.source.address, Renewed(id=7, states=states, written=written))
+        known.source.computes = PromptPace()
+        assert known.grown == ((5.0, 0),)
+        assert known.whole_in(6.0) == float("inf")
+        known.grown = (*known.grown, (15.0, 20))
+        assert known.whole_in(18.0) == 17.0
+        sources._clock = scene.target.scheduler._clock  # type: ignore[attr-defined]
+        known.readable, known.grown = before
+        scene.end(scene.source.requests["a"], load)
+        assert not load.failed
 
 
 def test_a_link_that_has_become_slower_is_believed_sooner_than_one_that_is_faster() -> None:
@@ -341,9 +373,9 @@ def test_a_part_that_cannot_be_read_fails_the_load(monkeypatch: pytest.MonkeyPat
         assert load.failed
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["placed", "staged"])
-@pytest.mark.parametrize("case", list(CASES))
-def test_parts_of_all_kinds_arrive_and_their_digests_agree(case: str, staged: bool) -> None:
+@contextmanager
+def open_case(case: str, *, staged: bool) -> Iterator[Scene]:
+    """A scene of a case, whose digests are compared."""
     source, target = CASES[case]
     windows = dict.fromkeys(WINDOWED, WINDOW) if isinstance(source, tuple) else {}
     transport = WithoutProof if staged else ShmTransport
@@ -351,6 +383,13 @@ def test_parts_of_all_kinds_arrive_and_their_digests_agree(case: str, staged: bo
         temporary_plugin(TRANSPORTS, "shm", transport),
         open_scene(source, target, layer_windows=windows, record_digests=True) as scene,
     ):
+        yield scene
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["placed", "staged"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_parts_of_all_kinds_arrive_and_their_digests_agree(case: str, staged: bool) -> None:
+    with open_case(case, staged=staged) as scene:
         scene.begin("a", 53, chunk=7)
         load = scene.load("a")
         for _ in range(7):
@@ -363,22 +402,149 @@ def test_parts_of_all_kinds_arrive_and_their_digests_agree(case: str, staged: bo
         assert digest_mismatch(sent, received) is None
 
 
-def test_a_target_that_asks_reads_what_is_written() -> None:
-    with open_scene(SOURCE, TARGET) as scene:
+@dataclass
+class Asked:
+    """A request that was sent to both engines of a scene at once."""
+
+    scene: Scene
+    source: FakeRequest
+    target: FakeRequest
+
+    @classmethod
+    def begin(cls, scene: Scene) -> "Asked":
+        """The source has computed the first chunk of 60 tokens."""
         port = scene.source.scheduler.port  # type: ignore[attr-defined]
         transfer = Transfer.begin(f"127.0.0.1:{port}", KEY.encode()).text
         tokens = range(7000, 7060)
         asks = {"do_remote_prefill": True, "transfer": transfer}
-        load = scene.target.add("d", (*tokens, 60), asks)
+        target = scene.target.add("d", (*tokens, 60), asks)
         scene.source.chunk_tokens = 16
         lends = {"do_remote_decode": True, "transfer": transfer}
-        request = scene.source.add("p", tokens, lends)
+        source = scene.source.add("p", tokens, lends)
         scene.source.step()
+        return cls(scene, source, target)
+
+    def readable(self) -> int | None:
+        loads = self.scene.target.scheduler._loads  # type: ignore[attr-defined]
+        return readable(self.scene, "d") if "d" in loads else None
+
+    def asks_again(self) -> bool:
+        """Whether the target has lost the lease that it reads, and waits for another."""
+        return "d" in self.scene.target.scheduler._asks  # type: ignore[attr-defined]
+
+    def assert_moved_once(self) -> None:
+        assert self.target.external_tokens == 60
+        assert not self.target.failed
+        reports = [out.finished_recving for out in self.scene.target.outputs]
+        assert sum("d" in report for report in reports) == 1
+
+
+def test_a_target_that_asks_reads_what_is_written() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        scene.end(asked.source, asked.target)
+        asked.assert_moved_once()
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["placed", "staged"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_a_preempted_source_computes_anew_is_read_anew(case: str, staged: bool) -> None:
+    with open_case(case, staged=staged) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.target.stage is Stage.LOADING, "the load to begin")
+        scene.source.preempt("p")
+        scene.end(asked.source, asked.target)
+        asked.assert_moved_once()
+        outcomes = scene.source.scheduler._lender.leases.counters()  # type: ignore[attr-defined]
+        assert outcomes == {LeaseOutcome.REVOKED: 1, LeaseOutcome.DONE: 1}
+        both = scene.source, scene.target
+        sent, received = ([r for o in e.outputs for r in o.transfer_records] for e in both)
+        assert digest_mismatch(sent, received) is None
+
+
+def test_a_target_asks_again_whose_source_was_preempted_while_it_read() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        scene.source.preempt("p")
+        scene.source.step()
+        scene.run(asked.asks_again, "the target to ask again")
+        assert asked.target.stage is Stage.LOADING, "in the blocks that it has"
+        scene.end(asked.source, asked.target)
+        asked.assert_moved_once()
+
+
+def test_a_target_whose_source_ends_the_preempted_prompt_fails_the_load() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        scene.source.preempt("p")
+        scene.source.abort("p")
+        scene.end(asked.source, asked.target)
+        assert asked.target.failed
+
+
+def test_a_target_that_waits_for_another_lease_can_be_aborted() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        scene.source.preempt("p")
+        scene.source.step()
+        scene.run(asked.asks_again, "the target to ask again")
+        scene.target.abort("d")
+        scene.end(asked.source, asked.target)
+        assert asked.source.finished_cleanly
+
+
+def test_a_target_waits_for_another_lease_as_long_as_for_progress() -> None:
+    with open_scene(SOURCE, TARGET, progress_timeout_s=120.0) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        scene.source.preempt("p")
+        scene.source.chunk_tokens = 1  # it goes on, and is far from its end
+        scene.source.step()
+        scene.run(asked.asks_again, "the target to ask again")
         pull: Any = scene.target.scheduler
-        scene.run(lambda: "d" in pull._loads and readable(scene, "d") == 12, "the first part")
-        scene.end(request, load)
-        assert load.external_tokens == 60
-        assert not load.failed
+        now = pull._clock()
+        pull._clock = lambda: now + 121.0
+        scene.run(lambda: asked.target.stage is not Stage.LOADING, "the end of the load")
+        assert asked.target.failed
+        scene.source.chunk_tokens = None
+        scene.end(asked.source, asked.target)
+
+
+def test_a_lease_that_is_revoked_as_its_load_begins_is_asked_for_again() -> None:
+    """Between what the scheduler is told can be loaded and the blocks that it allocates for it."""
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        target: Any = scene.target
+        allocate = target._allocate
+
+        def after_the_end(*said: Any, **more: Any) -> bool:
+            target._allocate = allocate
+            load = target.scheduler._loads["d"]
+            scene.source.preempt("p")
+            scene.source.step()
+            until(lambda: load.state is LoadState.FAILED)
+            return bool(allocate(*said, **more))
+
+        target._allocate = after_the_end
+        scene.run(lambda: asked.target.stage is Stage.LOADING, "the load to begin")
+        assert target._allocate == allocate
+        scene.end(asked.source, asked.target)
+        asked.assert_moved_once()
+
+
+def test_a_load_begins_anew_a_few_times() -> None:
+    with open_scene(SOURCE, TARGET) as scene:
+        asked = Asked.begin(scene)
+        scene.run(lambda: asked.readable() == 12, "the first part")
+        load: Any = scene.target.scheduler._loads["d"]  # type: ignore[attr-defined]
+        load.times_anew = TIMES_ANEW
+        scene.source.preempt("p")
+        scene.end(asked.source, asked.target)
+        assert asked.target.failed
 
 
 # ---- any two engines ----------------------------------------------------------------------------
@@ -522,9 +688,9 @@ def publishes_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def too_early(self: Any, output: Any) -> None:
         grow(self, output)
-        for lease_id, num_tokens in self._news().writes.items():
+        for lent in self._news().writes:
             for rank in range(self._context.world_size):
-                self._server.written(lease_id, rank, num_tokens)
+                self._server.written(lent.lease_id, rank, lent.num_tokens)
 
     monkeypatch.setattr(lender.Lender, "grow", too_early)
 

@@ -193,7 +193,7 @@ def test_a_renewal_answered_after_the_load_has_ended_is_no_news_of_it(
 
     monkeypatch.setattr(scheduler._client, "renew", renew)
     load.next_renewal = 0.0
-    scheduler._sources._wake()
+    scheduler._sources._thread.post(lambda: None)
     assert asked.wait(WAIT_S)
     pair.run(lambda: load.state is LoadState.LOADED, "the ranks")
     late.set_result({load.lease_id: LeaseAnswer.DONE})
@@ -256,6 +256,26 @@ def test_a_silent_source_that_nobody_asks_any_more_is_named_for_a_while_only(
     monkeypatch.setattr(sources, "_clock", lambda: clock() + NAMED_S)
     assert sources.silent_peers() == ()
     assert not sources._needs_handshake(source, sources._clock())
+
+
+def test_what_comes_late_of_a_forgotten_source_changes_nothing_of_the_one_in_its_place(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
+    served(pair, "first")
+    scheduler: Any = pair.consumer.scheduler
+    sources = scheduler._sources
+    monkeypatch.setattr(sources._client, "is_connected", lambda _: False)
+    (source,) = sources._sources.values()
+    with sources._lock:
+        later = sources._clock() + 2 * NAMED_S
+        sources._plan_end(source, later)
+        assert not sources._sources
+        sources._plan_end(source, later)  # something has woken it once more
+        other = sources._source(source.address, later)
+        sources._plan_end(source, later)
+        assert sources._sources == {source.address: other}
+    served(pair, "second")
 
 
 def test_a_load_waits_for_the_answer_to_a_handshake_though_the_one_before_failed(

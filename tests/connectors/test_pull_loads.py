@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import kvferry.connectors.pull.loads as loads_module
 from kvferry.connectors.pull.loads import Loads, RankLoad
@@ -184,6 +185,32 @@ def test_what_was_lost_with_one_connection_is_all_repeated_over_the_next_one(
     assert scene.wait_for_one().error is None
 
 
+def test_each_part_of_a_load_is_repeated_once_over_whichever_connection_it_lost(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.meet(monkeypatch, placed=True)
+    early = replace(scene.spec("early"), readable=2)
+    scene.loads.start(early)
+    (first,) = scene.wire.connections
+    first.transfers[0].stop(TransferState.DONE)
+    # The connection breaks under another load, which connects anew and ends well.
+    scene.loads.start(scene.spec("other"))
+    first.close()
+    second = scene.wire.connections[1]
+    second.transfers[0].stop(TransferState.DONE)
+    assert scene.wait_for_one().error is None
+
+    scene.loads.read_on(replace(early, readable=None))
+    wait_until(lambda: len(second.transfers) == 2)
+    second.close()
+
+    wait_until(lambda: len(scene.wire.connections) == 3)
+    third = scene.wire.connections[2]
+    wait_until(lambda: len(third.transfers) == 1)
+    third.transfers[0].stop(TransferState.DONE)
+    assert scene.wait_for_one().error is None
+
+
 def test_a_load_is_not_given_up_because_an_older_start_of_its_engine_is_gone(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +271,104 @@ def test_a_load_that_is_given_up_before_its_thread_comes_to_it_reads_nothing(
     may_go_on.set()
     scene.loads._thread.call(lambda: None)
     assert not scene.wire.readers
+
+
+def test_an_engine_that_was_never_connected_to_is_forgotten_while_a_load_waits_for_another(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(description: Any, _: object) -> SourcePeer:
+        if description.engine_id == "q":
+            assert may_connect.wait(WAIT_S)
+        raise PeerLostError("nobody is there")
+
+    may_connect = threading.Event()
+    monkeypatch.setattr(SourcePeer, "connect", connect)
+    other = scene.engine()
+    other.engine_id = "q"
+    scene.loads.meet(scene.engine())
+    scene.loads._thread.call(lambda: None)
+    scene.loads.meet(other)
+    spec = scene.spec("other")
+    scene.loads.start(replace(spec, ticket=replace(spec.ticket, engine_id="q")))
+    scene.loads.forget("p", "p1")
+    assert list(scene.loads._known) == ["q"]
+    may_connect.set()
+    assert isinstance(scene.wait_for_one().error, PeerLostError)
+
+
+# ---- a lease that takes the place of one that was revoked ----------------------------------------
+
+
+def begun(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[Transfer, list[Transfer]]:
+    """The read of a part, with a mover in it that cannot be called back, and all reads."""
+    scene.meet(monkeypatch, placed=True)
+    scene.loads.start(replace(scene.spec("old"), readable=2))
+    (connection,) = scene.wire.connections
+    (first,) = connection.transfers
+    assert first.enter()
+    return first, connection.transfers
+
+
+def test_a_load_begins_anew_once_nothing_of_its_first_reads_can_land(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, transfers = begun(scene, monkeypatch)
+    anew = replace(scene.spec("new"), readable=2, replaces="old")
+    scene.loads.read_on(anew)
+    scene.loads.read_on(replace(anew, readable=3, replaces=""))
+    assert transfers == [first], "a mover is in it"
+    first.leave(8, 1)
+    assert len(transfers) == 2
+    scene.loads.read_on(replace(anew, readable=None, replaces=""))
+    assert len(transfers) == 3
+    for transfer in transfers[1:]:
+        transfer.stop(TransferState.DONE)
+    load = scene.wait_for_one()
+    assert (load.error, load.spec.ticket.lease_id) == (None, "new")
+    assert list(load.transfers.values()) == transfers[1:]
+    assert load.record(0).nbytes == 16
+
+
+def test_a_load_that_is_given_up_before_it_begins_anew_ends_after_its_first_reads(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, transfers = begun(scene, monkeypatch)
+    scene.loads.read_on(replace(scene.spec("new"), readable=2, replaces="old"))
+    scene.loads.cancel("new")
+    assert not scene.loads.take_ended()
+    first.leave(8, 1)
+    load = scene.wait_for_one()
+    assert isinstance(load.error, CancelledError)
+    assert transfers == [first]
+
+
+def test_a_load_that_has_not_begun_begins_under_the_newer_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.meet(monkeypatch, placed=False)
+    may_go_on = threading.Event()
+    scene.loads._thread.post(partial(may_go_on.wait, WAIT_S))
+    scene.loads.start(replace(scene.spec("old", num_tokens=1 << 17), readable=2))
+    scene.loads.read_on(replace(scene.spec("new", num_tokens=1 << 17), replaces="old"))
+    may_go_on.set()
+    scene.loads._thread.call(lambda: None)
+    (connection,) = scene.wire.connections
+    (transfer,) = connection.transfers
+    transfer.stop(TransferState.DONE)
+    load = scene.wait_for_one()
+    assert (load.error, load.spec.ticket.lease_id) == (None, "new")
+
+
+def test_a_load_that_has_failed_does_not_begin_anew(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, transfers = begun(scene, monkeypatch)
+    scene.loads.cancel("old", "it is of no use")
+    first.leave(8, 1)
+    scene.loads.read_on(replace(scene.spec("new"), readable=2, replaces="old"))
+    assert scene.wait_for_one().spec.ticket.lease_id == "old"
+    assert transfers == [first]
+    assert not scene.loads._loads
 
 
 def test_the_progress_of_a_load_may_be_looked_at_while_its_transfers_are_started() -> None:

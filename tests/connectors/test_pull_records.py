@@ -1,6 +1,7 @@
 """What engines remember of their requests, and tell whoever asks."""
 
 import itertools
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -77,6 +78,35 @@ def test_the_parts_of_a_load_follow_each_other_without_gaps(pair: Pair) -> None:
     assert parts["answer"].started + parts["answer"].seconds == pytest.approx(
         trace.started + trace.seconds, abs=1e-6
     )
+
+
+def test_the_time_in_the_engines_front_is_the_first_part() -> None:
+    now, request = 500.0, lending("r")
+    request.received = time.time() - 3600.0
+    records = RequestRecords(lambda: now)
+
+    records.begin(request, loads=True)
+
+    (trace,) = records.find("r")[1]
+    (front,) = [part for part in trace.parts if part.name == "front"]
+    assert front.seconds == pytest.approx(3600.0, abs=60.0)
+    assert trace.started == pytest.approx(request.received, abs=60.0)
+
+
+@pytest.mark.parametrize("said", [None, "1.0", -1.0, float("nan"), float("inf"), True, [1.0]])
+def test_what_a_router_says_is_a_part_only_if_it_may_be_true(said: object) -> None:
+    records = RequestRecords(lambda: 500.0)
+    for name, routed in (("true", 0.25), ("false", said)):
+        request = FakeRequest(name, (1, 2), {"do_remote_prefill": True, "router_s": routed})
+        request.received = time.time()
+        records.begin(request, loads=True)
+
+    parts = {name: records.find(name)[1][0].parts for name in ("true", "false")}
+
+    (router, front) = parts["true"]
+    assert (router.name, front.name) == ("router", "front")
+    assert router.seconds == pytest.approx(0.25, abs=1e-6)
+    assert [part.name for part in parts["false"]] == ["front"]
 
 
 def test_reads_name_transport_bytes_and_the_sources_ranks(pair: Pair) -> None:

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvferry.control import messages
+from kvferry.control import links, messages
 from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.leases import LeaseOutcome, LeaseTable
 from kvferry.control.messages import FinishAnswer, LeaseAnswer, TransferStatus
@@ -67,6 +67,25 @@ def test_the_holder_of_a_lease_is_told_unasked_that_it_has_grown_or_is_revoked(s
     served.server.revoke([lease_id])
     _, news = told.get(timeout=WAIT)
     assert (news.states, news.written) == ({lease_id: LeaseAnswer.REVOKED}, {})
+
+
+def test_a_lease_that_ends_while_its_renewal_is_answered_is_not_said_to_be_whole(
+    serve, describe, monkeypatch
+):
+    """No number of tokens means that all are written."""
+    served = serve()
+    client = target(served, describe)
+    lease_id = served.leases.grant("r", 1, num_tokens=8, writers=(0, 1)).lease_id
+    take = served.leases.renew
+
+    def take_and_revoke(*said, **more):
+        states = take(*said, **more)
+        served.server.revoke([lease_id])
+        return states
+
+    monkeypatch.setattr(served.leases, "renew", take_and_revoke)
+    renewed = client.renew(served.address, served.incarnation, served.keys(lease_id)).result(WAIT)
+    assert (renewed.states, renewed.written) == ({lease_id: LeaseAnswer.REVOKED}, {})
 
 
 def test_the_life_of_a_lease(serve, describe):
@@ -612,3 +631,11 @@ def test_many_clients_ask_at_once(serve, describe):
             futures.append(served.finish(client, lease_id))
     assert {future.result(WAIT) for future in futures} == {FinishAnswer.HELD}
     assert len(served.leases.sweep()) == 200
+
+
+def test_a_client_that_gets_no_socket_says_what_to_raise(monkeypatch):
+    monkeypatch.setattr(links, "MAX_SOCKETS", 2)
+    with ControlClient(engine_id="d", incarnation="one") as client:
+        calls = [client.status(f"127.0.0.1:{port}") for port in (1, 2, 3)]
+        said = [str(call.exception(WAIT)) for call in calls]
+    assert any("ulimit -n" in text for text in said)

@@ -424,6 +424,13 @@ def test_a_shared_lease_has_any_number_of_takers_at_once(table, clock, shared):
     assert table.pinned_blocks == 10
 
 
+def test_who_names_a_shared_lease_itself_holds_the_claim_without_a_name(table, shared):
+    assert not table.is_held(D1, shared)
+    assert renew(table, D1, shared) == LeaseAnswer.HELD
+    assert table.is_held(D1, shared)
+    assert not table.is_held(D2, shared)
+
+
 def test_a_shared_lease_ends_when_its_time_is_over_and_no_taker_reads(table, clock, shared):
     idle = table.grant("nobody's", 1, shared=True).lease_id
     clock.now += 80.0
@@ -456,6 +463,31 @@ def test_a_taker_that_falls_silent_loses_its_claim_and_no_other_does(table, cloc
     assert renew(table, D1, f"{shared}/a") == LeaseAnswer.REVOKED
     assert finish(table, D1, f"{shared}/a") == FinishAnswer.REVOKED
     assert finish(table, D2, f"{shared}/b") == FinishAnswer.HELD
+
+
+def test_a_shared_lease_that_grows_does_not_end_with_a_claim_before_it_is_whole(table, clock):
+    lease_id = grow(table, writers=(0,), shared=True)
+    for written in range(20):
+        clock.now += 5.0
+        assert take(table, D1, f"{lease_id}/a") == LeaseAnswer.HELD
+        table.written(lease_id, 0, written)
+        assert swept(table) == []
+    table.release(*D1, [f"{lease_id}/a"])  # the request is aborted
+    assert swept(table) == []
+    table.written(lease_id, 0, 40)
+    assert take(table, D2, f"{lease_id}/b") == LeaseAnswer.HELD
+    clock.now += 1000.0
+    assert outcomes(table) == [LeaseOutcome.EXPIRED]
+
+
+def test_a_shared_lease_that_was_withdrawn_ends_with_its_last_claim_whole_or_not(table):
+    leases = [table.grant("r", 1, shared=True).lease_id, grow(table, shared=True)]
+    for lease_id in leases:
+        assert take(table, D1, f"{lease_id}/a") == LeaseAnswer.HELD
+        assert not table.withdraw(lease_id)
+        assert table.is_held(D1, f"{lease_id}/a")
+        table.release(*D1, [f"{lease_id}/a"])
+    assert [ended.lease_id for ended in table.sweep()] == leases
 
 
 def test_a_claim_has_one_holder_at_a_time_and_is_given_up_alone(table, shared):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvferry.control.peers import PeerTable
+from kvferry.control.peers import KEPT_S, LOOK_S, PeerTable
 from kvferry.errors import HandshakeNeededError, IncompatibleError
 
 
@@ -116,6 +116,18 @@ def test_a_forgotten_peer_must_shake_hands_again(peers, describe):
         peers.current("d", "one")
 
 
+def test_a_peer_that_shakes_hands_while_it_is_found_to_be_gone_is_kept(peers, describe, clock):
+    peers.refuse(describe("d", "one"), "other weights")
+    clock.now += KEPT_S
+
+    def speaks(_):
+        peers.admit(describe("d", "one"))
+        return False
+
+    peers.expire(speaks)
+    assert [peer.state for peer in peers.snapshot()] == ["ready"]
+
+
 def test_what_was_loaded_is_counted_for_the_newest_start_of_an_engine(peers, describe):
     for start in ("p1", "p2"):
         peers.admit(describe("p", start))
@@ -125,3 +137,37 @@ def test_what_was_loaded_is_counted_for_the_newest_start_of_an_engine(peers, des
 
     shown = [(one.incarnation, one.loaded_bytes, one.transport) for one in peers.snapshot()]
     assert shown == [("p1", 0, ""), ("p2", 12, "shm")]
+
+
+def test_a_peer_that_is_silent_and_gone_is_forgotten_and_shakes_hands_again(clock, describe):
+    peers = PeerTable(clock=clock)
+    for name in ("gone", "idle", "heard"):
+        peers.admit(describe(name, "one"))
+    peers.admit(describe("source", "one"), asked=True)
+    clock.now += KEPT_S - 1
+    peers.current("heard", "one")
+    clock.now += 1
+    peers.expire(lambda target: target == ("idle", "one"))
+    assert [peer.engine_id for peer in peers.snapshot()] == ["idle", "heard", "source"]
+    with pytest.raises(HandshakeNeededError):
+        peers.current("gone", "one")
+    peers.admit(describe("gone", "one"))
+    # Once nothing more is asked of it, a source is forgotten like any other peer.
+    peers.let_go(describe("source", "one"))
+    clock.now += LOOK_S
+    peers.expire(lambda target: True)
+    peers.expire(lambda target: False)  # not yet: it has just looked
+    clock.now += LOOK_S
+    peers.expire(lambda target: False)
+    assert [peer.engine_id for peer in peers.snapshot()] == ["heard", "gone"]
+
+
+def test_what_was_loaded_is_counted_for_the_newest_start_of_its_engine(peers, describe):
+    peers.admit(describe("p", "one"))
+    peers.admit(describe("p", "two"))
+    peers.loaded("p", 7, "shm")
+    peers.forget("another")
+    assert [peer.loaded_bytes for peer in peers.snapshot()] == [0, 7]
+    peers.forget("p")
+    peers.loaded("p", 7, "shm")
+    assert peers.snapshot() == ()

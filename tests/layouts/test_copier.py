@@ -17,7 +17,26 @@ PROPERTY = settings(max_examples=200, deadline=None, suppress_health_check=[Heal
 @pytest.fixture(params=[False, True], ids=["cached", "streaming"])
 def stream(request, monkeypatch):
     """Small copies use plain stores; here both kinds are tried on them."""
-    monkeypatch.setattr(copier, "STREAM_BYTES", 0 if request.param else 1 << 60)
+    monkeypatch.setattr(copier, "stream_bytes", lambda: 0 if request.param else 1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("plain", "around", "wanted"),
+    [
+        pytest.param(2.0, 1.0, copier.STREAM_BYTES, id="stores around the cache are faster"),
+        pytest.param(0.95, 1.0, copier.STREAM_BYTES, id="both are about as fast"),
+        pytest.param(0.8, 1.0, 1 << 62, id="plain stores are faster"),
+    ],
+)
+def test_stores_go_around_the_cache_unless_plain_ones_are_clearly_faster(
+    plain, around, wanted, monkeypatch
+):
+    monkeypatch.setattr(copier, "measure_stores", lambda: (plain, around))
+    assert copier.stream_bytes.__wrapped__() == wanted
+
+
+def test_the_two_kinds_of_stores_are_measured():
+    assert all(seconds > 0 for seconds in copier.measure_stores())
 
 
 def expected(copy_cases, copies):

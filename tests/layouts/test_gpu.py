@@ -207,6 +207,22 @@ def test_lent_blocks_are_mirrored_in_host_memory(stream):
         assert np.array_equal(mirror.arrays[0], wanted)
 
 
+def test_a_mirror_that_follows_the_engine_has_what_the_step_under_way_writes(stream):
+    tiles, runs, nbytes = hnd_to_nhd()
+    cache, held = stream.allocate(nbytes), random_bytes(nbytes)
+    values, written = torch.from_numpy(held).cuda(), torch.as_tensor(cache)
+    with HostMirror(stream, [cache]) as mirror:
+        torch.cuda._sleep(2_000_000_000)
+        written.copy_(values)
+        stream.follow_engine()
+        event = mirror.copy_out(tiles, runs)
+        assert not event.done()
+        event.wait()
+        wanted = np.zeros_like(held)
+        copy_tiles([held.ctypes.data], [wanted.ctypes.data], tiles, runs)
+        assert np.array_equal(mirror.arrays[0], wanted)
+
+
 def test_tensors_of_the_device_are_located_and_their_bytes_are_theirs():
     one = EngineGeometry(
         num_layers=2,

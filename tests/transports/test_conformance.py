@@ -26,4 +26,4 @@ class TestVmTransport(TransportConformance):
 class TestTcpTransportWithOneThreadAndSmallChunks(TransportConformance):
     transport = TcpTransport
     threads = 1
-    extra = MappingProxyType({"chunk_bytes": 65536, "window_bytes": 262144})
+    extra = MappingProxyType({"chunk_bytes": 65536})

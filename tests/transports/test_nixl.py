@@ -106,6 +106,28 @@ class TestNixlTransportOverTcp(FencingOverTcp):
         fresh_peer.resume()
         self.assert_nothing_lands(scene)
 
+    @pytest.mark.parametrize("closing", ["connection", "transport"])
+    def test_closing_waits_for_the_reads_of_a_source_that_answers(
+        self, healthy_peer: PeerProcess, closing: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """UCX would abort a source that finds its reader gone, and other readers are served."""
+        left: list[int] = []
+        destroy = nixl_agents.Agent.destroy
+
+        def note(agent: nixl_agents.Agent, running: list) -> bool:
+            left.append(len(running))
+            return destroy(agent, running)
+
+        monkeypatch.setattr(nixl_agents.Agent, "destroy", note)
+        with self.transport.open(self.options()) as local:
+            scene = self.scene(local, healthy_peer, large_case(LARGE))
+            read = scene.read()
+            self.wait_for_bytes(read)
+            (scene.peer if closing == "connection" else local).close()
+            self.wait_for(lambda: scene.peer.agent.agent is None and read.is_terminal)
+        assert left
+        assert not any(left)
+
     def test_closing_the_connection_to_a_stopped_peer_ends_its_reads(
         self, local: Transport, fresh_peer: PeerProcess, healthy_peer: PeerProcess
     ) -> None:
@@ -129,7 +151,7 @@ class TestNixlTransportOverTcp(FencingOverTcp):
         scene, transfer = self.stopped_read(local, fresh_peer)
         held = scene.peer.agent.agent._agent.agent
         scene.peer.close()
-        time.sleep(self.settle_s)
+        self.wait_for(lambda: scene.peer.agent.agent is None)
         assert transfer.state is TransferState.RUNNING
         del held
         self.wait(local, transfer)
@@ -194,7 +216,7 @@ class TestBackendsWithoutProof(UnfencedTransportConformance):
         transfer = scene.read()
         self.wait_for(lambda: scene.peer.posts)
         scene.peer.close()
-        time.sleep(self.settle_s)
+        self.wait_for(lambda: scene.peer.agent.agent is None)
         assert transfer.state is TransferState.RUNNING
         local.close()
         assert transfer.state is TransferState.RUNNING

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import math
+import select
 import socket
 import subprocess
 import sys
@@ -31,20 +32,22 @@ from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions, tcp_reader, tcp_server
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import (
+    CHUNK_DTYPE,
+    HEADER,
     MAX_READS,
+    MESSAGE,
     TCP_REQUESTS,
     Cancel,
-    Chunk,
     Endpoint,
     Hello,
     Read,
     Refused,
-    Taken,
-    Welcome,
     decode_endpoint,
     encode,
 )
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
+from tests.load import until
+from tests.transports.framed import Framed
 
 NBYTES = 1 << 16
 CHUNK = 1 << 13
@@ -57,37 +60,41 @@ class FakeServer:
     """A serving rank that says what a test wants it to."""
 
     def __init__(self):
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = 60_000
-        self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.identity = b""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(60)
+        self.port = self.listener.getsockname()[1]
+        self.lines = []
 
     @property
     def endpoint(self):
         return encode(Endpoint(host="127.0.0.1", port=self.port, token=b"t", regions=(NBYTES,)))
 
+    def accept(self):
+        """Another connection, which has said Hello."""
+        line = Framed(self.listener.accept()[0])
+        assert isinstance(line.receive(TCP_REQUESTS), Hello)
+        self.lines.append(line)
+        return line
+
     def expect(self, kind):
-        """The next message of that kind; messages of others are passed over."""
-        while True:
-            self.identity, frame = self.socket.recv_multipart()
-            message = TCP_REQUESTS.decode(frame)
-            if isinstance(message, kind):
-                return message
+        """The next message on the first connection, which is of that kind."""
+        if not self.lines:
+            self.accept()
+        message = self.lines[0].receive(TCP_REQUESTS)
+        assert isinstance(message, kind), message
+        return message
 
-    def send(self, message, *data):
-        header = message if isinstance(message, bytes) else encode(message)
-        self.socket.send_multipart([self.identity, header, *data])
+    def send(self, message, data=b""):
+        self.lines[0].send(message, data)
 
-    def welcome(self):
-        self.expect(Hello)
-        self.send(Welcome(1, 1 << 20))
+    def send_chunk(self, transfer, index, data=None):
+        data = chunk_of(index) if data is None else data
+        self.send((transfer, index, len(data)), data)
 
     def close(self):
-        if not self.context.closed:
-            self.socket.close()
-            self.context.term()
+        self.listener.close()
+        for line in self.lines:
+            line.close()
 
 
 @pytest.fixture
@@ -123,6 +130,10 @@ def chunk_of(index):
     return pattern(NBYTES, 1)[index * CHUNK : (index + 1) * CHUNK].tobytes()
 
 
+def chunk_array(index):
+    return np.frombuffer(chunk_of(index), dtype=np.uint8)
+
+
 def memory_of(local):
     return local._regions.arrays[0]
 
@@ -137,30 +148,43 @@ def ended(local, transfer, timeout_s=60.0):
     raise AssertionError(f"not reported: {transfer}")
 
 
+@contextlib.contextmanager
+def held(local):
+    """The receiving thread does something else."""
+    holding, release = threading.Event(), threading.Event()
+    local._reader.post(lambda: (holding.set(), release.wait(60)))
+    assert holding.wait(60)
+    yield
+    release.set()
+
+
 @pytest.fixture
 def under_way(server, local):
     """A read whose first chunk is in place: (the transfer, the server's request)."""
     transfer = local.read(local.connect(server.endpoint), *tables())
-    server.welcome()
     read = server.expect(Read)
-    server.send(Chunk(read.transfer, 0), chunk_of(0))
-    deadline = time.monotonic() + 60
-    while transfer.bytes_done < CHUNK and time.monotonic() < deadline:
-        time.sleep(0.001)
+    server.send_chunk(read.transfer, 0)
+    until(lambda: transfer.bytes_done == CHUNK)
     return transfer, read
 
 
-def test_a_read_sends_its_chunks_and_takes_their_bytes(server, local, under_way):
+def test_the_chunks_of_a_read_may_come_in_any_order(server, local, under_way):
     transfer, read = under_way
-    for index in (3, 1, 2, 7, 6, 5, 4):  # in any order
-        server.send(Chunk(read.transfer, index), chunk_of(index))
+    for index in (3, 1, 2, 7, 6, 5, 4):
+        server.send_chunk(read.transfer, index)
     assert ended(local, transfer).state is TransferState.DONE
     assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
-    taken = server.expect(Taken)
-    while taken.nbytes < NBYTES:
-        more = server.expect(Taken)
-        taken = Taken(taken.nbytes + more.nbytes, taken.chunks + more.chunks)
-    assert taken == Taken(NBYTES, 8)
+
+
+def test_a_chunk_may_come_in_any_pieces(server, local, under_way):
+    transfer, read = under_way
+    stream = b"".join(
+        HEADER.pack(read.transfer, index, CHUNK) + chunk_of(index) for index in range(1, 8)
+    )
+    for first in range(0, len(stream), 999):
+        server.lines[0].tcp.sendall(stream[first : first + 999])
+    assert ended(local, transfer).state is TransferState.DONE
+    assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
 @pytest.mark.parametrize("local", [2.0], indirect=True)
@@ -178,7 +202,7 @@ def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_a
     local._reader.post(stand)
     assert stands.wait(60)
     for index in range(1, 8):
-        server.send(Chunk(read.transfer, index), chunk_of(index))
+        server.send_chunk(read.transfer, index)
     time.sleep(3.0)  # longer than the read may stand where it stands
     goes_on.set()
     assert ended(local, transfer).state is TransferState.DONE
@@ -187,14 +211,17 @@ def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_a
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (lambda read: (Chunk(read.transfer, 0), chunk_of(0)), DecodeError),
-        (lambda read: (Chunk(read.transfer, 99), chunk_of(0)), DecodeError),
-        (lambda read: (Chunk(read.transfer, 1), chunk_of(0) + b"x"), DecodeError),
-        (lambda read: (Chunk(read.transfer, 1), b""), DecodeError),
-        (lambda read: (Chunk(read.transfer, 1),), DecodeError),
-        (lambda read: (Chunk(read.transfer, 1), chunk_of(0), chunk_of(0)), DecodeError),
-        (lambda read: (Chunk(read.transfer + 1, 1), chunk_of(0)), DecodeError),
-        (lambda read: (Chunk(-1, 1), chunk_of(0)), DecodeError),
+        (lambda read: ((read.transfer, 0, CHUNK), chunk_of(0)), DecodeError),
+        (lambda read: ((read.transfer, 99, CHUNK), chunk_of(0)), DecodeError),
+        (lambda read: ((read.transfer, -1, CHUNK), chunk_of(0)), DecodeError),
+        (lambda read: ((read.transfer, 1, CHUNK + 1), chunk_of(0) + b"x"), DecodeError),
+        (lambda read: ((read.transfer, 1, 0),), DecodeError),
+        (lambda read: ((read.transfer, 1, -1),), DecodeError),
+        (lambda read: ((read.transfer + 1, 1, CHUNK), chunk_of(0)), DecodeError),
+        (lambda read: ((-2, 1, CHUNK), chunk_of(0)), DecodeError),
+        (lambda read: ((MESSAGE, 0, 0),), ProtocolError),
+        (lambda read: ((MESSAGE, 0, 1 << 40),), ProtocolError),
+        (lambda read: ((MESSAGE, 1, 10), b"0123456789"), ProtocolError),
         (lambda read: (b"\xc1noise",), DecodeError),
         (lambda read: (Refused(None, "ProtocolError", "go away"),), PeerLostError),
         (lambda read: (Refused(read.transfer, "BoundsError", "too far"),), BoundsError),
@@ -220,7 +247,7 @@ def test_random_replies_end_their_connection_only(local):
         with contextlib.closing(FakeServer()) as liar:
             transfer = local.read(local.connect(liar.endpoint), *tables())
             liar.expect(Read)
-            liar.send(rng.bytes(int(rng.integers(1, 100))))
+            liar.send(rng.bytes(int(rng.integers(1, 100))))  # behind a true header
             assert isinstance(ended(local, transfer).error, ProtocolError)
     with contextlib.closing(TcpTransport.open(TransportOptions())) as honest:
         _, held = honest.allocate(NBYTES)
@@ -237,30 +264,47 @@ def test_chunks_of_a_cancelled_read_do_not_land(server, local, under_way):
     assert server.expect(Cancel) == Cancel(read.transfer)
     memory_of(local)[:] = 5
     for index in range(1, 8):
-        server.send(Chunk(read.transfer, index), chunk_of(index))
-    assert server.expect(Taken).chunks >= 1  # they have come, and were dropped
-    time.sleep(0.1)
+        server.send_chunk(read.transfer, index)
+    server.send(Refused(None, "TransferError", "the end"))  # behind them: they have come
+    until(lambda: transfer._peer.lost is not None)
     assert (memory_of(local) == 5).all()
+
+
+def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(server, local, under_way):
+    transfer, read = under_way
+    server.send((read.transfer, 1, CHUNK), chunk_of(1)[: CHUNK // 2])
+    until(lambda: (memory_of(local)[CHUNK : 3 * CHUNK // 2] == chunk_array(1)[: CHUNK // 2]).all())
+    local.cancel(transfer)
+    assert ended(local, transfer).state is TransferState.CANCELLED
+    memory_of(local)[:] = 5
+    server.lines[0].tcp.sendall(chunk_of(1)[CHUNK // 2 :])
+    again = local.read(transfer._peer, *tables())
+    server.expect(Cancel)
+    second = server.expect(Read)
+    assert (memory_of(local) == 5).all()
+    for index in range(8):
+        server.send_chunk(second.transfer, index)
+    assert ended(local, again).state is TransferState.DONE
+    assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
 @hasty
 def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, local):
     peer = local.connect(server.endpoint)
     transfer = local.read(peer, *tables())
-    server.welcome()
     read = server.expect(Read)
     assert isinstance(ended(local, transfer).error, StalledError)
     assert "1.5" in str(transfer.error)
     server.expect(Cancel)
     memory_of(local)[:] = 5
     for index in range(8):
-        server.send(Chunk(read.transfer, index), chunk_of(index))
+        server.send_chunk(read.transfer, index)
     again = local.read(peer, *tables())
     second = server.expect(Read)
     assert (memory_of(local) == 5).all()
     assert second.transfer != read.transfer
     for index in range(8):
-        server.send(Chunk(second.transfer, index), chunk_of(index))
+        server.send_chunk(second.transfer, index)
     assert ended(local, again).state is TransferState.DONE
 
 
@@ -269,7 +313,7 @@ def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     transfer, read = under_way
     for index in range(1, 8):
         time.sleep(0.3)  # in all longer than the stall timeout
-        server.send(Chunk(read.transfer, index), chunk_of(index))
+        server.send_chunk(read.transfer, index)
     assert ended(local, transfer).state is TransferState.DONE
 
 
@@ -277,12 +321,11 @@ def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
 def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
     peer = local.connect(server.endpoint)
     transfers = [local.read(peer, *tables()) for _ in range(MAX_READS + 3)]
-    server.welcome()
     reads = [server.expect(Read) for _ in range(MAX_READS)]
-    assert not server.socket.poll(50)  # the rest is kept back
+    assert server.lines[0].is_silent(0.05)  # the rest is kept back
     for index in range(8):
         time.sleep(0.3)
-        server.send(Chunk(reads[0].transfer, index), chunk_of(index))
+        server.send_chunk(reads[0].transfer, index)
     assert ended(local, transfers[0]).state is TransferState.DONE
     server.expect(Read)
     assert not any(transfer.is_terminal for transfer in transfers[1:])
@@ -312,6 +355,46 @@ def test_another_start_of_a_rank_at_the_same_port_is_not_read_from(local):
         transfer = local.read(local.connect(endpoint), *tables())
         assert isinstance(ended(local, transfer).error, PeerLostError)
         assert "earlier start" in str(transfer.error)
+
+
+def test_a_read_that_begins_while_its_refusal_is_taken_in_names_the_reason(local, monkeypatch):
+    taking, receive = threading.Event(), tcp_reader.TcpReader._receive
+
+    def receive_late(self, line):
+        taking.set()
+        time.sleep(0.2)  # the refusal and the end of the connection come meanwhile, and the read
+        receive(self, line)
+
+    monkeypatch.setattr(tcp_reader.TcpReader, "_receive", receive_late)
+    with contextlib.closing(TcpTransport.open(TransportOptions())) as other:
+        other.allocate(NBYTES)
+        endpoint = msgspec.structs.replace(decode_endpoint(other.endpoint()), token=b"x" * 16)
+        peer = local.connect(encode(endpoint))
+        assert taking.wait(60)
+        transfer = local.read(peer, *tables())
+        assert "earlier start" in str(ended(local, transfer).error)
+
+
+def test_a_connection_that_always_has_more_leaves_others_their_turn(local, server, monkeypatch):
+    monkeypatch.setattr(tcp_reader, "TURN_BYTES", CHUNK)
+    turns, ready = [], tcp_reader.TcpReader._ready
+
+    def noted(self, line):
+        before = transfer.bytes_done
+        ready(self, line)
+        turns.append(transfer.bytes_done - before)
+
+    peer = local.connect(server.endpoint)
+    transfer = local.read(peer, *tables())
+    read = server.expect(Read)
+    with held(local):
+        monkeypatch.setattr(tcp_reader.TcpReader, "_ready", noted)
+        for line in peer.lines:
+            local._reader._watch(line, is_full=False)
+        for index in range(NBYTES // CHUNK):
+            server.send_chunk(read.transfer, index)
+    assert ended(local, transfer).state is TransferState.DONE
+    assert 0 < max(turns) <= 2 * CHUNK
 
 
 def test_what_comes_after_close_is_harmless(server):
@@ -346,18 +429,87 @@ def test_an_impossible_endpoint_is_refused(local, server, changes):
         local.connect(encode(msgspec.structs.replace(endpoint, **changes)))
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_an_older_server_is_only_asked_for_what_it_understands(local, server, step):
+@pytest.mark.parametrize("versions", [(1, 2), (4, 9)])
+def test_a_server_of_another_protocol_is_refused_by_its_endpoint(local, server, versions):
+    low, high = versions
     endpoint = msgspec.msgpack.decode(server.endpoint, type=Endpoint)
-    peer = local.connect(encode(msgspec.structs.replace(endpoint, version_max=1)))
+    other = msgspec.structs.replace(endpoint, version_min=low, version_max=high)
+    with pytest.raises(DecodeError, match=f"speaks versions {low} to {high} .* upgrade the older"):
+        local.connect(encode(other))
+
+
+def test_tokens_that_lie_apart_are_asked_for_by_their_steps(local, server):
+    peer = local.connect(server.endpoint)
     tiles, runs = tables()
-    runs["tokens"], runs["source_step"] = 8, step
-    transfer = local.read(peer, tiles, runs)
-    if step == 1:
-        assert server.expect(Read).steps == b""
-        return
-    ended(local, transfer)
-    assert "need version 2; upgrade it" in str(transfer.error)
+    runs["tokens"], runs["source_step"] = 8, 2
+    local.read(peer, tiles, runs)
+    assert np.frombuffer(server.expect(Read).steps, "<i8").tolist() == [2] * len(runs)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_chunks_of_a_read_are_dealt_over_its_connections(server, threads):
+    options = TransportOptions(threads=threads, extra={"chunk_bytes": CHUNK, "connections": 3})
+    with contextlib.closing(TcpTransport.open(options)) as local:
+        local.allocate(NBYTES)
+        peer = local.connect(server.endpoint)
+        firsts = set()
+        for _ in range(3):  # each begins with another connection
+            transfer = local.read(peer, *tables())
+            while len(server.lines) < 3:
+                server.accept()
+            memory_of(local)[:] = 0
+            seen = []
+            for line in server.lines:
+                read = line.receive(TCP_REQUESTS)
+                blocks = np.frombuffer(read.chunks, CHUNK_DTYPE)["first_run"] // 2
+                seen += blocks.tolist()
+                for index, block in enumerate(blocks.tolist()):
+                    line.send((read.transfer, index, CHUNK), chunk_of(block))
+            assert ended(local, transfer).state is TransferState.DONE
+            assert sorted(seen) == list(range(8))
+            firsts.add(seen[0])
+            assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
+        assert firsts == {0, 1, 2}
+
+
+def test_what_one_connection_refuses_is_cancelled_at_the_others(server):
+    options = TransportOptions(extra={"chunk_bytes": CHUNK, "connections": 2})
+    with contextlib.closing(TcpTransport.open(options)) as local:
+        local.allocate(NBYTES)
+        transfer = local.read(local.connect(server.endpoint), *tables())
+        one, other = server.accept(), server.accept()
+        (number,) = {line.receive(TCP_REQUESTS).transfer for line in (one, other)}
+        one.send(Refused(number, "TransferError", "busy"))
+        assert isinstance(ended(local, transfer).error, TransferError)
+        assert other.receive(TCP_REQUESTS) == Cancel(number)
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_a_read_of_one_chunk_takes_one_connection_and_no_other_may_send_it(server, row):
+    options = TransportOptions(extra={"connections": 2})
+    with contextlib.closing(TcpTransport.open(options)) as local:
+        local.allocate(NBYTES)
+        peer = local.connect(server.endpoint)
+        transfer = local.read(peer, *tables())
+        lines = server.accept(), server.accept()
+        ((tcp, *_), *_) = select.select([line.tcp for line in lines], [], [], 60)
+        asked, other = lines if tcp is lines[0].tcp else lines[::-1]
+        read = asked.receive(TCP_REQUESTS)
+        assert other.is_silent()
+        other.send((read.transfer, row, NBYTES), pattern(NBYTES, 1).tobytes())
+        assert isinstance(ended(local, transfer).error, DecodeError)
+        assert not memory_of(local).any()
+
+
+def test_one_connection_that_breaks_ends_them_all(server):
+    options = TransportOptions(threads=2, extra={"chunk_bytes": CHUNK, "connections": 2})
+    with contextlib.closing(TcpTransport.open(options)) as local:
+        local.allocate(NBYTES)
+        transfer = local.read(local.connect(server.endpoint), *tables())
+        one, other = server.accept(), server.accept()
+        other.close()
+        assert isinstance(ended(local, transfer).error, PeerLostError)
+        assert one.is_ended()
 
 
 def test_a_host_that_is_no_name_is_an_error_of_ours(local, server):
@@ -372,7 +524,7 @@ def test_a_chunk_is_what_staging_packs(server, local, under_way):
     (first, *rest) = stage(tiles, runs, CHUNK)
     assert first.nbytes == CHUNK
     assert len(rest) == 7
-    assert len(read.chunks) == 8 * 32
+    assert len(read.chunks) == 8 * CHUNK_DTYPE.itemsize
 
 
 @pytest.mark.parametrize(
@@ -482,6 +634,41 @@ def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
             assert ended(local, transfer).state is TransferState.DONE
             peer.close()
     assert (memory_of(local) == 7).all()
+
+
+def test_a_source_that_stands_still_while_a_long_request_is_on_its_way_is_not_lost(monkeypatch):
+    """What its host has no room for stays in ours, however long."""
+    monkeypatch.setattr(tcp_reader, "GONE_S", 0.5)
+    count = 200_000
+    with (
+        contextlib.closing(TcpTransport.open(TransportOptions())) as source,
+        contextlib.closing(TcpTransport.open(TransportOptions())) as target,
+    ):
+        for transport in (source, target):
+            transport.allocate(16 * count)
+        tiles, runs = tables()
+        for side in ("source", "target"):
+            tiles[f"{side}_block_stride"] = tiles[f"{side}_token_stride"] = 16
+        tiles["elements"] = 8
+        runs = blank_runs(count)
+        runs["source_block"] = runs["target_block"] = np.arange(count)
+        runs["tokens"] = 1
+        stands, goes_on = threading.Event(), threading.Event()
+
+        def stand():
+            stands.set()
+            goes_on.wait(60)
+
+        peer = target.connect(source.endpoint())
+        (serving,) = source._server.threads
+        until(lambda: [reader for reader in serving.readers if reader.welcome])
+        serving.mailbox.post(stand)
+        assert stands.wait(60)
+        transfer = target.read(peer, tiles, runs)
+        until(lambda: peer.reads)
+        time.sleep(4.0)  # many times as long as a host may be silent
+        goes_on.set()
+        assert ended(target, transfer).state is TransferState.DONE, transfer.error
 
 
 CUT_OFF = """

@@ -2,11 +2,10 @@
 
 import contextlib
 import socket
-import time
+import weakref
 
 import numpy as np
 import pytest
-import zmq
 
 from kvferry.errors import ConfigError, HostError, PortInUseError
 from kvferry.layouts.copier import expand
@@ -16,62 +15,54 @@ from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
+from kvferry.transports.tcp_server import MAX_ANSWERS, _Reader
 from kvferry.transports.wire_chunks import KEPT_LENGTHS, plan_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
+    MAX_READS,
+    MESSAGE,
+    REPLIES,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
-    TCP_REPLIES,
     VERSION_MAX,
+    VERSION_MIN,
     Cancel,
-    Chunk,
     Hello,
     Read,
     Refused,
-    Taken,
-    Welcome,
     decode_endpoint,
     encode,
     encode_table,
 )
+from tests.load import until
+from tests.transports.framed import Framed
 
 REGION_BYTES = 1 << 20
+BLOCKS = REGION_BYTES // 4096
 
 
 @pytest.fixture
 def server():
     """A transport that serves one region of pattern 1."""
-    options = TransportOptions(threads=1, extra={"window_bytes": 1 << 18, "chunk_bytes": 1 << 16})
+    options = TransportOptions(threads=1, extra={"chunk_bytes": 1 << 16})
     with contextlib.closing(TcpTransport.open(options)) as opened:
         _, memory = opened.allocate(REGION_BYTES)
         memory[:] = pattern(REGION_BYTES, 1)
         yield opened
 
 
-class RawReader:
+class RawReader(Framed):
     """A reader that says what a test wants it to."""
 
     def __init__(self, server, *, hello=True):
         self.endpoint = decode_endpoint(server.endpoint())
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.rcvtimeo = 60_000
-        self.socket.connect(f"tcp://127.0.0.1:{self.endpoint.port}")
+        super().__init__(socket.create_connection(("127.0.0.1", self.endpoint.port), timeout=60))
         if hello:
-            self.send(Hello(self.endpoint.token, 1, VERSION_MAX, 1 << 30))
-            assert isinstance(self.receive(), Welcome)
-
-    def send(self, message):
-        self.socket.send(message if isinstance(message, bytes) else encode(message))
+            self.send(Hello(self.endpoint.token, VERSION_MIN, VERSION_MAX))
 
     def receive(self):
-        """The next message; what follows its first frame is in ``data``."""
-        header, *self.data = self.socket.recv_multipart()
-        return TCP_REPLIES.decode(header)
-
-    def is_silent(self, seconds=0.2):
-        return not self.socket.poll(int(seconds * 1000))
+        """The next message, or transfer and index of a chunk, whose bytes are in ``data``."""
+        return super().receive(REPLIES)
 
     def refusal(self, message):
         """Sends, and returns the refusal that must be the answer."""
@@ -79,10 +70,6 @@ class RawReader:
         answer = self.receive()
         assert isinstance(answer, Refused), answer
         return answer
-
-    def close(self):
-        self.socket.close()
-        self.context.term()
 
 
 @pytest.fixture
@@ -128,6 +115,12 @@ def request(transfer, tiles, runs, chunks=None, steps=b""):
     )
 
 
+def readers_of(server):
+    """What the server knows of its readers, once it knows of one."""
+    (serving,) = server._server.threads
+    return until(lambda: [reader for reader in serving.readers if reader.welcome])
+
+
 def steps_of(*steps):
     return np.array(steps, dtype="<i8").tobytes()
 
@@ -139,18 +132,18 @@ def per_run(count):
 
 def test_a_read_is_answered_with_its_bytes(reader):
     reader.send(request(5, flat_tiles(), flat_runs(3)))
-    assert reader.receive() == Chunk(5, 0)
+    assert reader.receive() == (5, 0)
     assert np.array_equal(
-        np.frombuffer(reader.data[0], dtype=np.uint8), pattern(REGION_BYTES, 1)[: 3 * 4096]
+        np.frombuffer(reader.data, dtype=np.uint8), pattern(REGION_BYTES, 1)[: 3 * 4096]
     )
 
 
 def test_tokens_that_lie_apart_come_packed(reader):
     reader.send(request(5, flat_tiles(), flat_runs(2, tokens=8), steps=steps_of(2, 1)))
-    assert reader.receive() == Chunk(5, 0)
+    assert reader.receive() == (5, 0)
     rows = pattern(REGION_BYTES, 1).reshape(-1, 256)
     wanted = np.concatenate([rows[0:16:2], rows[16:24]]).ravel()
-    assert np.array_equal(np.frombuffer(reader.data[0], dtype=np.uint8), wanted)
+    assert np.array_equal(np.frombuffer(reader.data, dtype=np.uint8), wanted)
 
 
 @pytest.mark.parametrize(
@@ -216,72 +209,105 @@ def test_a_read_that_asks_for_the_impossible_is_refused_by_name(reader, read, er
     assert (refused.transfer, refused.error) == (1, error)
     assert reason in refused.reason
     reader.send(request(2, flat_tiles(), flat_runs(1)))
-    assert reader.receive() == Chunk(2, 0)
+    assert reader.receive() == (2, 0)
+
+
+def plenty(times=64):
+    """Chunks of a request of all blocks: far more than two sockets hold."""
+    return per_run(BLOCKS) * times
 
 
 def test_one_transfer_number_cannot_be_used_twice_at_once(reader):
-    reader.send(request(1, flat_tiles(), flat_runs(200), per_run(200)))
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
     reader.send(request(1, flat_tiles(), flat_runs(1)))
-    while isinstance(answer := reader.receive(), Chunk):
+    while isinstance(answer := reader.receive(), tuple):
         pass
+    assert answer.transfer == 1
     assert "under way already" in answer.reason
 
 
-def test_reads_before_hello_and_hellos_of_strangers_are_refused(server):
-    with contextlib.closing(RawReader(server, hello=False)) as stranger:
-        assert "before Hello" in stranger.refusal(request(1, flat_tiles(), flat_runs(1))).reason
-        refused = stranger.refusal(Hello(b"guess", 1, VERSION_MAX, 1 << 20))
-        assert refused.transfer is None
-        assert "earlier start" in refused.reason
-        token = stranger.endpoint.token
-        assert "upgrade" in stranger.refusal(Hello(token, 98, 99, 1 << 20)).reason
-        assert "window_bytes" in stranger.refusal(Hello(token, 1, 1, 0)).reason
-    assert server.refused_messages == 4
+def test_strangers_are_refused_and_their_connections_end(server):
+    token = decode_endpoint(server.endpoint()).token
+    for number, (message, error, reason) in enumerate(
+        [
+            (request(1, flat_tiles(), flat_runs(1)), "ProtocolError", "Read came before"),
+            (request(1, flat_tiles(), flat_runs(99)), "ProtocolError", "a message of"),
+            (Cancel(1), "ProtocolError", "before Hello"),
+            (Hello(b"guess", VERSION_MIN, VERSION_MAX), "ProtocolError", "earlier start"),
+            (Hello(token, 98, 99), "ProtocolError", "speaks versions 98 to 99, this server"),
+            (Hello(token, 1, 2), "ProtocolError", "upgrade the older side"),
+            ((1, 0, 0), "ProtocolError", "readers send messages"),
+            ((MESSAGE, 0, 1 << 40), "ProtocolError", "a message of 1099511627776 bytes"),
+            (b"\xc1", "DecodeError", "request"),
+        ],
+        start=1,
+    ):
+        with contextlib.closing(RawReader(server, hello=False)) as stranger:
+            refused = stranger.refusal(message)
+            assert (refused.transfer, refused.error) == (None, error)
+            assert reason in refused.reason
+            assert stranger.is_ended()
+        assert server.refused_messages == number
 
 
-def test_a_reader_that_takes_nothing_holds_one_window(reader):
-    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
+def test_a_reader_that_takes_nothing_holds_what_the_sockets_hold_and_nobody_up(server, reader):
+    nbytes = 64 * REGION_BYTES
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    with contextlib.closing(RawReader(server)) as other:
+        other.send(request(1, flat_tiles(), flat_runs(1)))
+        assert other.receive() == (1, 0)
+    assert 1 in served.reads
     got = 0
-    while not reader.is_silent():
-        assert isinstance(reader.receive(), Chunk)
-        got += len(reader.data[0])
-    assert got == 1 << 18
-    reader.send(Taken(1 << 17, 32))
-    while not reader.is_silent():
-        assert isinstance(reader.receive(), Chunk)
-        got += len(reader.data[0])
-    assert got == (1 << 18) + (1 << 17)
+    while got < nbytes:
+        assert reader.receive()[0] == 1
+        got += len(reader.data)
+    until(lambda: not served.reads)
 
 
-@pytest.mark.parametrize("taken", [Taken(1, 0), Taken(0, 1), Taken(-1, 0), Taken(1 << 62, 1)])
-def test_a_reader_cannot_take_what_was_not_sent(reader, taken):
-    assert reader.refusal(taken).error == "BoundsError"
+def test_a_cancelled_read_stops(server, reader):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    for transfer in (1, 1, 12345):
+        reader.send(Cancel(transfer))
     reader.send(request(2, flat_tiles(), flat_runs(1)))
-    assert reader.receive() == Chunk(2, 0)
-
-
-def test_a_cancelled_read_stops(reader):
-    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
-    while not reader.is_silent():
-        reader.receive()
-    reader.send(Cancel(1))
-    reader.send(Cancel(1))
-    reader.send(Cancel(12345))
-    reader.send(Taken(1 << 18, 64))
+    until(lambda: 1 not in served.reads)
+    chunks = 0
+    while reader.receive() != (2, 0):
+        chunks += 1
+    assert chunks < len(plenty())
     assert reader.is_silent()
-    reader.send(request(2, flat_tiles(), flat_runs(1)))
-    assert reader.receive() == Chunk(2, 0)
 
 
-def test_a_number_that_is_used_again_after_a_cancel_stands_for_the_new_read(reader):
-    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
-    while not reader.is_silent():
-        reader.receive()
+def test_reads_that_are_cancelled_leave_nothing_though_nothing_is_taken(server, reader):
+    reader.send(request(0, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    for _ in range(3 * MAX_READS):
+        reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+        reader.send(Cancel(1))
+    reader.send(request(2, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    until(lambda: 2 in served.reads)
+    assert {transfer for transfer, _, _ in served.turns} <= {0, 2}
+
+
+def test_a_number_that_is_used_again_after_a_cancel_stands_for_the_new_read(server, reader):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    old = served.reads[1]
     reader.send(Cancel(1))
-    reader.send(request(1, flat_tiles(), flat_runs(3), per_run(3)))
-    reader.send(Taken(1 << 18, 64))
-    assert [reader.receive() for _ in range(3)] == [Chunk(1, index) for index in range(3)]
-    assert reader.is_silent()
+    reader.send(request(1, flat_tiles(source_offset=256), flat_runs(3), per_run(3)))
+    until(lambda: served.reads.get(1) is not old)
+    answers = []
+    while len(answers) < 3 or answers[-3:] != [(1, 0), (1, 1), (1, 2)] or not reader.is_silent():
+        answers.append(reader.receive())
+    assert np.array_equal(
+        np.frombuffer(reader.data, dtype=np.uint8),
+        pattern(REGION_BYTES, 1)[256 + 2 * 4096 : 256 + 3 * 4096],
+    )
 
 
 def many_strides(tiles, runs):
@@ -304,8 +330,8 @@ def test_a_message_costs_the_server_no_more_than_its_length(server, reader):
     with contextlib.closing(RawReader(server)) as other:
         reader.send(message)
         other.send(request(1, flat_tiles(), flat_runs(1)))
-        assert other.receive() == Chunk(1, 0)
-        assert reader.receive() == Chunk(1, 0)
+        assert other.receive() == (1, 0)
+        assert reader.receive() == (1, 0)
 
 
 def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(server, reader):
@@ -316,12 +342,8 @@ def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(s
     answers = [reader.receive()]
     while not isinstance(answers[-1], Refused):
         answers.append(reader.receive())
-    while not reader.is_silent(2.0):
-        answers.append(reader.receive())
-    refused = [answer for answer in answers if isinstance(answer, Refused)]
-    assert refused
-    assert all("read less at a time" in answer.reason for answer in refused)
-    (served,) = server._server._readers.values()
+    assert "read less at a time" in answers[-1].reason
+    (served,) = readers_of(server)
     assert served.table_bytes < 128 << 20
     lengths = flat_runs(1000, source_block=0, tokens=1 + np.arange(1000))
     plan = plan_chunks(flat_tiles(source_token_stride=0), lengths, 1 << 20)
@@ -330,40 +352,139 @@ def test_the_tables_of_one_reader_are_bounded_and_of_one_length_kept_at_a_time(s
     assert len(plan._dense) == KEPT_LENGTHS
 
 
-def test_a_reader_that_has_gone_leaves_nothing(server, reader, monkeypatch):
-    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
-    reader.receive()
-    while not reader.is_silent():
-        reader.receive()
-    (served,) = server._server._readers.values()
-    assert served.reads
+@pytest.mark.parametrize("transfer", [-1, -2, 1 << 63, (1 << 64) - 1])
+def test_a_number_that_no_header_can_carry_is_refused_by_name(reader, transfer):
+    refused = reader.refusal(request(transfer, flat_tiles(), flat_runs(1)))
+    assert (refused.transfer, refused.error) == (transfer, "ProtocolError")
+    assert f"transfer: {transfer} is not in 0 to" in refused.reason
+    reader.send(request((1 << 63) - 1, flat_tiles(), flat_runs(1)))
+    assert reader.receive() == ((1 << 63) - 1, 0)
+
+
+def test_a_tile_that_no_chunk_has_may_not_be_of_any_size_either(reader):
+    """The bytes of both tiles together would wrap to nothing."""
+    tiles = np.concatenate([flat_tiles(elements=1), flat_tiles(elements=(1 << 44) - 1)])
+    for dim in ("token", "head", "element"):
+        tiles[f"source_{dim}_stride"] = 0
+    read = request(1, tiles, flat_runs(1, tokens=1 << 20), [(0, 1, 0, 1)])
+    assert reader.refusal(read).error == "BoundsError"
+    reader.send(request(2, flat_tiles(), flat_runs(1)))
+    assert reader.receive() == (2, 0)
+
+
+def test_refusals_that_a_reader_does_not_take_are_bounded(server, reader, monkeypatch):
+    (served,) = readers_of(server)
+    monkeypatch.setattr(served.link, "_write", lambda _data: 0)  # its socket is full
+    impossible = request(1, flat_tiles(source_region=7), flat_runs(1))
+    with contextlib.suppress(ConnectionError):  # it was refused before the end
+        for _ in range(10 * MAX_ANSWERS):
+            reader.send(impossible)
+    assert reader.is_ended()
+    until(lambda: served.link.is_closed)
+    assert server.refused_messages == MAX_ANSWERS + 2
+    with contextlib.closing(RawReader(server)) as other:
+        other.send(request(1, flat_tiles(), flat_runs(1)))
+        assert other.receive() == (1, 0)
+
+
+def test_nothing_of_a_read_is_kept_once_it_has_left(server, reader):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    table = weakref.ref(served.reads[1].pack(0)[1].base)
+    for _ in plenty():
+        assert reader.receive()[0] == 1
+    until(lambda: not served.reads)
+    until(lambda: table() is None, 60)
+
+
+def test_a_run_of_any_size_is_packed_in_a_buffer_of_bounded_size(server, reader):
+    """64 MiB of pieces of 512 bytes, all of one run of one tile."""
+    tiles = flat_tiles(
+        source_token_stride=8, source_head_stride=2048, heads=2, elements=512, source_offset=64
+    )
+    reader.send(request(1, tiles, flat_runs(1, tokens=1 << 16)))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    assert served.link._chunk[0].buffer.nbytes <= 4 << 20
+    assert reader.receive() == (1, 0)
+    tokens = np.frombuffer(reader.data, dtype=np.uint8)
+    token, head = tokens.reshape(2, 1 << 16, 512), pattern(REGION_BYTES, 1)
+    for number in (0, 1, 65535):
+        first = 64 + 8 * number
+        assert np.array_equal(token[0, number], head[first : first + 512])
+        assert np.array_equal(token[1, number], head[first + 2048 : first + 2560])
+
+
+def test_a_reader_that_takes_nothing_for_long_leaves_nothing(server, reader, monkeypatch):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    (serving,) = server._server.threads
+    assert serving.readers == [served]
     monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
-    server._server._mailbox.post(lambda: setattr(server._server, "_next_look", 0.0))
-    deadline = time.monotonic() + 60
-    while server._server._readers:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert "silent for" in reader.receive().reason
+    serving.mailbox.post(lambda: setattr(serving, "_next_look", 0.0))
+    until(lambda: not serving.readers and not served.reads)
+    assert reader.is_ended()
+
+
+def test_a_reader_that_is_hung_is_dropped_while_another_is_always_served(
+    server, reader, monkeypatch
+):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    (serving,) = server._server.threads
+    serve = serving._serve
+    insatiable = _Reader(link=served.link)
+    monkeypatch.setattr(
+        serving,
+        "_serve",
+        lambda known: serving._enqueue(known) if known is insatiable else serve(known),
+    )
+    monkeypatch.setattr("kvferry.transports.tcp_server.SILENCE_S", 0.2)
+    serving.mailbox.post(lambda: setattr(serving, "_next_look", 0.0))
+    serving.mailbox.post(lambda: serving._enqueue(insatiable))
+    until(lambda: not serving.readers, 60)
+    assert reader.is_ended()
+
+
+def test_requests_take_turns_by_their_bytes(server, reader, monkeypatch):
+    """The tables of a long one take a third of a second to look through."""
+    (served,) = readers_of(server)
+    (serving,) = server._server.threads
+    long = encode(Read(1, b"x" * (5 << 20), b"", b""))
+    messages = iter([long] * 9 + [None])
+    monkeypatch.setattr(served.link, "receive", lambda _most: next(messages))
+    serving.mailbox.call(lambda: serving._receive(served))
+    assert len(list(messages)) == 9
+
+
+def test_a_reader_that_goes_leaves_nothing(server, reader):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
+    reader.close()
+    until(lambda: not server._server.threads[0].readers and not served.reads)
 
 
 def test_a_small_read_does_not_wait_for_a_large_one_of_another_reader(server, reader):
     with contextlib.closing(RawReader(server)) as other:
-        reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
-        assert isinstance(reader.receive(), Chunk)
+        reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+        assert reader.receive() == (1, 0)
         other.send(request(1, flat_tiles(), flat_runs(1)))
-        assert other.receive() == Chunk(1, 0)
+        assert other.receive() == (1, 0)
 
 
-def test_reads_of_one_reader_take_turns(reader):
-    reader.send(request(1, flat_tiles(), flat_runs(256), per_run(256)))
+def test_reads_of_one_reader_take_turns(server, reader):
+    reader.send(request(1, flat_tiles(), flat_runs(BLOCKS), plenty()))
+    (served,) = readers_of(server)
+    until(lambda: served.full)
     reader.send(request(2, flat_tiles(), flat_runs(4), per_run(4)))
-    order = []
-    while not reader.is_silent():
-        order.append(reader.receive().transfer)
-        reader.send(Taken(len(reader.data[0]), 1))
-    assert order.count(1) == 256
+    order = [reader.receive()[0] for _ in range(len(plenty()) + 4)]
     assert order.count(2) == 4
-    assert max(index for index, transfer in enumerate(order) if transfer == 2) < 128
+    first = order.index(2)
+    assert order[first : first + 7] == [2, 1, 2, 1, 2, 1, 2]
 
 
 def test_the_reader_silent_longest_is_dropped_when_there_are_too_many():
@@ -371,29 +492,87 @@ def test_the_reader_silent_longest_is_dropped_when_there_are_too_many():
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(TcpTransport.open(options)))
         server.allocate(REGION_BYTES)
-        first, second, third = (
-            stack.enter_context(contextlib.closing(RawReader(server))) for _ in range(3)
-        )
-        assert "connect again" in first.refusal(request(1, flat_tiles(), flat_runs(1))).reason
-        for reader in (second, third):
+        readers = []
+        for _ in range(3):
+            readers.append(stack.enter_context(contextlib.closing(RawReader(server))))
+            if len(readers) < 3:  # the last one comes when the others are known
+                until(lambda: len(readers_of(server)) == len(readers))
+        assert readers[0].is_ended()
+        for reader in readers[1:]:
             reader.send(request(1, flat_tiles(), flat_runs(1)))
-            assert reader.receive() == Chunk(1, 0)
+            assert reader.receive() == (1, 0)
+
+
+def test_threads_have_equal_shares_of_the_readers_whoever_else_connects():
+    options = TransportOptions(threads=2, extra={"max_readers": 4})
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(contextlib.closing(TcpTransport.open(options)))
+        server.allocate(REGION_BYTES)
+        threads = server._server.threads
+        readers = []
+        for count in range(1, 5):
+            readers.append(stack.enter_context(contextlib.closing(RawReader(server))))
+            until(lambda count=count: sum(len(each.readers) for each in threads) == count)
+            RawReader(server, hello=False).close()  # somebody looks whether the port is open
+            until(lambda count=count: sum(each.dealt for each in threads) == 2 * count)
+            until(lambda count=count: sum(each.gone for each in threads) == count)
+        for reader in readers:
+            reader.send(request(1, flat_tiles(), flat_runs(1)))
+            assert reader.receive() == (1, 0)
+
+
+def test_the_tables_of_all_readers_are_bounded_over_all_threads(monkeypatch):
+    for name, nbytes in (("MAX_TABLE_BYTES", 1 << 20), ("MAX_TABLE_BYTES_IN_ALL", 4 << 20)):
+        monkeypatch.setattr(f"kvferry.transports.wire.{name}", nbytes)
+    many = flat_runs(12_000, source_block=0, tokens=1)
+    with contextlib.ExitStack() as stack:
+        options = TransportOptions(threads=2)
+        server = stack.enter_context(contextlib.closing(TcpTransport.open(options)))
+        server.allocate(REGION_BYTES)
+        readers = [stack.enter_context(contextlib.closing(RawReader(server))) for _ in range(16)]
+        for reader in readers:  # no more of it is taken than sockets hold
+            reader.send(request(1, flat_tiles(), many, [(0, 1, 0, 12_000)] * 64))
+        until(lambda: server.refused_messages)
+        held = sum(each.table_bytes for thread in server._server.threads for each in thread.readers)
+        assert (1 << 20) < held <= 4 << 20
+
+
+def test_strangers_who_say_nothing_are_bounded_and_drop_no_reader(server, reader, monkeypatch):
+    monkeypatch.setattr("kvferry.transports.tcp_server.MAX_STRANGERS", 3)
+    readers_of(server)
+    with contextlib.ExitStack() as stack:
+        strangers = [
+            stack.enter_context(contextlib.closing(RawReader(server, hello=False)))
+            for _ in range(10)
+        ]
+        assert all(stranger.is_ended() for stranger in strangers[:7])
+        until(lambda: len(server._server.threads[0].readers) == 4)  # the last one is taken in
+        reader.send(request(2, flat_tiles(), flat_runs(1)))
+        assert reader.receive() == (2, 0)
+
+
+def test_two_threads_serve_readers_at_once():
+    with contextlib.closing(TcpTransport.open(TransportOptions(threads=2))) as server:
+        _, memory = server.allocate(REGION_BYTES)
+        memory[:] = pattern(REGION_BYTES, 1)
+        with contextlib.ExitStack() as stack:
+            readers = [stack.enter_context(contextlib.closing(RawReader(server))) for _ in range(4)]
+            for reader in readers:
+                reader.send(request(5, flat_tiles(), flat_runs(3)))
+                assert reader.receive() == (5, 0)
+                got = np.frombuffer(reader.data, dtype=np.uint8)
+                assert np.array_equal(got, memory[: 3 * 4096])
+            assert [len(thread.readers) for thread in server._server.threads] == [2, 2]
 
 
 def test_a_thousand_random_and_truncated_messages_harm_nobody(server):
-    """Noise on the data port, as ZeroMQ messages and as raw bytes, while reads keep working."""
+    """Noise on the data port while reads keep working. What is no message ends its connection."""
     rng = np.random.default_rng(11)
-    valid = [
-        encode(Hello(b"0" * 16, 1, 1, 1000)),
-        encode(request(1, flat_tiles(), flat_runs(20))),
-        encode(Taken(100, 1)),
-        encode(Cancel(1)),
-    ]
+    token = decode_endpoint(server.endpoint()).token
+    hello = Hello(token, VERSION_MIN, VERSION_MAX)
+    valid = [encode(hello), encode(request(1, flat_tiles(), flat_runs(20))), encode(Cancel(1))]
     case = large_case(1 << 18)
-    with (
-        contextlib.closing(RawReader(server)) as noisy,
-        contextlib.closing(TcpTransport.open(TransportOptions())) as local,
-    ):
+    with contextlib.closing(TcpTransport.open(TransportOptions())) as local:
         source_region, held = server.allocate(case.source_region_bytes[0])
         held[:] = pattern(held.nbytes, 2)
         case.tiles["source_region"] = source_region
@@ -403,45 +582,37 @@ def test_a_thousand_random_and_truncated_messages_harm_nobody(server):
         copy_slowly(case.tiles, case.runs, [empty] * source_region + [held], [expected])
         peer = local.connect(server.endpoint())
         for number in range(1000):
-            send_noise(rng, noisy, valid)
+            with contextlib.closing(RawReader(server, hello=number % 2 == 0)) as noisy:
+                send_noise(rng, noisy, valid)
             if number % 50 == 0:
-                send_raw_noise(rng, noisy.endpoint.port)
                 memory[:] = 0
                 transfer = local.read(peer, case.tiles, case.runs)
-                while not local.poll():
-                    time.sleep(0.001)
+                until(lambda: transfer.is_terminal)  # noqa: B023
                 assert transfer.state is TransferState.DONE, transfer.error
                 assert np.array_equal(memory, expected)
-        deadline = time.monotonic() + 60
-        while server.refused_messages < 1000 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        # More than a thousand: ZeroMQ takes some raw bytes for messages of its oldest protocol.
-        assert server.refused_messages >= 1000
-        # Every refusal is answered, and the listener still welcomes.
-        assert isinstance(noisy.receive(), Refused)
-    RawReader(server).close()
+        until(lambda: server.refused_messages > 300)
+        # All that is left is the honest one, and the listener still welcomes.
+        until(lambda: len(server._server.threads[0].readers) == 1)
+    with contextlib.closing(RawReader(server)) as last:
+        last.send(request(1, flat_tiles(), flat_runs(1)))
+        assert last.receive() == (1, 0)
 
 
 def send_noise(rng, noisy, valid):
-    """One ZeroMQ message: random bytes, a valid one cut short, or one with a byte changed."""
+    """Random bytes with or without a true header, or a valid message cut short, or changed."""
     kind = rng.integers(0, 4)
     message = valid[rng.integers(0, len(valid))]
-    if kind == 0:
-        noisy.send(rng.bytes(int(rng.integers(0, 300))))
-    elif kind == 1:
-        noisy.send(message[: int(rng.integers(0, len(message)))])
-    elif kind == 2:
-        changed = bytearray(message)
-        changed[int(rng.integers(0, min(len(changed), 20)))] ^= int(rng.integers(1, 256))
-        noisy.send(bytes(changed))
-    else:
-        noisy.socket.send_multipart([rng.bytes(10) for _ in range(int(rng.integers(2, 6)))])
-
-
-def send_raw_noise(rng, port):
-    """Bytes that are not even ZeroMQ, on a connection of their own."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-        connection.sendall(rng.bytes(int(rng.integers(1, 2000))))
+    with contextlib.suppress(ConnectionError):  # it was refused before the end
+        if kind == 0:
+            noisy.send(rng.bytes(int(rng.integers(1, 300))))
+        elif kind == 1:
+            noisy.send(message[: int(rng.integers(1, len(message)))])
+        elif kind == 2:
+            changed = bytearray(message)
+            changed[int(rng.integers(0, min(len(changed), 20)))] ^= int(rng.integers(1, 256))
+            noisy.send(bytes(changed))
+        else:
+            noisy.tcp.sendall(rng.bytes(int(rng.integers(1, 2000))))
 
 
 def test_a_taken_port_is_named_with_a_remedy():
@@ -470,7 +641,8 @@ def test_a_wildcard_needs_a_name_that_peers_can_use():
         ({"prot": 1}, "did you mean 'port'"),
         ({"port": 70000}, "not a TCP port"),
         ({"chunk_bytes": 1}, "chunk_bytes"),
-        ({"window_bytes": 0}, "window_bytes"),
+        ({"window_bytes": 1 << 20}, "window_bytes"),
+        ({"connections": 65}, "connections: 65 is not in 0 to 64"),
         ({"port": "5"}, "port"),
     ],
 )

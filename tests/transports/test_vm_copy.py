@@ -124,6 +124,30 @@ def test_more_pieces_than_one_call_takes_are_all_read():
     assert (pieces, nbytes) == (MAX_SPANS + 7, (MAX_SPANS + 7) * 4096)
 
 
+def turned_round(tiles, runs):
+    """The same with source and target exchanged: adjacent at the source, shuffled at the target."""
+    runs["source_block"], runs["target_block"] = (
+        runs["target_block"].copy(),
+        runs["source_block"].copy(),
+    )
+    return tiles, runs
+
+
+def test_one_span_of_the_source_goes_to_more_pieces_than_one_call_takes():
+    count, piece = 2 * MAX_SPANS + 7, 8192
+    tiles, runs = turned_round(
+        *grid(count, 1, 1, piece=piece, source=(1, 1, 1), target=(1, 1, 1), seed=6)
+    )
+    source, target = pattern(count * piece, 1), np.zeros(count * piece, dtype=np.uint8)
+    failed, pieces, nbytes = read([source], [target], tiles, runs)
+    assert (failed, nbytes) == (0, count * piece)
+    adjacent = np.count_nonzero(np.diff(runs["target_block"]) == 1)
+    assert count - adjacent <= pieces <= count
+    np.testing.assert_array_equal(
+        target.reshape(count, piece)[runs["target_block"]], source.reshape(count, piece)
+    )
+
+
 def test_a_change_of_layout_reads_each_block_in_one_span():
     _, pieces, nbytes = check_grid(9, 16, 4, piece=64, source=(64, 4, 1), target=(64, 1, 16))
     assert nbytes == 9 * 64 * 64
@@ -183,6 +207,22 @@ def test_memory_that_is_not_there_is_an_error_and_what_lies_before_it_is_read():
     assert nbytes == page
     assert (target[:page] == 7).all()
     assert not target[page:].any()
+
+
+def test_of_one_span_that_ends_too_early_the_pieces_before_are_filled():
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 8 * page)
+    source = np.frombuffer(memory, dtype=np.uint8)
+    source[:] = 7
+    gone = ctypes.c_void_p(source.ctypes.data + 5 * page)
+    ctypes.CDLL(None).mprotect(gone, ctypes.c_size_t(page), 0)
+    tiles, runs = grid(4, 1, 1, piece=2 * page, source=(1, 1, 1), target=(1, 1, 1))
+    runs["target_block"] = [3, 1, 2, 0]
+    target = np.zeros(8 * page, dtype=np.uint8)
+    failed, _, nbytes = read([source], [target], tiles, runs)
+    assert (failed, nbytes) == (errno.EFAULT, 5 * page)
+    filled = target.reshape(4, 2, page).all(axis=2)
+    assert filled.tolist() == [[False] * 2, [True] * 2, [True, False], [True] * 2]
 
 
 class _Here:

@@ -13,20 +13,17 @@ from kvferry.transports.wire_chunks import check_chunks
 from kvferry.transports.wire_messages import (
     CHUNK_DTYPE,
     MAX_CHUNK_BYTES,
+    REPLIES,
     SOURCE_RUN_DTYPE,
     SOURCE_TILE_DTYPE,
-    TCP_REPLIES,
     TCP_REQUESTS,
     UCX_REQUESTS,
     Cancel,
-    Chunk,
     Endpoint,
     Hello,
     Read,
     Refused,
-    Taken,
     Want,
-    Welcome,
     decode_endpoint,
     decode_read,
     encode_table,
@@ -72,13 +69,12 @@ def read(steps: bytes = b"") -> Read:
 
 
 REQUESTS = (
-    Hello(bytes(16), 1, 2, 1 << 20),
+    Hello(bytes(16), 3, 3),
     read(),
     read(),
     read(),
     read(np.array([1, 2, 1], "<i8").tobytes()),
     Cancel(1),
-    Taken(100, 1),
     Want(1, 0, 7),
 )
 
@@ -103,10 +99,10 @@ def test_what_is_served_of_nearly_right_reads_lies_in_the_regions(requests, coun
 
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_replies_and_endpoints_are_decoded_or_refused(count, seed):
-    replies = (Welcome(2, 1 << 20), Chunk(1, 0), Refused(None, "ProtocolError", "no"))
+    replies = (Refused(1, "TransferError", "busy"), Refused(None, "ProtocolError", "no"))
     for data in nearly(replies, count, seed=seed):
         with contextlib.suppress(DecodeError):  # nothing else may be raised
-            decode(TCP_REPLIES, data, "reply")
+            decode(REPLIES, data, "reply")
     endpoint = Endpoint(host="127.0.0.1", port=1, token=bytes(16), regions=(1, 2))
     for data in nearly([endpoint], count, seed=seed):
         with contextlib.suppress(DecodeError):

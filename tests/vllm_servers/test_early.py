@@ -6,6 +6,7 @@ import json
 import random
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,6 +27,7 @@ KEY = "a key of the whole cluster"
 CHUNK = ("--max-num-batched-tokens", "128")
 LENGTHS = (5, 127, 129, 300, 1000, 1900)
 WAIT_S = 600.0
+PLUGIN = Path(__file__).parent / "plugin"
 CASES = {
     "now": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "now"),
     "late": (tiny_model, Shape(64, arguments=CHUNK), Shape(128), "late"),
@@ -37,6 +39,12 @@ CASES = {
         "now",
     ),
     "now, hybrid": (hybrid_model, Shape(64, arguments=CHUNK), Shape(128), "now"),
+    "now, tp 2, scheduled ahead": (
+        tiny_model,
+        Shape(64, tp=2, arguments=CHUNK),
+        Shape(128),
+        "now",
+    ),
 }
 
 
@@ -53,9 +61,17 @@ def model(case):
 @pytest.fixture(scope="module")
 def pair(case, model, start_pair):
     _, prefill, decode, mode = CASES[case]
-    connector = KVFerry(extra={"cluster_key": KEY, "early_load": mode})
-    with start_pair(model, prefill, decode, connector) as pair:
+    kind = Ahead if case.endswith("scheduled ahead") else KVFerry
+    connector = kind(extra={"cluster_key": KEY, "early_load": mode})
+    with start_pair(model, prefill, decode, connector, path=(PLUGIN,)) as pair:
         yield pair
+
+
+class Ahead(KVFerry):
+    """In servers that schedule asynchronously."""
+
+    def environment(self):
+        return {"SCHEDULE_AHEAD": "1"}
 
 
 @pytest.fixture
@@ -107,7 +123,7 @@ def spans(pair, request_id):
 
 
 def test_the_tokens_of_a_single_server_come_out_and_the_prompt_from_outside(
-    pair, model, reference, prompt_of, clients
+    case, pair, model, reference, prompt_of, clients
 ):
     for length in LENGTHS:
         prompt = prompt_of(length)
@@ -115,6 +131,9 @@ def test_the_tokens_of_a_single_server_come_out_and_the_prompt_from_outside(
         assert answers(pair, prompt, clients) == reference.tokens(model, prompt), length
         assert pair.external_tokens() - before == length - 1
     assert pair.idle()
+    for server in (pair.prefill, pair.decode):
+        is_ahead = "its tokens are taken when they are needed" in server.log.read_text()
+        assert is_ahead == case.endswith("scheduled ahead")
 
 
 def test_the_prompt_is_read_while_it_is_computed(case, pair, prompt_of, clients):
@@ -189,7 +208,14 @@ def test_many_at_once(pair, model, reference, prompt_of, clients):
 def test_behind_our_router(pair, model, reference, prompt_of, start_router, clients, tmp_path):
     key = tmp_path / "cluster.key"
     key.write_text(KEY)
-    arguments = ["--at-once", "--cluster-key-file", str(key), "--tokenizer", str(model.folder)]
+    arguments = [
+        "--at-once",
+        "always",
+        "--cluster-key-file",
+        str(key),
+        "--tokenizer",
+        str(model.folder),
+    ]
     for server in (pair.prefill, pair.decode):
         arguments += ["--control", control(server)]
     prompts = [prompt_of(length) for length in LENGTHS]

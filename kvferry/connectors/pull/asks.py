@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.connectors.pull.record import RequestRecord
+from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import Asked, AskState
-from kvferry.control.tickets import Transfer
+from kvferry.control.proofs import lease_of
+from kvferry.control.tickets import Ticket, Transfer
 from kvferry.errors import KVFerryError, PeerEndedError, PeerLostError, TicketExpiredError
 
 ASK_AGAIN_S = 5.0
@@ -20,12 +22,14 @@ RETRY_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class PendingTicket:
-    """One ticket that was asked for. Its last four fields are read on any thread."""
+    """One ticket that was asked for. Its last three fields are read on any thread."""
 
     request_id: str
     transfer: Transfer
     record: RequestRecord
     """What is told of the request."""
+    tickets: AcceptedTickets
+    """Judges the ticket that comes."""
     deadline: float
     """Clock reading by which the source must know of the request; infinite once it does. Time in
     which it owes us an answer, and nothing else is wrong with it, is not charged."""
@@ -41,10 +45,10 @@ class PendingTicket:
     """The start of the source that knows of the request; empty before."""
     is_wanted: bool = True
     """Whether anybody here still waits for it."""
-    give_back: Callable[[str], None] = lambda _ticket: None
-    """Takes the ticket if it comes after that."""
-    ticket: str = ""
-    """Signed, with a veiled secret; empty until it comes."""
+    lost: str = ""
+    """The lease that was lent for it last, and revoked; its ticket is of no use any more."""
+    ticket: Ticket | None = None
+    """As the request uses it, since it has come."""
     reason: str = ""
     """Why the source lends nothing, once it has said so."""
     error: KVFerryError | None = None
@@ -68,6 +72,7 @@ class Asks:
         clock: Callable[[], float],
         note_error: Callable[[str, str], None],
         on_answer: Callable[[str, KVFerryError | None], None],
+        on_ticket: Callable[[PendingTicket, str], None],
     ) -> None:
         """Args:
         client: speaks for this engine; stays the caller's.
@@ -77,6 +82,9 @@ class Asks:
         note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
         on_answer: told the address of a source that has answered, or why it did not; with the lock
             held.
+        on_ticket: takes a ticket that has come, signed and with a veiled secret, on whichever
+            thread has heard it and with the lock held. Sets the ticket or the error of what waits
+            for it, or neither, where it is of no use; nobody may want it any more.
         """
         self._client = client
         self._lock = lock
@@ -84,40 +92,66 @@ class Asks:
         self._clock = clock
         self._note_error = note_error
         self._on_answer = on_answer
+        self._on_ticket = on_ticket
         self._waiting: dict[str, PendingTicket] = {}
         """By transfer; those too that nobody wants any more, until they can be given back."""
+        self._by_address: dict[str, dict[str, PendingTicket]] = {}
+        """The same, by the address of the source; no address without any."""
 
-    def add(self, record: RequestRecord, transfer: Transfer) -> PendingTicket:
-        """From now on the ticket of a transfer is wanted.
+    def add(
+        self, record: RequestRecord, transfer: Transfer, tickets: AcceptedTickets, lost: str
+    ) -> PendingTicket:
+        """From now on the ticket of a transfer is wanted, but for one of the lease ``lost``.
 
         Raises:
             TicketExpiredError: another request has brought it.
         """
-        if (other := self._waiting.get(transfer.transfer_id)) is not None:
-            raise TicketExpiredError(
-                f"transfer: {transfer.transfer_id} was brought by request {other.request_id!r}, "
-                f"now request {record.request_id!r} brings it again; each serves one request"
-            )
         now = self._clock()
         deadline = now + self._patience_s
-        pending = PendingTicket(record.request_id, transfer, record, deadline, now)
-        self._waiting[transfer.transfer_id] = pending
+        pending = PendingTicket(record.request_id, transfer, record, tickets, deadline, now)
+        pending.lost = lost
+        self._enter(pending)
         return pending
 
-    def drop(self, pending: PendingTicket, give_back: Callable[[str], None]) -> None:
-        """Nobody wants it any more; ``give_back`` gets it as soon as it is there."""
-        pending.is_wanted, pending.give_back = False, give_back
-        if pending.ticket and pending.error is None:  # else it was refused, and is left alone
-            give_back(pending.ticket)
+    def add_again(self, pending: PendingTicket) -> None:
+        """The lease of the ticket that came was revoked, and another one may be granted."""
+        assert pending.ticket is not None  # it came
+        pending.looked = now = self._clock()
+        pending.deadline, pending.is_owed = now + self._patience_s, False
+        pending.next_ask = now + (RETRY_S if pending.lost else 0.0)
+        pending.incarnation = ""
+        pending.lost, pending.ticket = lease_of(pending.ticket.lease_id), None
+        try:
+            self._enter(pending)
+        except TicketExpiredError as error:
+            self.fail(pending, error)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether any is awaited."""
-        return bool(self._waiting)
+    def _enter(self, pending: PendingTicket) -> None:
+        name = pending.transfer.transfer_id
+        other = self._waiting.get(name)
+        # Of one that nobody wants any more the ticket was only to be given back.
+        if other is not None and other is not pending and other.is_wanted:
+            raise TicketExpiredError(
+                f"transfer: {name} was brought by request {other.request_id!r}, now request "
+                f"{pending.request_id!r} brings it again; each serves one request"
+            )
+        self._waiting[name] = pending
+        self._by_address.setdefault(pending.transfer.address, {})[name] = pending
+
+    def _leave(self, pending: PendingTicket) -> None:
+        """Nobody waits for it any more; others of the same transfer stay."""
+        name, address = pending.transfer.transfer_id, pending.transfer.address
+        if self._waiting.get(name) is not pending:
+            return
+        del self._waiting[name]
+        others = self._by_address[address]
+        del others[name]
+        if not others:
+            del self._by_address[address]
 
     def wants(self, address: str) -> bool:
         """Whether any is awaited of a source."""
-        return any(True for _ in self._of(address))
+        return address in self._by_address
 
     def due(self, address: str) -> list[float]:
         """Clock readings of the next asks of a source."""
@@ -144,32 +178,36 @@ class Asks:
 
     def told(self, address: str, news: Asked) -> None:
         """A source tells what became of a transfer."""
-        name = news.transfer_id
-        one = self._waiting.get(name)
+        one = self._waiting.get(news.transfer_id)
         if one is None or one.transfer.address != address:
             return
         now = self._clock()
         if news.state is AskState.COMING:
             one.deadline = float("inf")
         elif news.state is AskState.LENT:
-            one.ticket = news.ticket
             one.record.note("granted", now)
+            one.next_ask = now + RETRY_S  # where it is of no use
+            self._on_ticket(one, news.ticket)
             if not one.is_wanted:
-                one.give_back(one.ticket)
+                self._leave(one)
         elif news.state is AskState.NEVER:
             one.reason = news.reason or "it says no reason"
         if one.is_settled:
-            del self._waiting[name]
+            self._leave(one)
 
-    def expire(self, now: float, has_run: bool, owes: Callable[[PendingTicket], bool]) -> None:
-        """Ends the waits that have lasted too long. To be called after each answer, and each ask.
+    def expire(
+        self, address: str, now: float, has_run: bool, owes: Callable[[PendingTicket], bool]
+    ) -> None:
+        """Ends the waits for a source that have lasted too long. To be called after each of its
+        answers, and each ask.
 
         Args:
+            address: of the source.
             now: clock reading.
             has_run: whether we could have taken answers since the last call.
             owes: whether the source owes us an answer, and nothing else is wrong with it.
         """
-        for one in list(self._waiting.values()):
+        for one in list(self._of(address)):
             if one.is_owed or not has_run:
                 one.deadline += now - one.looked
             one.looked, one.is_owed = now, owes(one)
@@ -189,18 +227,19 @@ class Asks:
         for one in list(self._of(address)):
             self.fail(one, error)
 
-    def fail(self, pending: PendingTicket, error: KVFerryError) -> None:
-        """The wait for one is over, and nobody knows of a ticket."""
-        if self._waiting.pop(pending.transfer.transfer_id, None) is None:
+    def fail(self, pending: PendingTicket, error: KVFerryError, kind: str = "load") -> None:
+        """The wait for one is over, and nobody knows of a ticket, or it was refused."""
+        self._leave(pending)
+        if pending.reason or pending.error is not None:
             return
         pending.error = error
         if pending.is_wanted:
             text = f"{type(error).__name__}: {error}"
-            self._note_error("load", f"request {pending.request_id}: {text}")
+            self._note_error(kind, f"request {pending.request_id}: {text}")
             pending.record.fail(self._clock(), text)
 
     def _of(self, address: str) -> Iterator[PendingTicket]:
-        return (one for one in self._waiting.values() if one.transfer.address == address)
+        return iter(self._by_address.get(address, {}).values())
 
     def _answered(self, one: PendingTicket, incarnation: str, future: "Future[Asked]") -> None:
         """An ask was answered; runs on the thread that took the answer."""

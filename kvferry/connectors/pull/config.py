@@ -55,8 +55,9 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_s: float = 120.0
     """Time in which a source that is connected sends nothing; then the read fails as stalled."""
     progress_timeout_s: float = 120.0
-    """Time in which no rank of ours reports progress of a load; then its lease is given up, as a
-    rank that hangs must not keep the source's blocks."""
+    """Time in which no rank of ours reports progress of a load, or in which the engine makes no
+    step and so begins none; then its lease is given up, as what hangs must not keep the source's
+    blocks."""
     mover_threads: int = 1
     """Threads that copy, per rank."""
     staging_bytes: int = 256 << 20

@@ -50,6 +50,8 @@ class EarlyLease:
     """``None`` until the first step that computes the prompt."""
     is_lent: bool = False
     """Whether the prompt is computed, and its blocks are kept for whoever takes the lease."""
+    mirrored: int = 0
+    """Leading tokens that the ranks were told to mirror, where they do."""
     outcome: LeaseOutcome | None = None
     """How it ended while the prompt was computed."""
 
@@ -228,8 +230,6 @@ class Lender:
             self._prefixes[request.request_id] = lease
             self._counters["prefixes_lent"] += 1
             self._counters["prefix_tokens_lent"] += num_tokens
-        if mirrored:
-            self._mirroring[lease.lease_id] = set(mirrored)
         self._note_lent(lease, tables, num_tokens)
         ticket = self._ticket(request, lease, tables, num_tokens, first_tokens)
         return True, self.tell_lent(ticket)
@@ -241,17 +241,16 @@ class Lender:
             for ids, group in zip(block_ids, self._context.groups, strict=True)
         )
 
-    def _note_lent(self, lease: Lease, tables: BlockTables, num_tokens: int) -> None:
-        """Has the ranks mirror, or digest, what is lent."""
+    def _note_lent(
+        self, lease: Lease, tables: BlockTables, num_tokens: int, mirrored: int = 0
+    ) -> None:
+        """Has the ranks mirror, or digest, what is lent; its first ``mirrored`` tokens they have
+        been told before to mirror.
+        """
+        if self.mirrored_ranks:
+            self._mirroring[lease.lease_id] = set(self.mirrored_ranks)
         if self.mirrored_ranks or self._extra.record_digests:
-            self._news().lent.append(
-                LentSpec(
-                    request_id=lease.request_id,
-                    lease_id=lease.lease_id,
-                    block_ids=tuple(list(ids) for ids in tables),
-                    num_tokens=num_tokens,
-                )
-            )
+            self._news().lent.append(_spec(lease, tables, num_tokens, mirrored))
 
     def _ticket(
         self,
@@ -285,10 +284,10 @@ class Lender:
 
     def _lends_early(self, request: RequestView) -> bool:
         """Whether the prompt of a request with a transfer is lent from its first chunk on: where
-        each step shows what it writes, to memory that is read as it is.
+        each step shows what it writes.
         """
-        shows = self._context.shows_steps and not self.mirrored_ranks
-        return shows and self._context.config.is_producer and not lends_only_cached(request)
+        shows = self._context.shows_steps and self._context.config.is_producer
+        return shows and not lends_only_cached(request)
 
     def grow(self, output: SchedulerOutputView) -> None:
         """Grants leases of the prompts that begin in this step, and notes what the step writes."""
@@ -307,9 +306,12 @@ class Lender:
             is_last = end >= len(early.request.prompt_token_ids)
             if early.lease is None and (is_last or not self._grant(early, part)):
                 del self._prompts[part.request_id]  # it is lent once it is whole
-            elif not is_last and early.lease is not None:
-                self.leases.allocated(early.lease.lease_id, self._tables(part.block_ids, end))
-                self._news().writes[early.lease.lease_id] = end
+            elif not is_last and early.lease is not None and early.outcome is None:
+                tables = self._tables(part.block_ids, end)
+                self.leases.allocated(early.lease.lease_id, tables)
+                mirrored, early.mirrored = early.mirrored, end
+                shown = tables if self.mirrored_ranks else ()
+                self._news().writes.append(_spec(early.lease, shown, end, mirrored))
 
     def _grant(self, early: EarlyLease, part: ScheduledRequestView) -> bool:
         """Grants the lease of a prompt of which this step computes a part, if it can be had."""
@@ -346,9 +348,9 @@ class Lender:
         if early.outcome is not None:
             return False, None  # who held it needs nothing any more
         early.is_lent = True
-        self._note_lent(lease, tables, num_tokens)
+        self._note_lent(lease, tables, num_tokens, early.mirrored)
         self.leases.allocated(lease.lease_id, tables)
-        for rank in range(self._context.world_size):
+        for rank in set(range(self._context.world_size)) - self.mirrored_ranks:
             self._server.written(lease.lease_id, rank, num_tokens)
         ticket = self._ticket(early.request, lease, tables, num_tokens, first_tokens)
         return True, self.tell_lent(ticket)
@@ -393,6 +395,8 @@ class Lender:
 
     def _make_room(self, room: int) -> None:
         """Withdraws untaken prefixes until leases pin so many blocks at most, if that can be."""
+        if self.leases.pinned_blocks <= room:
+            return  # without a look at all of them
         for name in list(self._prefixes):
             if room < 0 or self.leases.pinned_blocks <= room:
                 return
@@ -545,12 +549,24 @@ class Lender:
     def recorded(self, record: TransferRecord) -> None:
         """A rank has copied the blocks of a lease to where they are read, or could not."""
         missing = self._mirroring.get(record.lease_id)
-        if missing is None:
-            return  # it is no such record
         if not record.ok:
+            if (early := self._early.get(record.lease_id)) is not None:
+                self._recall(early)
             self._server.revoke([record.lease_id])
             return
+        if missing is None:
+            return  # it is no such record
         self._server.written(record.lease_id, record.rank, record.tokens)
         missing.discard(record.rank)
         if not missing:
             del self._mirroring[record.lease_id]
+
+
+def _spec(lease: Lease, tables: BlockTables, num_tokens: int, first_token: int) -> LentSpec:
+    return LentSpec(
+        request_id=lease.request_id,
+        lease_id=lease.lease_id,
+        block_ids=tuple(list(ids) for ids in tables),
+        num_tokens=num_tokens,
+        first_token=first_token,
+    )

@@ -14,7 +14,8 @@ has ended::
 
 A load whose source still computes the prompt is read in parts: :meth:`Loads.read_on` says when
 there is more. Each token is read once, and what was said of a load holds for all its parts
-together: one Finish, one answer.
+together: one Finish, one answer. Where the lease was revoked meanwhile and there is another, all of
+it is read again, as soon as nothing of the first reads can change the cache any more.
 
 What takes long has a thread of its own: connecting to an engine, cutting a long load for staging,
 digests.
@@ -87,14 +88,16 @@ class RankLoad:
     """Whether the first part is."""
     is_all_begun: bool = False
     """Whether nothing is left to begin."""
+    is_stale: bool = False
+    """Whether what it has begun counts for nothing, and it begins anew once that is settled."""
     moving_since: float | None = None
     """Clock reading since which something moves; ``None`` while nothing does."""
     moving: float = 0.0
     """Seconds in which something moved before that."""
     transfers: dict[tuple[int, PairPlan, int], Transfer] = field(default_factory=dict)
     """Index of the part, pair of groups and source rank → what moves its cells."""
-    connections: dict[int, Peer] = field(default_factory=dict)
-    """Source rank → the connection over which its transfers run."""
+    connections: dict[tuple[int, PairPlan, int], Peer] = field(default_factory=dict)
+    """The connection over which each transfer runs."""
     repeated: set[tuple[int, PairPlan, int]] = field(default_factory=set)
     """The transfers that run for the second time, as their connection was lost."""
     error: KVFerryError | None = None
@@ -133,6 +136,12 @@ class RankLoad:
     def bytes_done(self) -> int:
         """Bytes already in place; any thread may ask, also while transfers are being started."""
         return sum(transfer.bytes_done for transfer in list(self.transfers.values()))
+
+    def forget(self) -> None:
+        """It is settled, and begins anew."""
+        self.is_stale = self.is_begun = self.is_all_begun = False
+        self.parts, self.read_to, self.transfers, self.connections = [], {}, {}, {}
+        self.repeated.clear()
 
     def record(self, rank: int) -> TransferRecord:
         """What it did."""
@@ -197,6 +206,10 @@ class Loads(Closing):
     def meet(self, description: EngineDescription) -> None:
         """A source engine's handshake succeeded; replaces an older start of it."""
         self._serial.post(lambda: self._meet(description))
+
+    def forget(self, engine_id: str, incarnation: str) -> None:
+        """Drops a start of a source engine with its connections, unless a load reads from it."""
+        self._serial.post(partial(self._forget, engine_id, incarnation))
 
     def start(self, spec: LoadSpec, after: Waitable | None = None) -> None:
         """Starts a load from an engine that was met; nothing is written before ``after``."""
@@ -280,6 +293,18 @@ class Loads(Closing):
         if engine_id not in self._peers and engine_id not in self._unconnected:
             self._begin_to_connect(description, for_a_load=False)
 
+    def _forget(self, engine_id: str, incarnation: str) -> None:
+        known = self._known.get(engine_id)
+        if known is None or known.incarnation != incarnation or engine_id in self._unconnected:
+            return
+        peer = self._peers.get(engine_id)
+        if peer is not None and any(load.peer is peer for load in self._loads.values()):
+            return
+        del self._known[engine_id]
+        if peer is not None:
+            del self._peers[engine_id]
+            peer.close()
+
     def _abandon(self, peer: SourcePeer) -> None:
         """An engine was started again: nothing more comes from its earlier start."""
         for load in list(self._loads.values()):
@@ -334,20 +359,25 @@ class Loads(Closing):
             self._unconnected[ticket.engine_id].append(load)
 
     def _read_on(self, spec: LoadSpec) -> None:
-        load = self._loads.get(spec.ticket.lease_id)
+        lease_id = spec.ticket.lease_id
+        load = self._loads.get(spec.replaces or lease_id)
         if load is None or load.confirming:
             return  # it is over, or given up
         load.spec = spec
-        if load.is_begun and load.peer is not None:  # else it is read to here as it begins
-            self._read(load, load.peer)
+        if spec.replaces:
+            self._loads[lease_id] = self._loads.pop(spec.replaces)
+            load.is_stale = load.is_begun
+            self._stop(load)
+            self._look(load)
+        elif load.is_begun and not load.is_stale and load.peer is not None:
+            self._read(load, load.peer)  # else it is read to here as it begins
 
     def _read(self, load: RankLoad, peer: SourcePeer) -> None:
         """Reads what can be read and was not read yet."""
         spec = load.spec
         if load.confirming or load.error is not None:
             return  # given up while it waited
-        if not load.is_begun:
-            load.is_begun, load.connections = True, dict(peer.connections)
+        load.is_begun = True
         if load.moving_since is None:
             load.moving_since = self._clock()
         end = spec.num_tokens if spec.readable is None else spec.readable
@@ -376,9 +406,10 @@ class Loads(Closing):
 
     def _transfer(self, load: RankLoad, peer: SourcePeer, key: tuple[int, PairPlan, int]) -> None:
         part, pair, source_rank = key
+        connection = peer.connections[source_rank]
         transfer = peer.read(pair, source_rank, load.parts[part], load.after)
         if transfer is not None:
-            load.transfers[key] = transfer
+            load.transfers[key], load.connections[key] = transfer, connection
             if not transfer.is_terminal:
                 transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
 
@@ -389,7 +420,10 @@ class Loads(Closing):
         if load.moving_since is not None:
             load.moving += self._clock() - load.moving_since
             load.moving_since = None
-        if not self._read_again(load) and load.is_over:
+        if load.is_stale and load.error is None:
+            load.forget()
+            self._begin(load)
+        elif not self._read_again(load) and load.is_over:
             self._confirm(load)
 
     def _read_again(self, load: RankLoad) -> bool:
@@ -407,11 +441,10 @@ class Loads(Closing):
             return False  # we closed it ourselves: the engine was started again
         load.repeated.update(lost)
         try:
-            # Once per rank: several transfers may have been lost with one connection. Other loads
-            # may read over a newer one by now.
-            for source_rank in {source_rank for _, _, source_rank in lost}:
-                peer.reconnect(source_rank, load.connections[source_rank])
-                load.connections[source_rank] = peer.connections[source_rank]
+            # Several transfers may have been lost with one connection, and other loads, or other
+            # parts of this one, may read over a newer one by now: that one stays.
+            for key in lost:
+                peer.reconnect(key[2], load.connections[key])
             for key in lost:
                 self._transfer(load, peer, key)
         except Exception as error:
@@ -430,10 +463,13 @@ class Loads(Closing):
         if load.confirming:
             return
         load.error = load.error or error
+        self._stop(load)
+        self._look(load)
+
+    def _stop(self, load: RankLoad) -> None:
         for (_, pair, _), transfer in load.transfers.items():
             assert load.peer is not None  # there are transfers
             load.peer.cancel(pair, transfer)
-        self._look(load)
 
     def _confirm(self, load: RankLoad) -> None:
         """The load is settled. Asks whether it counts."""

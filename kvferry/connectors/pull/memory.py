@@ -11,7 +11,7 @@ others serve a mirror of them in host memory, where anything is to be lent::
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -159,19 +159,24 @@ def check_device(
 
 
 @dataclass(slots=True, eq=False)
-class _Copy:
-    """The blocks of one lease on their way to the host."""
+class Lending:
+    """Blocks of one lease on their way to where they are read: written, or copied to the host."""
 
     lent: LentSpec
-    started: float
+    started: float = field(default_factory=time.time)
     """Unix seconds."""
     nbytes: int = 0
+    """Bytes that are copied."""
     event: CopyEvent | None = None
-    """After the last of its copies; ``None`` where there was nothing to copy."""
+    """When they are there; ``None`` where they are."""
     error: KVFerryError | None = None
 
+    def record(self, rank: int) -> TransferRecord:
+        """What became of them."""
+        return self.lent.record(rank, self.started, nbytes=self.nbytes, error=self.error)
+
     def is_over(self) -> bool:
-        """Whether the blocks are there, or never will be."""
+        """Whether the blocks are there, or never will be. Never waits."""
         if self.error is not None or self.event is None:
             return True
         try:
@@ -184,8 +189,8 @@ class _Copy:
 class RankMirror(Closing):
     """One rank's copies of what it lends. Called from the step thread only.
 
-    A record for each lease says when its copies are there; the lease is taken by nobody before
-    every rank has said so.
+    A record for each lease says when its copies are there; nobody reads under the lease before
+    every rank has said so, nor what of it was not :meth:`written` and copied before.
     """
 
     def __init__(
@@ -208,6 +213,7 @@ class RankMirror(Closing):
         Raises:
             HostError: that much host memory cannot be pinned.
         """
+        self._stream = stream
         self._mirror = HostMirror(stream, spans)
         self.arrays = self._mirror.arrays
         """What wires serve, by region id."""
@@ -217,36 +223,57 @@ class RankMirror(Closing):
             own_tiles(group, rank, described)
             for group, described in zip(groups, memory, strict=True)
         )
-        self._under_way: list[_Copy] = []
+        self._under_way: list[Lending] = []
 
     def lend(self, lent: LentSpec) -> None:
         """Begins to copy blocks that were just lent. Never raises; returns at once."""
-        copy = _Copy(lent, time.time())
-        self._under_way.append(copy)
+        self._under_way.append(self._copied(lent, is_part=False))
+
+    def written(self, lent: LentSpec) -> Lending:
+        """Begins to copy what the step just enqueued writes of a prompt, as soon as it has.
+
+        Of groups that keep a part of the tokens nothing is copied: a later step may write their
+        blocks anew before it is read, so these move when the prompt is whole. Never raises; returns
+        at once.
+        """
+        return self._copied(lent, is_part=True)
+
+    def _copied(self, lent: LentSpec, *, is_part: bool) -> Lending:
+        copy = Lending(lent)
         try:
-            for tiles, runs in self._bound(lent):
+            if is_part:
+                self._stream.follow_engine()
+            for tiles, runs in self._bound(lent, is_part=is_part):
                 copy.event = self._mirror.copy_out(tiles, runs)
                 copy.nbytes += num_bytes(tiles, runs)
+            if copy.event is None:
+                # Nothing of it is this rank's, but what was before it, which is reported with it,
+                # may be on its way.
+                copy.event = self._stream.record()
         except Exception as error:
             copy.error = as_load_error(error, "lent blocks could not be copied to host memory")
+        return copy
 
     def take_records(self) -> list[TransferRecord]:
         """One record for each lease whose blocks are there by now, or could not be copied."""
         over = [copy for copy in self._under_way if copy.is_over()]
         self._under_way = [copy for copy in self._under_way if copy not in over]
-        return [
-            copy.lent.record(self._rank, copy.started, nbytes=copy.nbytes, error=copy.error)
-            for copy in over
-        ]
+        return [copy.record(self._rank) for copy in over]
 
     def close(self) -> None:
         """Unpins the memory. The stream was closed before. Idempotent."""
         self._mirror.close()
 
-    def _bound(self, lent: LentSpec) -> Iterator[tuple[Tiles, Runs]]:
-        """What the rank holds of a lease: every block of its tables."""
+    def _bound(self, lent: LentSpec, *, is_part: bool) -> Iterator[tuple[Tiles, Runs]]:
+        """What is to be copied of what the rank holds of a lease: every block of its tables, but
+        for what was copied before.
+        """
         for group, tiles, ids in zip(self._groups, self._tiles, lent.block_ids, strict=True):
             first = num_leading_nulls(ids) * group.virtual_block_size
+            if group.first_kept_token(lent.num_tokens) == 0:
+                first = max(first, lent.first_token)
+            elif is_part:
+                continue
             if first < lent.num_tokens and len(tiles):
                 runs, _ = bind_own(group, self._rank, ids, lent.num_tokens, first)
                 if len(runs):

@@ -26,15 +26,22 @@ class LoadSpec(msgspec.Struct, frozen=True, kw_only=True):
     before the lease is whole."""
     readable: int | None = None
     """The tokens before this one can be read so far; ``None`` where that is all."""
+    replaces: str = ""
+    """The lease under which the load was read before and that was revoked: nothing of that counts,
+    and all is read again."""
 
 
 class LentSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks just lent out."""
+    """Blocks just lent out, or what a step writes of those that are lent already."""
 
     request_id: str
     lease_id: str
     block_ids: tuple[list[int], ...]
+    """Whole block tables; empty where nothing is done with them."""
     num_tokens: int
+    """The leading tokens that are there, or will be when the step is over."""
+    first_token: int = 0
+    """Those before it were mirrored before, of groups that keep all tokens."""
 
     def record(
         self,
@@ -67,11 +74,13 @@ class PullMetadata(KVConnectorMetadata, kw_only=True):
 
     peers: list[EngineDescription] = msgspec.field(default_factory=list)
     """Engines whose handshake just succeeded; replaces an older start of the same engine."""
+    gone: dict[str, str] = msgspec.field(default_factory=dict)
+    """Engine id → its start that nothing is kept of any more; some of ``peers`` may be the same."""
     loads: list[LoadSpec] = msgspec.field(default_factory=list)
     parts: list[LoadSpec] = msgspec.field(default_factory=list)
     """Loads under way of which more can be read now, as they stand now."""
-    writes: dict[str, int] = msgspec.field(default_factory=dict)
-    """Lease id → leading tokens that are written when this step is over; ranks echo them then."""
+    writes: list[LentSpec] = msgspec.field(default_factory=list)
+    """What this step writes of prompts that are lent already; ranks report it once it is there."""
     cancels: dict[str, str] = msgspec.field(default_factory=dict)
     """Lease id → why to give its load up; empty where its request was aborted."""
     released: list[str] = msgspec.field(default_factory=list)

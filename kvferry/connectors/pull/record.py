@@ -25,8 +25,14 @@ MAX_RANKS = 64
 """Ranks of which one record tells."""
 MAX_ERROR_CHARS = 500
 """Characters of an error that are kept."""
+MAX_ROUTED_S = 3600.0
+"""A router that says that it took longer is not believed."""
 
 _PARTS = (
+    # At the router, between the source's answer and its own request here; if it says so.
+    ("router", "routed", "received"),
+    # On the engine's HTTP server, and from there to the scheduler half.
+    ("front", "received", "arrived"),
     # A prompt that is computed here: to be lent, or because its load failed or was not needed.
     ("queue", "arrived", "scheduled"),
     ("prefill", "scheduled", "computed"),
@@ -109,8 +115,8 @@ class RequestRecord:
             peer=self.peer,
             peer_request_id=self.peer_request_id[:MAX_ID_CHARS],
             traceparent=self.traceparent,
-            started=wall + moments["arrived"],
-            seconds=moments.get("ended", now) - moments["arrived"],
+            started=wall + moments.get("received", moments["arrived"]),
+            seconds=moments.get("ended", now) - moments.get("received", moments["arrived"]),
             outcome=self.outcome,
             error=self.error,
             parts=tuple(sorted(parts, key=lambda part: part.started)),
@@ -140,6 +146,7 @@ class RequestRecord:
                 name="read" if record.direction == "recv" else "copy",
                 started=record.started,
                 seconds=max(0.0, record.finished - record.started),
+                moving=record.moving,
                 rank=record.rank,
                 source_ranks=record.source_ranks,
                 transport=record.transport,
@@ -181,12 +188,20 @@ class RequestRecords:
 
     def begin(self, request: RequestView, *, loads: bool) -> RequestRecord:
         """A request arrived that loads its prompt, or lends it; the newest of an id is told of."""
+        now = self._clock()
         record = RequestRecord(
             request_id=request.request_id,
             traceparent=checked_traceparent(request.traceparent),
             loads=loads,
-            moments={"arrived": self._clock()},
+            moments={"arrived": now},
         )
+        if request.received:
+            received = now - max(0.0, time.time() - request.received)
+            record.note("received", received)
+            # Only told to people, so what is no number of seconds is passed over.
+            routed = (request.kv_transfer_params or {}).get("router_s")
+            if loads and isinstance(routed, float) and 0.0 <= routed < MAX_ROUTED_S:
+                record.note("routed", received - routed)
         if len(record.request_id) > MAX_ID_CHARS:
             return record  # nobody could ask for it, and it may be of any length
         self._records.append(record)

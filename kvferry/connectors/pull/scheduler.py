@@ -29,8 +29,9 @@ from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import TransferStatus
+from kvferry.control.proofs import lease_of
 from kvferry.control.server import ControlServer
-from kvferry.control.tickets import Ticket, Transfer
+from kvferry.control.tickets import Ticket
 from kvferry.control.tracing import Spans
 from kvferry.errors import (
     CancelledError,
@@ -80,8 +81,7 @@ class PullScheduler(SchedulerConnector):
         self._loads: dict[str, Load] = {}
         """Request id → its load, until the request ends or, if that is later, the load does."""
         self._asks: dict[str, PendingTicket] = {}
-        """Request id → the ticket that it waits for, until there is a load of it or none will be
-        needed."""
+        """Request id → the ticket that was asked for, until the ranks read or none is needed."""
         self._spans = spans
         self._records = RequestRecords(clock, spans)
         self._description: EngineDescription | None = None
@@ -90,6 +90,8 @@ class PullScheduler(SchedulerConnector):
         """Whether the log has a request that came past the prefill engines."""
         self._growing: dict[str, Load] = {}
         """Lease id → the load, where the ranks read a prompt that was not whole when they began."""
+        self._reading: set[str] = set()
+        """Requests whose ranks read."""
         self._step: PullMetadata | None = None
         """What the ranks are to be told; made when there is something."""
         self._has_looked = False
@@ -210,8 +212,9 @@ class PullScheduler(SchedulerConnector):
                 self._cancel(load, f"{type(error).__name__}: {error}")
             elif load.state not in (LoadState.LOADED, LoadState.FAILED):
                 self._sources.refuse(load, error)
-        for pending in self._asks.values():
-            self._sources.refuse_ask(pending, error)
+        for request_id, pending in self._asks.items():
+            if request_id not in self._loads:
+                self._refuse_ask(pending, error)
         model = replace(model, weights_digest=digest)
         self._describe(replace(self._description, model=model))
 
@@ -235,6 +238,7 @@ class PullScheduler(SchedulerConnector):
             ConfigError: this engine is a producer only.
             RequestError: its parameters contradict each other.
         """
+        self._sources.stepped()
         params = request.kv_transfer_params or {}
         loads = bool(params.get("do_remote_prefill"))
         if params.get("only_cached") and (loads or not params.get("do_remote_decode")):
@@ -265,18 +269,20 @@ class PullScheduler(SchedulerConnector):
         self._lender.expect(request, transfer)
         self._begin_load(record, ticket)
 
-    def _begin_load(
-        self, record: RequestRecord, ticket: Ticket, transfer: Transfer | None = None
-    ) -> None:
-        """Goes for the lease of an accepted ticket, which was asked for with ``transfer``."""
+    def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
+        """Goes for the lease of an accepted ticket."""
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
             self._lender.withdraw_own(ticket)
             record.loads = False
             return
+        self._note_load(self._sources.add(record, ticket))
+
+    def _note_load(self, load: Load) -> None:
+        record, ticket = load.record, load.ticket
         record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
-        self._loads[record.request_id] = self._sources.add(record, ticket, transfer)
+        self._loads[record.request_id] = load
 
     def _begin_ask(self, record: RequestRecord, text: object) -> None:
         """Asks for the ticket of a request that its source was sent as well.
@@ -287,7 +293,7 @@ class PullScheduler(SchedulerConnector):
         self._check_role()
         try:
             transfer = self._tickets.accept_transfer(text)
-            self._asks[record.request_id] = self._sources.ask(record, transfer)
+            self._asks[record.request_id] = self._sources.ask(record, transfer, self._tickets)
         except TicketError as error:
             self._note_ticket(record.request_id, error)
             raise
@@ -301,6 +307,10 @@ class PullScheduler(SchedulerConnector):
         pending = self._asks.get(request.request_id)
         if pending is None or request.num_tokens - 1 <= num_computed_tokens:
             return True  # all of it is here
+        if (load := self._loads.get(request.request_id)) is not None:
+            if not load.may_ask_again:
+                return True
+            self._lost(load)
         if not pending.is_settled and not (self._look() and pending.is_settled):
             return False
         if pending.error is not None:
@@ -315,45 +325,53 @@ class PullScheduler(SchedulerConnector):
                 pending.transfer.address,
                 pending.reason,
             )
-        elif pending.ticket:
-            try:
-                ticket = self._tickets.accept(pending.ticket, request, pending.transfer)
-            except TicketError as error:
-                self._note_ticket(request.request_id, error)
-                pending.record.fail(self._clock(), f"{type(error).__name__}: {error}")
-                pending.error = error
-                raise
-            del self._asks[request.request_id]
-            self._begin_load(pending.record, ticket, pending.transfer)
+        elif (load := self._sources.load_of(pending)) is not None:  # the lease is gone for, or had
+            self._accept_asked(request, pending, load)
         return pending.is_settled
 
-    def _ask_again(self, load: Load) -> None:
+    def _accept_asked(self, request: RequestView, pending: PendingTicket, load: Load) -> None:
+        """Makes what was taken with a ticket that was asked for the request's load.
+
+        Raises:
+            TicketError: it does not fit the request.
+        """
+        ticket = load.ticket
+        if ticket.incarnation == self._context.incarnation:  # as in _begin_load
+            self._drop_ask(request.request_id)
+            pending.record.loads = False
+            return
+        try:
+            self._tickets.check(ticket, request)
+        except TicketError as error:
+            self._refuse_ask(pending, error, "ticket")
+            raise
+        self._note_load(load)
+
+    def _lost(self, load: Load) -> None:
         """A source has revoked the lease of a ticket that was asked for, and nobody has read."""
-        assert load.transfer is not None
         logger.info(
             "request %s: engine %s has revoked its lease, and is asked for another",
             load.request_id,
             load.source.name,
         )
         self._give_back(load.request_id)
-        self._asks[load.request_id] = self._sources.ask(load.record, load.transfer)
 
     def _drop_ask(self, request_id: str) -> None:
-        """No ticket is needed for a request any more: one that comes is given back."""
+        """No ticket is needed for a request any more, but that of its load, if it has one."""
         pending = self._asks.pop(request_id, None)
-        if pending is None:
-            return
+        load = None if pending is None else self._sources.drop_ask(pending)
+        if load is not None and load is not self._loads.get(request_id):
+            self._tickets.retire(load.ticket)
+            self._sources.release(load)
 
-        def give_back(text: str) -> None:
-            try:
-                ticket = self._tickets.read_asked(text, pending.transfer)
-            except TicketError as error:
-                self._note_ticket(request_id, error)
-                return
-            leases = {ticket.lease_id: ticket.secret}
-            self._client.release(ticket.address, ticket.incarnation, leases)
-
-        self._sources.drop_ask(pending, give_back)
+    def _refuse_ask(self, pending: PendingTicket, error: KVFerryError, kind: str = "load") -> None:
+        """What was asked for does not serve its request, whether or not it has come; others that
+        have its ticket may use it.
+        """
+        load = self._sources.refuse_ask(pending, error, kind)
+        if load is not None:
+            self._tickets.retire(load.ticket)
+            self._sources.release(load, keep=True)
 
     def _refused(self, record: RequestRecord, error: KVFerryError) -> None:
         record.fail(self._clock(), f"{type(error).__name__}: {error}")
@@ -413,9 +431,9 @@ class PullScheduler(SchedulerConnector):
             ticket = self._tickets.accept_rejected(params.get("ticket"), request.request_id)
         except TicketError:
             return
+        self._sources.stepped()
         record = self._records.begin(request, loads=True)
-        record.peer, record.peer_request_id = ticket.engine_id, ticket.request_id
-        self._loads[request.request_id] = self._sources.add(record, ticket)
+        self._note_load(self._sources.add(record, ticket))
         self._give_back(request.request_id)
         self._records.end(record, "refused by the engine's front")
 
@@ -441,7 +459,7 @@ class PullScheduler(SchedulerConnector):
         if state is LoadState.FAILED:
             assert load.error is not None  # set before the state
             if load.may_ask_again:
-                self._ask_again(load)
+                self._lost(load)
                 return None, False
             raise load.error
         if state is LoadState.WAITING:
@@ -512,6 +530,7 @@ class PullScheduler(SchedulerConnector):
             starts = load.groups.starts(load.ticket, first_token, num_tokens)
             load.filled = load.groups.filled(starts, first_token, num_tokens)
         self._sources.start(load)
+        self._reading.add(load.request_id)
         load.spec = LoadSpec(
             request_id=request.request_id,
             ticket=load.ticket,
@@ -530,14 +549,14 @@ class PullScheduler(SchedulerConnector):
             assert spec is not None  # the ranks read
             assert load.groups is not None
             if load.error is not None:
-                self._cancel(load, f"{type(load.error).__name__}: {load.error}")
+                self._begin_anew(load, load.error)
             elif readable is None:
                 self._read_rest(load, spec)
             else:
                 unit = load.groups.part_tokens
                 end = min(readable, spec.num_tokens) // unit * unit
                 if end > (spec.readable or 0):
-                    load.spec = replace(spec, ticket=load.ticket, readable=end)
+                    load.spec = replace(spec, ticket=load.ticket, readable=end, replaces="")
                     self._news.parts.append(load.spec)
 
     def _read_rest(self, load: Load, spec: LoadSpec) -> None:
@@ -552,11 +571,94 @@ class PullScheduler(SchedulerConnector):
             return
         starts = groups.starts(ticket, *span)
         load.filled = groups.filled(starts, *span)
-        load.spec = replace(spec, ticket=ticket, starts=starts, readable=None)
+        load.spec = replace(spec, ticket=ticket, starts=starts, readable=None, replaces="")
         self._news.parts.append(load.spec)
+
+    def _begin_anew(self, load: Load, error: KVFerryError) -> None:
+        """A source has revoked a lease under which the ranks read, or cannot be reached.
+
+        If it goes on with the prompt, as after a preemption, it will lend it again: it is asked for
+        that lease, which is read from the first token on into the same blocks. What was read before
+        counts for nothing.
+        """
+        pending = self._asks.get(load.request_id)
+        if pending is None:
+            if load.may_begin_anew:
+                self._ask_for_another(load)
+            else:
+                self._cancel(load, f"{type(error).__name__}: {error}")
+            return
+        again = self._sources.load_of(pending)
+        why = self._why_not_again(load, pending, again)
+        if why:
+            self._cancel(load, f"{type(error).__name__}: {error}; {why}")
+        elif again is not None and self._state(again) is LoadState.READY:
+            self._go_over(load, again)
+
+    def _ask_for_another(self, load: Load) -> None:
+        assert load.pending is not None  # see may_begin_anew
+        logger.info(
+            "request %s: engine %s has revoked the lease that was read, and is asked for another",
+            load.request_id,
+            load.source.name,
+        )
+        load.progressed = self._clock()
+        transfer, lost = load.pending.transfer, lease_of(load.lease_id)
+        try:
+            pending = self._sources.ask(load.record, transfer, self._tickets, lost)
+        except TicketError as error:  # another request has brought the transfer
+            self._cancel(load, f"{type(error).__name__}: {error}")
+        else:
+            self._asks[load.request_id] = pending
+
+    def _why_not_again(self, load: Load, pending: PendingTicket, again: Load | None) -> str:
+        """Why the lease that was asked for does not take the place of a load's; empty if it may."""
+        if pending.error is not None:
+            return f"the one that was asked for: {pending.error}"
+        if pending.reason:
+            return f"there will be no other: {pending.reason}"
+        if self._clock() - load.progressed >= self._extra.progress_timeout_s:
+            return (
+                f"no other was granted within {self._extra.progress_timeout_s:g} s "
+                "(progress_timeout_s)"
+            )
+        if again is None:
+            return ""
+        if again.state is LoadState.FAILED and not again.may_ask_again:
+            return f"the one that was asked for: {again.error}"
+        ours, new = load.ticket, again.ticket
+        is_same = (ours.num_tokens, ours.prompt_digest, ours.content) == (
+            new.num_tokens,
+            new.prompt_digest,
+            new.content,
+        )
+        return "" if is_same else "the one that was asked for is of another prompt"
+
+    def _go_over(self, load: Load, again: Load) -> None:
+        """The ranks give up what they have read of a load, and begin anew under another lease."""
+        spec = load.spec
+        assert spec is not None  # the ranks read
+        assert again.groups is not None  # its lease was had
+        del self._growing[load.lease_id]
+        self._note_load(again)
+        self._drop_ask(load.request_id)
+        self._tickets.retire(load.ticket)
+        self._sources.drop(load)
+        again.is_early, again.times_anew = True, load.times_anew + 1
+        self._growing[again.lease_id] = again
+        self._sources.start(again)
+        again.spec = replace(
+            spec,
+            ticket=again.ticket,
+            starts=again.groups.early_starts(spec.first_token, spec.num_tokens),
+            readable=spec.first_token,
+            replaces=load.lease_id,
+        )
+        self._news.parts.append(again.spec)
 
     def _cancel(self, load: Load, error: str) -> None:
         """Has the ranks give a load up."""
+        self._drop_ask(load.request_id)
         self._growing.pop(load.lease_id, None)
         load.rank_error = load.rank_error or error
         self._news.cancels[load.lease_id] = load.rank_error
@@ -589,8 +691,12 @@ class PullScheduler(SchedulerConnector):
             self._records.end(load.record, "aborted")
         elif ok:
             self._sources.moved(load)
+        self._drop_ask(load.request_id)
         self._growing.pop(load.lease_id, None)
+        self._reading.discard(load.request_id)
         self._tickets.retire(load.ticket)
+        if load.times_anew and not ok:
+            self._sources.release(load)  # a rank may have failed under the lease before
         self._sources.drop(load)
         if load.cancelled or not ok:
             del self._loads[load.request_id]
@@ -658,7 +764,7 @@ class PullScheduler(SchedulerConnector):
         self._read_on()
         self._lender.grow(scheduler_output)
         step, self._step = self._news, None
-        step.peers = self._sources.take_news()
+        step.peers, step.gone = self._sources.take_news()
         return step
 
     def has_news(self) -> bool:
@@ -684,6 +790,7 @@ class PullScheduler(SchedulerConnector):
         return self._step
 
     def _sweep(self) -> None:
+        self._sources.stepped()
         self._records.look()
         self._lender.sweep()
 
@@ -750,8 +857,7 @@ class PullScheduler(SchedulerConnector):
     def has_pending_work(self) -> bool:
         """Whether ranks have loads under way, or news waits for them."""
         self._sweep()
-        loading = any(load.state is LoadState.LOADING for load in self._loads.values())
-        return loading or self._lender.is_mirroring or self._step is not None
+        return bool(self._reading) or self._lender.is_mirroring or self._step is not None
 
     def _transfer_statuses(self) -> list[TransferStatus]:
         """The loads under way, for ``kvferry status``; called on the server's thread."""

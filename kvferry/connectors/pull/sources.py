@@ -2,7 +2,10 @@
 
 The scheduler thread asks for the lease of a load itself where it knows the source, and otherwise
 only reads states and adds or drops loads, under one lock. A background thread does what depends on
-time, so that a busy step delays no renewal: it shakes hands, and renews.
+time, so that a busy step delays no renewal: it shakes hands, and renews. Of a ticket that was
+asked for, whichever thread hears it takes the lease, so that a long step costs no lease either.
+An engine that makes no step at all for ``progress_timeout_s`` loses the leases that it does not
+read under.
 
 A load goes through ``WAITING`` (its source's handshake, then its lease, are awaited), ``READY``
 (the lease is ours), ``LOADING`` (the ranks read) and ``LOADED`` (they have reported; its lease is
@@ -10,11 +13,13 @@ no longer ours). Before that it may become ``FAILED`` with an error that says wh
 """
 
 import enum
+import heapq
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +29,9 @@ from msgspec.structs import replace
 from kvferry.connectors.pull.asks import Asks, PendingTicket
 from kvferry.connectors.pull.groups import Filled, SourceGroups
 from kvferry.connectors.pull.metadata import LoadSpec
+from kvferry.connectors.pull.pace import PromptPace
 from kvferry.connectors.pull.record import RequestRecord
+from kvferry.connectors.pull.tickets import AcceptedTickets
 from kvferry.control.client import ControlClient
 from kvferry.control.connection import News
 from kvferry.control.messages import MAX_ITEMS, Asked, LeaseAnswer, Renewed
@@ -39,6 +46,7 @@ from kvferry.errors import (
     PeerEndedError,
     PeerLostError,
     StalledError,
+    TicketError,
 )
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
@@ -56,12 +64,14 @@ PENDING_RETRY_S = 0.01
 copying the blocks to host memory."""
 SILENT_RETRY_S = 2.0
 """Pause after an attempt to reach a source that is silent."""
+TIMES_ANEW = 3
+"""How often a load whose lease is revoked while it is read begins anew."""
 LAST_CHUNKS = 3
-"""Chunks of a prompt whose pace tells when the rest will be computed: each attends to more tokens
-than the one before, so that the first ones were faster."""
+"""Chunks of a prompt that tell how much faster or slower it is computed than others were."""
 NAMED_S = 600.0
 """Seconds for which a silent source is asked, and named as silent, after a load last named it: one
-that no request names any more may have left for good."""
+that no request names any more may have left for good. One that is not connected either is forgotten
+after that time, unless it stands in ``peers``."""
 REFUSED_RETRY_S = 10.0
 """Pause after a refused handshake: only a restart of the other side can change the answer."""
 
@@ -103,12 +113,18 @@ class Source:
     one, further loads from that start do not wait. A ticket of another start is a sign of life."""
     silent_at: float = 0.0
     """Clock reading at which a load of that start last failed for it."""
-    computes: float | None = None
-    """Tokens per second that it computed of one prompt, last; ``None`` while unknown."""
+    computes: PromptPace = field(default_factory=PromptPace)
+    """How fast it computes prompts."""
     moves: float | None = None
     """Tokens per second that came from it while a load moved, of late; ``None`` while unknown."""
     given_up: list[Ticket] = field(default_factory=list)
     """Tickets whose leases were given up before the source knew us; told after the handshake."""
+    loads: dict[str, "Load"] = field(default_factory=dict)
+    """Lease id → the load that obtains or holds it."""
+    used: float = 0.0
+    """Clock reading at which a request last wanted something of it, or its connection lived."""
+    due: float = math.inf
+    """Clock reading at which it is to be looked at."""
 
     @property
     def name(self) -> str:
@@ -138,8 +154,8 @@ class Load:
     state: LoadState = LoadState.WAITING
     groups: SourceGroups | None = None
     """The source's KV cache groups; set before it is ``READY``."""
-    transfer: Transfer | None = None
-    """For which its ticket was asked."""
+    pending: PendingTicket | None = None
+    """Its ticket, where that was asked for."""
     error: KVFerryError | None = None
     rank_error: str = ""
     """What the first rank that failed said, and which one it was."""
@@ -154,9 +170,12 @@ class Load:
     is_early: bool = False
     """Whether it was admitted before all could be read."""
     grown: tuple[tuple[float, int], ...] = ()
-    """The last times that the lease grew: clock reading, and tokens readable then."""
+    """The last times that the lease grew: clock reading, and tokens readable then. Before it grew:
+    when it became known that it will."""
     chunk: int = 0
     """Tokens by which it grew last."""
+    times_anew: int = 0
+    """How often the ranks have begun anew, as the lease before was revoked."""
     moved_s: float = 0.0
     """Seconds for which the rank moved that was longest at it."""
     taken_until: float | None = None
@@ -196,19 +215,33 @@ class Load:
         follow: the prompt was preempted there, say.
         """
         is_revoked = isinstance(self.error, LeaseRevokedError)
-        return self.transfer is not None and self.state is LoadState.FAILED and is_revoked
+        return self.pending is not None and self.state is LoadState.FAILED and is_revoked
 
-    def whole_in(self, now: float, pace: float | None) -> float:
-        """Seconds until the source has computed the rest of the prompt, at the pace of its last
-        chunks, or else at ``pace`` (tokens per second); without either, infinity.
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether its source has revoked the lease while it was read and the prompt computed, and
+        another one may follow.
         """
-        if len(self.grown) > 1:
-            (since, before), (last, tokens) = self.grown[0], self.grown[-1]
-            pace = (tokens - before) / (last - since) if last > since else pace
-        if not self.grown or not pace:
+        is_revoked = isinstance(self.error, LeaseRevokedError)
+        is_read = self.state is LoadState.LOADING and self.awaits_source
+        return self.pending is not None and is_read and is_revoked and self.times_anew < TIMES_ANEW
+
+    def whole_in(self, now: float) -> float:
+        """Seconds until the source has computed the rest of the prompt, if it goes on as it did
+        with its last chunks; infinity while nothing is known.
+        """
+        if not self.grown:
             return math.inf
-        last, tokens = self.grown[-1]
-        return (self.ticket.num_tokens - tokens) / pace - (now - last)
+        pace = self.source.computes
+        (since, before), (last, tokens) = self.grown[0], self.grown[-1]
+        rest, took = pace.seconds(tokens, self.ticket.num_tokens), pace.seconds(before, tokens)
+        if rest is None or took is None:  # as if all tokens cost the same
+            rest, took = self.ticket.num_tokens - tokens, tokens - before
+            if not took:
+                return math.inf
+        if took:
+            rest *= (last - since) / took
+        return rest - (now - last)
 
     @property
     def is_renewable(self) -> bool:
@@ -217,7 +250,10 @@ class Load:
 
 
 class Sources:
-    """All sources of this engine, and the loads that need them. Thread-safe."""
+    """All sources of this engine, and the loads that need them. Thread-safe.
+
+    What is done for one source costs what that one has, however many others there are.
+    """
 
     def __init__(
         self,
@@ -241,7 +277,8 @@ class Sources:
             renew_interval: seconds between two renewals of a ticket's lease.
             handshake_timeout_s: seconds a load may wait for a source that cannot be reached or is
                 starting. Where an answer is awaited on a connection that lives, the load waits.
-            progress_timeout_s: seconds without progress after which a lease is given up.
+            progress_timeout_s: seconds without progress, or without a step of the engine, after
+                which a lease is given up.
             note_error: takes the kind and text of what goes wrong, for ``kvferry status``.
             clock: seconds that never run backwards.
             mailbox: makes the thread.
@@ -255,9 +292,20 @@ class Sources:
         self._clock = clock
         self._sources = {address: Source(address, configured=True) for address in addresses}
         self._loads: dict[str, Load] = {}
+        """All loads of all sources, by lease."""
         self._ours: EngineDescription | None = None
         self._news: list[EngineDescription] = []
+        self._gone: dict[str, str] = {}
+        """Engine id → the start of it that is forgotten, of which the ranks were not told."""
+        self._dues: list[tuple[float, int, Source]] = []
+        """A heap: which source is to be looked at when. One that was planned anew stands there
+        more than once, and only its ``due`` counts."""
+        self._numbers = itertools.count()
+        self._sleeps_until = math.inf
+        """Clock reading of the next turn, if nothing wakes the thread before."""
         self._lock = threading.RLock()  # an answer may be there before who asks has let go
+        self._stepped = clock()
+        """Clock reading of the engine's last step, or of what it did between two steps."""
         self._asks = Asks(
             client,
             lock=self._lock,
@@ -265,6 +313,7 @@ class Sources:
             clock=clock,
             note_error=note_error,
             on_answer=self._ask_answered,
+            on_ticket=self._ticket_came,
         )
         client.listen(self._told)
         self._thread = mailbox("sources", self._turn, survives=False)
@@ -281,16 +330,23 @@ class Sources:
             self._ours = ours
             for source in self._sources.values():
                 source.next_attempt = 0.0
-            self._wake()
+                self._wake(source)
+            self._thread.post(lambda: None)  # it may have been woken in vain before
 
-    def add(self, record: RequestRecord, ticket: Ticket, transfer: Transfer | None = None) -> Load:
-        """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes; where the
-        ticket was asked for, with ``transfer``.
+    def stepped(self) -> None:
+        """The engine makes a step, so that it can begin to read what it has leases of."""
+        self._stepped = self._clock()
+
+    def add(
+        self, record: RequestRecord, ticket: Ticket, pending: PendingTicket | None = None
+    ) -> Load:
+        """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes. Where the
+        ticket was asked for (``pending``), on any thread.
         """
         now = self._clock()
         address = ticket.address
         with self._lock:
-            source = self._sources.setdefault(address, Source(address, configured=False))
+            source = self._source(address, now)
             known = source.description
             if known is not None and known.incarnation != ticket.incarnation:
                 source.stale = True
@@ -302,12 +358,14 @@ class Sources:
                 deadline,
                 now,
                 record,
-                transfer=transfer,
+                pending=pending,
                 progressed=now,
             )
+            if pending is not None:
+                pending.ticket = ticket
             if not source.knows_us:
                 record.note("unknown", now)
-            self._loads[load.lease_id] = load
+            self._loads[load.lease_id] = source.loads[load.lease_id] = load
             if source.silent == ticket.incarnation:
                 source.silent_at = now
                 self._fail(load, _silent(source))
@@ -315,31 +373,67 @@ class Sources:
                 source.next_attempt = now
             elif load.is_renewable:
                 self._ask(source, [load], now)
-            self._wake()
+                self._plan(source, now + LOOK_S)
+                return load
+            self._wake(source)
         return load
 
-    def ask(self, record: RequestRecord, transfer: Transfer) -> PendingTicket:
-        """Begins to ask for the ticket of a request that its source was sent as well."""
+    def ask(
+        self,
+        record: RequestRecord,
+        transfer: Transfer,
+        tickets: AcceptedTickets,
+        lost: str = "",
+    ) -> PendingTicket:
+        """Begins to ask for the ticket of a request that its source was sent as well; once
+        ``tickets`` has accepted it, for its lease. That of the lease ``lost`` is of no use.
+        """
         with self._lock:
-            now, address = self._clock(), transfer.address
-            source = self._sources.setdefault(address, Source(address, configured=False))
-            pending = self._asks.add(record, transfer)
+            now = self._clock()
+            source = self._source(transfer.address, now)
+            pending = self._asks.add(record, transfer, tickets, lost)
             if source.knows_us:
                 self._send_asks(source, now)
             else:
                 record.note("unknown", now)
-            self._wake()
+            self._wake(source)
         return pending
 
-    def drop_ask(self, pending: PendingTicket, give_back: Callable[[str], None]) -> None:
-        """See :meth:`Asks.drop`."""
-        with self._lock:
-            self._asks.drop(pending, give_back)
+    def _source(self, address: str, now: float) -> Source:
+        """A source that somebody wants something of."""
+        source = self._sources.get(address)
+        if source is None:
+            source = self._sources[address] = Source(address, configured=False)
+        source.used = now
+        return source
 
-    def refuse_ask(self, pending: PendingTicket, error: KVFerryError) -> None:
-        """See :meth:`Asks.fail`."""
+    def drop_ask(self, pending: PendingTicket) -> Load | None:
+        """Nobody wants a ticket any more: if it comes, it is given back.
+
+        Returns:
+            What goes for its lease, if it has come.
+        """
         with self._lock:
-            self._asks.fail(pending, error)
+            pending.is_wanted = False
+            return self.load_of(pending)
+
+    def load_of(self, pending: PendingTicket) -> Load | None:
+        """What goes for the lease of a ticket that was asked for, once that has come."""
+        with self._lock:
+            return None if pending.ticket is None else self._loads.get(pending.ticket.lease_id)
+
+    def refuse_ask(
+        self, pending: PendingTicket, error: KVFerryError, kind: str = "load"
+    ) -> Load | None:
+        """A ticket is of no use, for an error of this kind.
+
+        Returns:
+            What goes for its lease, if it has come.
+        """
+        with self._lock:
+            load, pending.ticket = self.load_of(pending), None
+            self._asks.fail(pending, error, kind)
+            return load
 
     def start(self, load: Load) -> None:
         """The ranks begin to read; the lease is renewed until :meth:`drop`.
@@ -370,7 +464,7 @@ class Sources:
                 # of that would be left for the end.
                 tokens = load.ticket.num_tokens - load.chunk
                 moved_in = tokens / source.moves if source.moves else 0.0
-                if load.whole_in(now, source.computes) > moved_in:
+                if load.whole_in(now) > moved_in:
                     return False
             load.is_early = True
             self._taken(load)
@@ -401,20 +495,29 @@ class Sources:
         """The ranks have reported the load; their Finishes have ended the lease."""
         with self._lock:
             load.state = LoadState.LOADED
-            self._loads.pop(load.lease_id, None)
+            self._remove(load)
 
-    def release(self, load: Load) -> None:
-        """Gives up a lease under which no rank will read; the source may free the blocks."""
+    def release(self, load: Load, *, keep: bool = False) -> None:
+        """Gives up a lease under which no rank will read; the source may free the blocks. With
+        ``keep`` it is left to others who have its ticket.
+        """
         with self._lock:
-            self._loads.pop(load.lease_id, None)
+            self._remove(load)
             if not load.source.knows_us:  # it would not listen to us
-                load.source.given_up.append(load.ticket)
-                self._wake()
+                if not keep:  # else it is as if we had never had it
+                    load.source.given_up.append(load.ticket)
+                    self._wake(load.source)
                 return
-        self._tell_released(load.ticket)
+        self._tell_released(load.ticket, keep=keep)
 
-    def _tell_released(self, ticket: Ticket) -> None:
-        self._client.release(ticket.address, ticket.incarnation, {ticket.lease_id: ticket.secret})
+    def _tell_released(self, ticket: Ticket, *, keep: bool = False) -> None:
+        leases = {ticket.lease_id: ticket.secret}
+        self._client.release(ticket.address, ticket.incarnation, leases, keep=keep)
+
+    def _remove(self, load: Load) -> None:
+        self._loads.pop(load.lease_id, None)
+        if load.source.loads.pop(load.lease_id, None) is not None:
+            load.source.used = self._clock()
 
     def silent_peers(self) -> tuple[str, ...]:
         """The sources that are silent, by name and address; for any thread, and never waits."""
@@ -428,10 +531,11 @@ class Sources:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`take_news` has something to say."""
-        return bool(self._news) or self._thread.defect is not None
+        return bool(self._news or self._gone) or self._thread.defect is not None
 
-    def take_news(self) -> list[EngineDescription]:
-        """Sources whose handshake succeeded since the last call.
+    def take_news(self) -> tuple[list[EngineDescription], dict[str, str]]:
+        """Sources whose handshake succeeded since the last call, and engine id → the start of it
+        that was forgotten; who is met again was forgotten before.
 
         Raises:
             EngineError: the thread has died of a defect; no lease is obtained or renewed any more.
@@ -439,7 +543,8 @@ class Sources:
         self._thread.check()
         with self._lock:
             news, self._news = self._news, []
-            return news
+            gone, self._gone = self._gone, {}
+            return news, gone
 
     def close(self) -> None:
         """Ends the thread. Idempotent."""
@@ -451,33 +556,77 @@ class Sources:
         """Does what is due; returns the seconds until something is, ``None`` until woken."""
         with self._lock:
             now = self._clock()
-            if self._ours is not None:
-                for source in self._sources.values():
-                    self._shake_hands(source, self._ours, now)
-                    self._renew(source, now)
-                    self._send_asks(source, now)
-            self._expire(now)
-            return self._pause(now)
+            self._sleeps_until = math.inf if self._ours is None else 0.0  # nobody need wake us
+            if self._ours is None:
+                return None
+            for source in list(self._take_due(now)):
+                self._shake_hands(source, self._ours, now)
+                self._renew(source, now)
+                self._send_asks(source, now)
+                self._expire(source, now)
+                self._plan_next(source, now)
+            self._sleeps_until = self._dues[0][0] if self._dues else math.inf
+            return max(self._sleeps_until - now, 0.001) if self._dues else None
 
-    def _wake(self) -> None:
-        """Has the thread look at what is due now."""
-        self._thread.post(lambda: None)
+    def _take_due(self, now: float) -> Iterator[Source]:
+        """The sources that are to be looked at now; each is to be planned anew."""
+        while self._dues and (self._dues[0][0] <= now or self._dues[0][0] != self._dues[0][2].due):
+            due, _, source = heapq.heappop(self._dues)
+            if due == source.due:
+                source.due = math.inf
+                yield source
 
-    def _pause(self, now: float) -> float | None:
-        """Seconds until something is due; ``None`` to sleep until woken."""
-        waits = any(load.awaits_source for load in self._loads.values())
-        waits = waits or self._asks.is_waiting
+    def _wake(self, source: Source) -> None:
+        """Has the thread look at a source now."""
+        self._plan(source, 0.0)
+
+    def _plan(self, source: Source, when: float) -> None:
+        """Has the thread look at a source by then."""
+        if when < source.due:
+            source.due = when
+            heapq.heappush(self._dues, (when, next(self._numbers), source))
+            if when < self._sleeps_until:
+                self._sleeps_until = when
+                self._thread.post(lambda: None)
+
+    def _plan_next(self, source: Source, now: float) -> None:
+        """Plans the next look at a source, or forgets it."""
+        waits = self._asks.wants(source.address)
+        waits = waits or any(load.awaits_source for load in source.loads.values())
         due = [now + LOOK_S] if waits else []
-        due += [load.next_renewal for load in self._loads.values() if load.is_renewable]
-        for source in self._sources.values():
-            if source.knows_us:
-                due += self._asks.due(source.address)
-        due += [
-            source.next_attempt
-            for source in self._sources.values()
-            if source.handshake is None and self._needs_handshake(source, now)
-        ]
-        return max(min(due) - now, 0.001) if due and self._ours is not None else None
+        due += [load.next_renewal for load in source.loads.values() if load.is_renewable]
+        if source.knows_us:
+            due += self._asks.due(source.address)
+        if source.handshake is None and self._needs_handshake(source, now):
+            due.append(source.next_attempt)
+        if due:
+            self._plan(source, max(min(due), now + 0.001))
+        elif not (source.configured or source.loads or source.handshake):
+            self._plan_end(source, now)
+
+    def _plan_end(self, source: Source, now: float) -> None:
+        """Forgets a source that nobody has wanted anything of for long, unless it is connected."""
+        if now >= source.used + NAMED_S and self._client.is_connected(source.address):
+            source.used = now
+        until = max(source.used, source.silent_at if source.silent else 0.0) + NAMED_S
+        if now < until:
+            self._plan(source, until)
+            return
+        if self._sources.get(source.address) is not source:
+            return  # it was forgotten before, and spoken of once more
+        del self._sources[source.address]
+        if source.description is not None:
+            self._forget(source.description)
+
+    def _forget(self, description: EngineDescription) -> None:
+        """A start of a source is gone: nothing is kept of it, here and at the ranks. One that has
+        another address too is kept.
+        """
+        name = description.engine_id, description.incarnation
+        others = [one.description for one in self._sources.values() if one.description is not None]
+        if name not in [(one.engine_id, one.incarnation) for one in others]:
+            self._gone[description.engine_id] = description.incarnation
+            self._client.forget(description)
 
     def _needs_handshake(self, source: Source, now: float) -> bool:
         if source.knows_us:
@@ -485,9 +634,7 @@ class Sources:
         if source.silent is not None and now < source.silent_at + NAMED_S:
             return True
         wanted = source.configured or source.given_up or self._asks.wants(source.address)
-        return bool(wanted) or any(
-            load.source is source and load.wants_lease for load in self._loads.values()
-        )
+        return bool(wanted) or any(load.wants_lease for load in source.loads.values())
 
     def _shake_hands(self, source: Source, ours: EngineDescription, now: float) -> None:
         if source.handshake is not None or not self._needs_handshake(source, now):
@@ -508,7 +655,11 @@ class Sources:
             source.handshake = None
             error = future.exception()
             if error is None:
+                before, now = source.description, self._clock()
                 source.description, source.error, source.stale = future.result(), None, False
+                if before is not None and before.engine_id != source.description.engine_id:
+                    self._forget(before)  # another engine has its address; ranks see new starts
+                source.used = now
                 source.silent = None
                 # A source that says again and again that we have not is not asked at once.
                 source.next_attempt = self._clock() + RETRY_S
@@ -527,7 +678,7 @@ class Sources:
                     self._fail_all(source, _as_ours(error))
                 self._note_end(source, asking)
             source.given_up.clear()  # told, or left to expire
-            self._wake()
+            self._wake(source)
 
     def _failed(self, source: Source, what: str, error: KVFerryError) -> None:
         """Remembers what went wrong with a source; tells of it once, not at every attempt."""
@@ -545,21 +696,36 @@ class Sources:
         if source.knows_us and source.description is not None:
             self._asks.send(source.address, source.description.incarnation, now)
 
+    def _ticket_came(self, pending: PendingTicket, text: str) -> None:
+        """A source has lent what it was asked for; with the lock held, on any thread. The engine's
+        next step may be far, and the lease would end meanwhile, so it is taken here.
+        """
+        tickets = pending.tickets
+        try:
+            ticket = tickets.read_asked(text, pending.transfer)
+            if not pending.is_wanted:
+                self._tell_released(ticket)
+            elif ticket.shared or ticket.lease_id != pending.lost:
+                ticket = tickets.claim(ticket, pending.request_id)
+                self.add(pending.record, ticket, pending)
+        except TicketError as error:
+            self._asks.fail(pending, error, "ticket")
+
     def _ask_answered(self, address: str, error: KVFerryError | None) -> None:
         """A source has answered an ask, or has not; with the lock held."""
-        source = self._sources[address]
+        source = self._sources.get(address)
+        if source is None:
+            return  # it answers what nobody wants to know any more
         if error is None:
             source.error = None
         else:
             self._failed(source, "ask", error)
             source.stale |= isinstance(error, HandshakeNeededError)
-        self._wake()
+        self._wake(source)
 
     def _renew(self, source: Source, now: float) -> None:
         """Sends one Renew for every lease at a source if any of them is due."""
-        loads = [
-            load for load in self._loads.values() if load.source is source and load.is_renewable
-        ]
+        loads = [load for load in source.loads.values() if load.is_renewable]
         if any(load.next_renewal <= now for load in loads):
             self._ask(source, loads, now)
 
@@ -589,13 +755,21 @@ class Sources:
             future.add_done_callback(partial(self._renewed, source, together))
 
     def _check_progress(self, load: Load, now: float) -> None:
-        """Raises StalledError if the ranks have long reported no progress."""
-        stood = now - load.progressed
-        waits = load.awaits_source  # for more to read: no progress is nobody's fault here
-        if load.state is LoadState.LOADING and not waits and stood >= self._progress_timeout_s:
+        """Raises StalledError if the ranks have long reported no progress, or, before they read,
+        the engine has long made no step.
+        """
+        limit = self._progress_timeout_s
+        if load.state is LoadState.LOADING:
+            stood, what = now - load.progressed, "no rank has reported progress"
+            if load.awaits_source:
+                return  # for more to read: no progress is nobody's fault here
+        else:  # time in which this thread did not run either is not charged
+            stood = min(now - self._stepped, self._thread.awake_s)
+            what = "the engine has made no step"
+        if stood >= limit:
             error = StalledError(
-                f"no rank has reported progress for {stood:.0f} s (progress_timeout_s: "
-                f"{self._progress_timeout_s:g}); lease {load.lease_id} is given up"
+                f"{what} for {stood:.0f} s (progress_timeout_s: {limit:g}); lease "
+                f"{load.lease_id} is given up"
             )
             self._note_error("load", f"request {load.request_id}: {error}")
             raise error
@@ -620,7 +794,7 @@ class Sources:
                 for load in loads:
                     if load.wants_lease:
                         load.next_renewal = self._clock() + (0.0 if forgotten else RETRY_S)
-                self._wake()
+                self._wake(source)
 
     def _told(self, address: str, news: News) -> None:
         """A source tells of leases that have grown, or were revoked, or of transfers that we asked
@@ -643,10 +817,10 @@ class Sources:
             self._held(load, renewed)
         elif answer is LeaseAnswer.PENDING:
             load.next_renewal = self._clock() + PENDING_RETRY_S
-            self._wake()
+            self._plan(load.source, load.next_renewal)
         elif answer is LeaseAnswer.TAKEN and self._may_pass_on(load):
             load.next_renewal = self._clock() + RETRY_S
-            self._wake()
+            self._plan(load.source, load.next_renewal)
         else:
             self._give_up(load, _lost_lease(load.ticket, answer))
 
@@ -655,6 +829,8 @@ class Sources:
         now, before = self._clock(), load.readable
         load.is_held, load.deadline = True, now + self._handshake_timeout_s
         written = renewed.written.get(load.lease_id)
+        if written == 0 and not load.grown:
+            load.grown = ((now, 0),)  # it has begun to be computed, or a little before
         if before is None or (written is not None and written <= before):
             return
         if tables := renewed.tables.get(load.lease_id):
@@ -662,10 +838,10 @@ class Sources:
         # What is told unasked has just been written; an answer may speak of what was long ago.
         if written is not None and renewed.id == 0:
             load.chunk = written - before
+            since, first = load.grown[-1] if load.grown else (now, 0)
+            if first:  # of the first chunk it is not known when it began
+                load.source.computes.note(first, written, now - since)
             load.grown = (*load.grown[-LAST_CHUNKS:], (now, written))
-            if len(load.grown) > 1:
-                since, first = load.grown[0]
-                load.source.computes = (written - first) / max(now - since, 1e-6)
         if load.is_early:
             load.progressed = now
         load.readable = written  # after the tables: other threads look at it first
@@ -691,13 +867,12 @@ class Sources:
         if load.state is not LoadState.LOADING or load.awaits_source:
             self._fail(load, error)
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, source: Source, now: float) -> None:
         has_run = self._thread.awake_s >= self._handshake_timeout_s
-        self._asks.expire(now, has_run, self._owes_answer)
+        self._asks.expire(source.address, now, has_run, self._owes_answer)
         if not has_run:
             return  # answers may have come since
-        for load in self._loads.values():
-            source = load.source
+        for load in list(source.loads.values()):
             if load.error is not None or not load.awaits_source or now < load.deadline:
                 continue
             if source.error is None or source.handshake is not None or load.is_asked:
@@ -740,13 +915,20 @@ class Sources:
             self._fail(load, error)
 
     def _waiting_for(self, source: Source) -> list[Load]:
-        waiting = [load for load in self._loads.values() if load.awaits_source]
-        return [load for load in waiting if load.source is source]
+        return [load for load in source.loads.values() if load.awaits_source]
 
     def _fail(self, load: Load, error: KVFerryError) -> None:
         is_read = load.state is LoadState.LOADING
-        if isinstance(error, LeaseRevokedError) and load.transfer is not None and not is_read:
-            load.error, load.state = error, LoadState.FAILED  # another ticket may come
+        load.error = error
+        if load.may_begin_anew:
+            return
+        if isinstance(error, LeaseRevokedError) and load.pending is not None and not is_read:
+            load.error, load.state = error, LoadState.FAILED
+            if load.pending.is_wanted and self.load_of(load.pending) is load:
+                self._remove(load)
+                load.pending.tickets.retire(load.ticket)
+                self._asks.add_again(load.pending)  # another ticket may come
+                self._wake(load.source)
             return
         host, _ = split_address(load.source.address)
         if isinstance(error, PeerEndedError) and is_loopback(host):

@@ -43,7 +43,7 @@ class AcceptedTickets:
         return transfer
 
     def read_asked(self, text: str, transfer: Transfer) -> Ticket:
-        """The ticket that was asked for.
+        """The ticket that was asked for. For any thread.
 
         Raises:
             TicketError: as :meth:`accept`, but that no request is looked at.
@@ -51,27 +51,38 @@ class AcceptedTickets:
         ticket = self._verified(text)
         return replace(ticket, secret=veil(ticket.secret, transfer.secret, ticket.lease_id))
 
-    def accept(
-        self, text: object, request: RequestView, transfer: Transfer | None = None
-    ) -> Ticket:
+    def accept(self, text: object, request: RequestView) -> Ticket:
         """The ticket of a request, verified, fitting, and from now on the request's own.
 
         Args:
             text: as it came.
             request: whose it is to be.
-            transfer: for which it was asked.
 
         Raises:
             TicketError: forged, malformed, used before, for another prompt, for another adapter
                 or other inputs, or it names no address, or one that is none of our ``peers``.
         """
-        if transfer is not None and isinstance(text, str):
-            ticket = self.read_asked(text, transfer).claimed()
-        else:
-            ticket = self._verified(text).claimed()
+        ticket = self._verified(text)
+        self.check(ticket, request)
+        return self.claim(ticket, request.request_id)
+
+    def check(self, ticket: Ticket, request: RequestView) -> None:
+        """Refuses KV of other tokens than this request's, or of other inputs beside them.
+
+        Raises:
+            TicketError: it is such.
+        """
         _check_prompt(ticket, request)
         _check_content(ticket, request)
-        self._seen.claim(ticket.lease_id, request.request_id)
+
+    def claim(self, ticket: Ticket, request_id: str) -> Ticket:
+        """The ticket as a request uses it: from now on its own. For any thread.
+
+        Raises:
+            TicketError: it was used before.
+        """
+        ticket = ticket.claimed()
+        self._seen.claim(ticket.lease_id, request_id)
         return ticket
 
     def accept_rejected(self, text: object, request_id: str) -> Ticket:
@@ -80,9 +91,7 @@ class AcceptedTickets:
         Raises:
             TicketError: as :meth:`accept`, but that no prompt is looked at.
         """
-        ticket = self._verified(text).claimed()
-        self._seen.claim(ticket.lease_id, request_id)
-        return ticket
+        return self.claim(self._verified(text), request_id)
 
     def _verified(self, text: object) -> Ticket:
         if not isinstance(text, str):

@@ -1,7 +1,7 @@
 """The moving half of the PullConnector: this rank's memory, transports and loads."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,14 @@ from kvferry.connectors.pull.config import PullConfig
 from kvferry.connectors.pull.digests import RankDigests
 from kvferry.connectors.pull.loads import Loads, RankLoad
 from kvferry.connectors.pull.memory import (
+    Lending,
     RankMirror,
     RankRegions,
     check_buffer_device,
     check_device,
     device_of,
 )
-from kvferry.connectors.pull.metadata import PullMetadata
+from kvferry.connectors.pull.metadata import LentSpec, PullMetadata
 from kvferry.connectors.pull.peer import TargetRank
 from kvferry.control.client import ControlClient
 from kvferry.layouts.arrays import HOST
@@ -90,8 +91,10 @@ class PullWorker(WorkerConnector):
         self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
-        self._writes: dict[str, int] = {}
+        self._writes: list[LentSpec] = []
         """What this step writes of prompts that are lent already."""
+        self._unreported: list[Lending] = []
+        """What steps have written of them, and was not there when it was last looked at."""
 
     @classmethod
     def open(cls, context: ConnectorContext, rank: int) -> "PullWorker":
@@ -251,6 +254,8 @@ class PullWorker(WorkerConnector):
                 digests = cache.digests.lent(lent)
                 record = lent.record(self._rank, time.time(), token_digests=digests)
                 self._records.append(record)
+        for engine_id, incarnation in metadata.gone.items():
+            cache.loads.forget(engine_id, incarnation)
         for description in metadata.peers:
             cache.loads.meet(description)
         # Steps under way may still use the blocks that are loaded into.
@@ -264,6 +269,36 @@ class PullWorker(WorkerConnector):
         self._released.update(metadata.released)
         self._writes = metadata.writes
 
+    @property
+    def awaits_device(self) -> bool:
+        """Whether something was written that has to be looked at again."""
+        return bool(self._unreported)
+
+    def written(self) -> dict[str, dict[int, int]]:
+        """What has come to be there of what was not in the last report, which may be told at once;
+        the next report tells it again. For any thread.
+        """
+        return self._reports([one for one in list(self._unreported) if one.is_over()])
+
+    def _reports(self, over: Iterable[Lending]) -> dict[str, dict[int, int]]:
+        there = [one.lent for one in over if one.error is None]  # of one lease, the last one counts
+        return {lent.lease_id: {self._rank: lent.num_tokens} for lent in there}
+
+    def _take_written(self, cache: _Cache) -> dict[str, dict[int, int]]:
+        """What is there by now of what was written, of this step and those before it."""
+        writes, self._writes = self._writes, []
+        if cache.mirror is not None:
+            self._unreported += map(cache.mirror.written, writes)
+        elif writes:
+            # Behind all that this step has asked of the device, which may not have begun with it.
+            event = None if cache.stream is None else cache.stream.engine_event()
+            self._unreported += [Lending(lent, event=event) for lent in writes]
+        over = [one for one in self._unreported if one.is_over()]
+        self._unreported = [one for one in self._unreported if one not in over]
+        # Whoever lends them has to know: what is written later may be there all the same.
+        self._records += [one.record(self._rank) for one in over if one.error is not None]
+        return self._reports(over)
+
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
         """What ended since the last step; see :meth:`WorkerConnector.get_transfer_results`."""
         output = KVConnectorOutput()
@@ -274,10 +309,10 @@ class PullWorker(WorkerConnector):
             self._report_staging(cache.target.staging.numbers, output)
             if cache.mirror is not None:
                 output.transfer_records += cache.mirror.take_records()
+            output.written = self._take_written(cache)
         output.transfer_records += self._records
         output.finished_sending = self._released
-        output.written = {id: {self._rank: tokens} for id, tokens in self._writes.items()}
-        self._records, self._released, self._writes = [], set(), {}
+        self._records, self._released = [], set()
         return output
 
     def _report(self, load: RankLoad, output: KVConnectorOutput) -> None:

@@ -83,6 +83,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.request:Request": (
         "_all_token_ids",
         "abort_immediately",
+        "arrival_time",
         "get_finished_reason()",
         "get_skip_reading_prefix_cache()",
         "kv_transfer_params",

@@ -1,6 +1,8 @@
 """What the halves of the adapter tell each other through vLLM."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.pull.metadata import PullMetadata
@@ -11,6 +13,9 @@ from kvferry.integrations.vllm.compat import (
     KVConnectorWorkerMetadata,
 )
 from kvferry.topology.description import ModelFingerprint
+
+Written: TypeAlias = dict[str, dict[int, int]]
+"""Lease id → rank → leading tokens that it has written."""
 
 
 @dataclass
@@ -51,12 +56,28 @@ class StepReport(KVConnectorWorkerMetadata):
     """Request id → (bytes in place, bytes in all)."""
     failed: set[str] = field(default_factory=set)
     """Requests whose load failed on a rank; vLLM counts on when every rank is done with it."""
-    written: dict[str, dict[int, int]] = field(default_factory=dict)
+    written: Written = field(default_factory=dict)
     """See :attr:`kvferry.connectors.base.KVConnectorOutput.written`."""
+    later: Callable[[], Written] | None = None
+    """Says what else is written by the time when it is asked. A worker makes its report when it
+    has handed a step to its device; vLLM lets go of it when the device has drawn the tokens of that
+    step, by which time all that the step writes is there."""
+
+    def settle(self) -> None:
+        """Takes in what is written by now."""
+        if self.later is not None:
+            self.written |= self.later()
+            self.later = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()  # it leaves its rank
+        return dict(vars(self))
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """This report and that of another rank."""
         assert isinstance(other, StepReport)  # all ranks run this connector
+        self.settle()
+        other.settle()
         progress = dict(self.progress)
         for request_id, (done, total) in other.progress.items():
             before = progress.get(request_id, (0, 0))

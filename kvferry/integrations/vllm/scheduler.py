@@ -171,12 +171,10 @@ class SchedulerHalf:
         )
 
     def _shows_steps(self) -> bool:
-        """Whether a report of a step means that its tokens are written, so that prompts can be lent
+        """Whether the reports of steps say which tokens are written, so that prompts can be lent
         while they are computed.
         """
         for reason, is_so in (
-            # The device may still compute when its worker reports.
-            ("the KV cache is on a device", not compat.computes_on_host()),
             # What drafts them computes its own KV after the report.
             (
                 "tokens are drafted (speculative_config)",
@@ -440,6 +438,7 @@ class SchedulerHalf:
             return
         if not isinstance(report, StepReport):
             report = StepReport()
+        report.settle()
         self._failing |= report.failed
         failed = self._failing & finished
         self._failing -= failed

@@ -22,7 +22,7 @@ _COPIES = (1.0, 10.0, 100.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
 _HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
     "seconds": (
         "vllm:kvferry_load_seconds",
-        "Seconds of a load on one rank, from its start until all its bytes were in place.",
+        "Seconds in which a load of one rank moved, without waits for a prompt that is computed.",
         _SECONDS,
     ),
     "nbytes": ("vllm:kvferry_load_bytes", "Bytes of a load on one rank.", _BYTES),
@@ -72,7 +72,7 @@ class LoadStats(KVConnectorStats):
         if not record.ok:
             self.data["failed"].append(record.error)
             return
-        self.data["seconds"].append(record.finished - record.started)
+        self.data["seconds"].append(record.moved_s)
         self.data["nbytes"].append(record.nbytes)
         self.data["copies"].append(record.copies)
 

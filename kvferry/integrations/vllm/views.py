@@ -64,6 +64,11 @@ class RequestView:
         return str((self._request.trace_headers or {}).get("traceparent", ""))
 
     @property
+    def received(self) -> float:
+        """When vLLM's API server began to look at its prompt."""
+        return float(self._request.arrival_time)
+
+    @property
     def finished_cleanly(self) -> bool:
         """Whether it ended by stop or by length."""
         return self._request.status in _CLEAN

@@ -22,7 +22,7 @@ from kvferry.integrations.vllm.caches import (
 )
 from kvferry.integrations.vllm.config import transfer_config
 from kvferry.integrations.vllm.fingerprint import fingerprint
-from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport
+from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport, Written
 from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
 
@@ -55,7 +55,7 @@ class WorkerHalf:
         self._failed: set[str] = set()
         self._records: list[TransferRecord] = []
         self._progress: dict[str, tuple[int, int]] = {}
-        self._written: dict[str, dict[int, int]] = {}
+        self._written: Written = {}
         self._tells_blocks = len(kv_cache_config.kv_cache_groups) == 1
         """Whether vLLM finds a request by a block of its: it looks in one KV cache group only."""
         self._first_blocks: dict[str, int] = {}
@@ -158,7 +158,7 @@ class WorkerHalf:
         Its failures come again in two other ways: by blocks, for vLLM (before 0.30 it takes them in
         this way only), and in the report to our other half.
         """
-        if not (self._has_news or self._mirrors or self._num_loading):
+        if not (self._has_news or self._mirrors or self._num_loading or self.pull.awaits_device):
             return None
         self._has_news = False
         output = self.pull.get_transfer_results(finished_req_ids)
@@ -199,9 +199,10 @@ class WorkerHalf:
 
     def take_report(self) -> StepReport | None:
         """What else the scheduler half wants to know of this step."""
-        if not (self._records or self._progress or self._failed or self._written):
+        later = self.pull.written if self.pull.awaits_device else None
+        if not (self._records or self._progress or self._failed or self._written or later):
             return None
-        report = StepReport(self._records, self._progress, self._failed, self._written)
+        report = StepReport(self._records, self._progress, self._failed, self._written, later)
         self._records, self._progress, self._failed, self._written = [], {}, set(), {}
         return report
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import ClassVar, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.connectors.aggregator import REMEMBERED, KVOutputAggregator, _Ledger
 from kvferry.connectors.pull.loads import Loads
@@ -299,8 +300,8 @@ class GivesUpAtTheFirstLoss(Sources):
 class TakesSlowForUnreachable(Sources):
     """A load fails that has waited for the handshake's time, though nothing has gone wrong."""
 
-    def _expire(self, now):
-        for load in self._loads.values():
+    def _expire(self, source, now):
+        for load in source.loads.values():
             if load.state is LoadState.WAITING and now >= load.deadline:
                 self._fail(load, PeerLostError("no answer in time"))
 
@@ -308,8 +309,9 @@ class TakesSlowForUnreachable(Sources):
 class ForgetsDroppedAsks(Sources):
     """A ticket that comes when nobody wants it any more is not given back."""
 
-    def drop_ask(self, pending, give_back):
-        super().drop_ask(pending, lambda _ticket: None)
+    def _ticket_came(self, pending, text):
+        if pending.is_wanted:
+            super()._ticket_came(pending, text)
 
 
 class AsksOnce(Sources):
@@ -347,6 +349,15 @@ class EndsAfterAPart(Loads):
             self._look(load)
 
 
+class KeepsWhatWasRead(Loads):
+    """What was read under a lease that was revoked counts under the next one."""
+
+    def _read_on(self, spec):
+        if spec.replaces in self._loads:
+            self._loads[spec.ticket.lease_id] = self._loads.pop(spec.replaces)
+        super()._read_on(replace(spec, replaces=""))
+
+
 class ReportsWithANewNonce(Loads):
     """A Finish is repeated as another report."""
 
@@ -377,9 +388,9 @@ class PublishesWhatIsPlanned(PullScheduler):
 
     def build_connector_meta(self, scheduler_output):
         step = super().build_connector_meta(scheduler_output)
-        for lease_id, num_tokens in step.writes.items():
+        for lent in step.writes:
             for rank in range(self._context.world_size):
-                self._server.written(lease_id, rank, num_tokens)
+                self._server.written(lent.lease_id, rank, lent.num_tokens)
         return step
 
 
@@ -410,6 +421,8 @@ _DONE = "a lease is done when each rank has reported"
 _SLOW = "slow is not dead"
 _HEALED = "once all is well, loads succeed"
 
+_FINISH = "a finish follows the end of its reads"
+_FOUND = "no load counts that read other blocks"
 _ENDS = "every load and every lease ends"
 _HELD = "a load counts only when its source said held"
 _STRANGER = "a stranger is not believed"
@@ -430,7 +443,7 @@ DEFECTS: dict[Build, Found] = {
     Build(table=KeepsClaimsOnWhatIsFreed): (_FREED, ()),
     Build(table=PublishesTheFastestRank): (_PART, ()),
     Build(table=ConfirmsParts, loads=EndsAfterAPart): (_PART, ()),
-    Build(scheduler=PublishesWhatIsPlanned): ("no load counts that read other blocks", ()),
+    Build(scheduler=PublishesWhatIsPlanned): (_FOUND, ()),
     Build(service=KeepsWhatIsPreempted): (_REVOKED, ("preempts",)),
     Build(sources=LeavesTheRevokedToTheConfirm): (_ENDS, ("preempts",)),
     Build(service=AnswersWithTheLastTicket): ("an ask is answered with its own ticket", ()),
@@ -452,11 +465,9 @@ DEFECTS: dict[Build, Found] = {
     Build(sources=GivesUpAtTheFirstLoss): (_SLOW, ()),
     Build(client=TakesSlowForLost): (_SLOW, (SLOWNESS,)),
     Build(sources=TakesSlowForUnreachable): (_SLOW, (SLOWNESS,)),
+    Build(loads=KeepsWhatWasRead): (_FOUND, ("preempts",)),
     Build(loads=ReportsWithANewNonce): (_SLOW, ()),
-    Build(loads=ReportsWhatIsCancelled): (
-        "a finish follows the end of its reads",
-        ("abort", "slow_reads"),
-    ),
+    Build(loads=ReportsWhatIsCancelled): (_FINISH, ("abort", "slow_reads")),
     Build(scheduler=TakesTicketsTwice): ("a rank reads a lease once", ()),
     Build(aggregator=CountsReportsOfRanks): ("one report per rank", ("stutter",)),
 }

@@ -256,6 +256,7 @@ class Start:
             lives=lambda target: self.internet.lives(peers.connection(*target)),
         )
         self.server.asks.expire()
+        peers.expire(lambda target: self.internet.lives(peers.connection(*target)))
         return LOOK_S
 
     def open_client(

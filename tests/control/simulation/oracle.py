@@ -123,10 +123,6 @@ class Oracle:
         self.lent_as: defaultdict[str, set[str]] = defaultdict(set)
         """Transfer → its leases."""
         self.refused: set[str] = set()
-        self.untaken: set[str] = set()
-        """Transfers whose lease ended because nobody had taken it."""
-        self._expired: set[str] = set()
-        """Those leases."""
         """Transfers of which nothing is lent because there is no room."""
         self.forged: set[bytes] = set()
         """Messages of strangers who cannot make their proofs."""
@@ -174,8 +170,6 @@ class Oracle:
         self.world.note(f"nothing is lent: {self.plain(KVFerryError(reason))}")
         if reason.startswith("max_leased_blocks"):
             self.refused.add(transfer.transfer_id)
-        if any(lease_id in reason for lease_id in self._expired):
-            self.untaken.add(transfer.transfer_id)
 
     def asked(self, source: "Start", news: Asked) -> None:
         """A source says what became of a transfer."""
@@ -194,8 +188,6 @@ class Oracle:
         """The lease table says that the blocks of a lease may be freed."""
         lent = self.leases[ended.lease_id]
         self.world.note(f"{lent.name} has ended: {ended.outcome}, {ended.target}")
-        if ended.outcome is LeaseOutcome.EXPIRED and ended.target is None:
-            self._expired.add(ended.lease_id)
         kept, law = lent.kept, "a block is freed once"
         self.require(not kept.is_swept, law, f"{lent.name} is swept twice")
         kept.is_swept = True
@@ -354,12 +346,12 @@ class Oracle:
 
     # ---- the target ---------------------------------------------------------------------------
 
-    def reports(self, target: Target, rank: int, lease_id: str, load: RankLoad | None) -> None:
-        """A rank sends a Finish."""
+    def reports(self, target: Target, rank: int, lease_id: str, *, is_reading: bool) -> None:
+        """A rank sends a Finish; ``is_reading`` says whether any read of its blocks goes on."""
         lent = self.find(lease_id)
         lent.reported.add((target, rank))
         self.require(
-            load is None or all(transfer.is_terminal for transfer in load.transfers.values()),
+            not is_reading,
             "a finish follows the end of its reads",
             f"rank {rank} of {target} reports {lent.name} and still reads",
         )
@@ -397,9 +389,7 @@ class Oracle:
             self.outcomes[want.outcome] += 1
             is_denied = want.outcome == "denied" and want.transfer_id in self.refused
             ok = want.outcome == "loaded" or is_denied
-            # A ticket that was asked for is taken in a step, and a rank of its target stood still.
-            is_late = want.outcome == "denied" and want.transfer_id in self.untaken
-            if self.must_load and not (want.is_aborted or is_late):
+            if self.must_load and not want.is_aborted:
                 self.require(ok, "slow is not dead", f"{want.request_id}: {want.outcome}")
             if want.request_id.endswith(PROBE):
                 law2 = "once all is well, loads succeed"

@@ -218,7 +218,14 @@ class Rank:
 
     def _reports(self, lease_id: str) -> None:
         load = self.loads._loads.get(lease_id)
-        self.start.oracle.reports(self.start.target, self.rank, lease_id, load)
+        filled = set() if load is None else set().union(*load.spec.target_block_ids)
+        reads = [one for one in self.transport.running if not one.is_terminal]
+        self.start.oracle.reports(
+            self.start.target,
+            self.rank,
+            lease_id,
+            is_reading=any(filled & set(one.target_blocks) for one in reads),
+        )
 
     def _ended(self, load: RankLoad) -> None:
         ok = load.error is None

@@ -143,6 +143,7 @@ class Want:
     num_computed_tokens: int = 0
     finish_reason: str | None = None
     traceparent: str = ""
+    received: float = 0.0
     state: str = "waiting"
     """``waiting``, ``loading``, ``running`` or ``over``; at a source ``computing`` in chunks."""
     outcome: str = ""

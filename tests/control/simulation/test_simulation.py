@@ -1,4 +1,4 @@
-"""The control protocol in virtual time: two thousand seeds, and defects that they must find.
+"""The control protocol in virtual time: a thousand seeds, and defects that they must find.
 
 A failure shows the seed and the trace of what led there; ``play(seed)`` runs it again, the same in
 every event. To add a fault, write a function of a :class:`Run` and enter it in ``play.FAULTS``; to
@@ -26,18 +26,18 @@ from tests.control.simulation.world import BrokenError, World
 
 BATCH = 50
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
-PART = 200
+PART = 50
 """Runs of a long test: so few that a slow machine ends them in time."""
 SEEDS = [
     pytest.param(0, BATCH, id="short"),
     *(
         pytest.param(first, PART, id=f"long-{first}", marks=SLOW)
-        for first in range(BATCH, 2000, PART)
+        for first in range(BATCH, 1000, PART)
     ),
     # A hundred thousand.
     *(
         pytest.param(first, PART, id=f"soak-{first}", marks=SOAK)
-        for first in range(2000, 100_000, PART)
+        for first in range(1000, 100_000, PART)
     ),
 ]
 MOST_SEEDS = 200

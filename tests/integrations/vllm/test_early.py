@@ -3,7 +3,11 @@
 Both engines get a request at once, with a transfer that the test signs as a router does.
 """
 
+import importlib
+import pickle
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,9 +16,10 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 from kvferry.connectors.pull.sources import LoadState
 from kvferry.control.leases import LeaseOutcome
 from kvferry.control.tickets import Transfer
-from kvferry.integrations.vllm import scheduler as adapter
 from kvferry.integrations.vllm.messages import StepReport
+from tests.integrations.vllm.test_drafts import can_draft, drafts_of
 
+PLUGIN = Path(__file__).parents[2] / "vllm_servers" / "plugin"
 KEY = "a key of the whole cluster"
 CHUNK = 64
 """Tokens that prefill computes in a step."""
@@ -186,15 +191,11 @@ def test_a_prefix_that_prefill_has_is_read_with_the_first_chunk(
     assert_at_rest(prefill, decode)
 
 
-def abort(prefill, request_id):
-    prefill.abort(request_id)
-
-
-def preempt(prefill, request_id):
+def preempt(prefill):
     assert prefill.scheduler.reset_prefix_cache(reset_running_requests=True)
 
 
-def push_out(prefill, request_id):
+def push_out(prefill):
     """Others, which began before, need the blocks."""
     pool = prefill.scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
@@ -204,8 +205,31 @@ def push_out(prefill, request_id):
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-@pytest.mark.parametrize("how", [abort, preempt, push_out])
 def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(
+    start_early, reference, random_prompt, policy
+):
+    prefill, decode = start_early(policy=policy)
+    prompt = random_prompt(400)
+    first, second = send(prefill, decode, prompt)
+    prefill.step()
+    until(lambda: readable(decode) == [CHUNK], decode)
+    prefill.abort(first)
+    assert revoked(prefill) == 1, "before its blocks hold anything else"
+    (output,) = finish(prefill, decode, second)
+    if policy == "fail":
+        assert output.outputs[0].finish_reason == "error"
+    else:
+        assert [generated(output)] == reference([prompt])
+    assert_at_rest(prefill, decode)
+
+
+def revoked(prefill):
+    return pull_of(prefill)._lender.leases.counters()[LeaseOutcome.REVOKED]
+
+
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("how", [preempt, push_out])
+def test_a_prompt_that_is_preempted_is_read_anew_when_it_is_computed_anew(
     start_early, reference, random_prompt, how, policy
 ):
     prefill, decode = start_early(policy=policy)
@@ -213,18 +237,13 @@ def test_a_prompt_that_is_not_computed_to_its_end_fails_the_load(
     first, second = send(prefill, decode, prompt)
     prefill.step()
     until(lambda: readable(decode) == [CHUNK], decode)
-    how(prefill, first)
+    how(prefill)
     prefill.step()
-    outcomes = pull_of(prefill)._lender.leases.counters()
-    assert outcomes[LeaseOutcome.REVOKED] == 1, "before its blocks hold anything else"
-    (output,) = finish(prefill, decode, second)
-    if policy == "fail":
-        assert output.outputs[0].finish_reason == "error"
-    else:
-        assert [generated(output)] == reference([prompt])
-    until(lambda: not prefill.scheduler.running and not prefill.scheduler.waiting, prefill)
-    # Nobody asks for it any more where the prompt was computed after all.
-    pull_of(prefill).revoke_leases()
+    assert revoked(prefill) == 1, "before its blocks hold anything else"
+    until(lambda: pull_of(decode)._asks, decode)
+    _, output = finish(prefill, decode, first, second)
+    assert [generated(output)] == reference([prompt])
+    assert decode.prompt_tokens_from("external_kv_transfer") == 399
     assert_at_rest(prefill, decode)
 
 
@@ -281,11 +300,14 @@ def test_many_requests_at_once_keep_their_blocks_apart(start_early, reference, r
     assert_at_rest(prefill, decode)
 
 
-def test_where_a_report_does_not_mean_written_a_prompt_is_lent_when_it_is_whole(
-    start_early, reference, random_prompt, monkeypatch
+@can_draft
+def test_where_tokens_are_drafted_a_prompt_is_lent_when_it_is_whole(
+    start_early, tiny_llama, reference, random_prompt, caplog
 ):
-    monkeypatch.setattr(adapter.compat, "computes_on_host", lambda: False)
-    prefill, decode = start_early()
+    with caplog.at_level("INFO", logger="kvferry"):
+        drafts = drafts_of(tiny_llama)["speculative_config"]
+        prefill, decode = start_early(speculative_config=drafts)
+    assert "prompts are lent once they are whole: tokens are drafted" in caplog.text
     prompt = random_prompt(300)
     first, second = send(prefill, decode, prompt)
     prefill.step()
@@ -293,6 +315,180 @@ def test_where_a_report_does_not_mean_written_a_prompt_is_lent_when_it_is_whole(
     _, output = finish(prefill, decode, first, second)
     assert [generated(output)] == reference([prompt])
     assert decode.prompt_tokens_from("external_kv_transfer") == 299
+    assert_at_rest(prefill, decode)
+
+
+# ---- steps that are scheduled ahead -------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """Engines that are started from now on schedule asynchronously, as vLLM does on GPUs."""
+    monkeypatch.syspath_prepend(PLUGIN)
+    module = importlib.import_module("scheduled_ahead")
+    for where, name, value in module.stand_ins():
+        monkeypatch.setattr(where, name, value)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("mode", ["off", "late", "now"])
+def test_tokens_are_those_of_a_single_engine_with_asynchronous_scheduling(
+    start_early, reference, random_prompt, mode
+):
+    prefill, decode = start_early(mode)
+    assert type(prefill.scheduler).__name__ == "AsyncScheduler"
+    prompts = [random_prompt(length) for length in (5, 64, 65, 300, 700)]
+    sent = [send(prefill, decode, prompt) for prompt in prompts]
+    outputs = finish(prefill, decode, *(second for _, second in sent))
+    assert [generated(output) for output in outputs] == reference(prompts)
+    assert decode.prompt_tokens_from("external_kv_transfer") == sum(map(len, prompts)) - 5
+    assert_at_rest(prefill, decode)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_step_that_is_scheduled_ahead_is_published_when_it_is_over(
+    start_early, reference, random_prompt
+):
+    prefill, decode = start_early()
+    prompt = random_prompt(400)
+    first, second = send(prefill, decode, prompt)
+    prefill.step()
+    assert written(prefill) == [0], "the first step was scheduled, and nobody has waited for it"
+    for number in range(1, 4):
+        prefill.step()  # schedules the next one, and waits for this one
+        assert written(prefill) == [number * CHUNK]
+        until(lambda parts=number: readable(decode) == [parts * CHUNK], decode)
+    _, output = finish(prefill, decode, first, second)
+    assert [generated(output)] == reference([prompt])
+    assert_at_rest(prefill, decode)
+
+
+@pytest.mark.usefixtures("ahead")
+@pytest.mark.parametrize("how", [preempt, push_out])
+def test_a_prompt_may_be_preempted_while_a_step_of_it_is_under_way(
+    start_early, reference, random_prompt, how
+):
+    prefill, decode = start_early()
+    prompt = random_prompt(400)
+    first, second = send(prefill, decode, prompt)
+    prefill.step()
+    prefill.step()
+    until(lambda: readable(decode) == [CHUNK], decode)
+    how(prefill)
+    prefill.step()
+    assert revoked(prefill) == 1, "before its blocks hold anything else"
+    _, output = finish(prefill, decode, first, second)
+    assert [generated(output)] == reference([prompt])
+    assert decode.prompt_tokens_from("external_kv_transfer") == 399
+    assert_at_rest(prefill, decode)
+
+
+@pytest.mark.usefixtures("ahead")
+def test_a_prompt_may_be_aborted_while_a_step_of_it_is_under_way(
+    start_early, reference, random_prompt
+):
+    prefill, decode = start_early(policy="recompute")
+    prompt = random_prompt(400)
+    first, second = send(prefill, decode, prompt)
+    prefill.step()
+    prefill.step()
+    until(lambda: readable(decode) == [CHUNK], decode)
+    prefill.abort(first)
+    assert revoked(prefill) == 1, "before its blocks hold anything else"
+    (output,) = finish(prefill, decode, second)
+    assert [generated(output)] == reference([prompt])
+    assert_at_rest(prefill, decode)
+
+
+# ---- devices that compute behind their workers ---------------------------------------------------
+
+
+@pytest.fixture
+def behind(monkeypatch):
+    """``behind(prefill)``: its cache counts as one on a device, whose stream it returns."""
+    streams = []
+
+    def put_behind(prefill):
+        pull = prefill.worker._worker.pull
+        streams.append(Stream())
+        monkeypatch.setattr(pull, "_registered", replace(pull._registered, stream=streams[-1]))
+        return streams[-1]
+
+    yield put_behind
+    for stream in streams:
+        stream.carry_out()
+
+
+class Event:
+    """A point of what the device was asked for."""
+
+    def __init__(self):
+        self.is_reached = False
+
+    def done(self):
+        return self.is_reached
+
+
+class Stream:
+    """Carries a step out when it is told to; its device copies nothing."""
+
+    def __init__(self):
+        self.steps = []
+
+    def engine_event(self):
+        self.steps.append(Event())
+        return self.steps[-1]
+
+    def close(self):
+        pass
+
+    def carry_out(self, num_steps=None):
+        """The next steps, or all."""
+        for event in self.steps[:num_steps]:
+            event.is_reached = True
+        self.steps = [] if num_steps is None else self.steps[num_steps:]
+
+
+def test_a_step_is_published_once_the_device_has_carried_it_out(
+    start_early, reference, random_prompt, behind
+):
+    prefill, decode = start_early()
+    device = behind(prefill)
+    prompt = random_prompt(400)
+    first, second = send(prefill, decode, prompt)
+    prefill.step()
+    prefill.step()
+    assert written(prefill) == [0], "of two steps none is carried out"
+    device.carry_out(1)
+    prefill.step()
+    assert written(prefill) == [CHUNK]
+    until(lambda: readable(decode) == [CHUNK], decode)
+    device.carry_out()
+    prefill.step()
+    assert written(prefill) == [3 * CHUNK]
+    _, output = finish(prefill, decode, first, second)
+    assert [generated(output)] == reference([prompt])
+    assert_at_rest(prefill, decode)
+
+
+@pytest.mark.parametrize("copied", [pickle.loads, None], ids=["another process", "this process"])
+def test_a_report_tells_what_was_carried_out_before_it_left_its_rank(
+    start_early, random_prompt, behind, copied
+):
+    prefill, decode = start_early()
+    device = behind(prefill)
+    first, _ = send(prefill, decode, random_prompt(400))
+    step = prefill.scheduler.schedule()
+    report = run(prefill, step)
+    device.carry_out()  # for the tokens of a step vLLM waits in another thread
+    if copied is not None:
+        told = copied(pickle.dumps(report.kv_connector_output.kv_connector_worker_meta))
+        assert list(told.written.values()) == [{0: CHUNK}]
+        report.kv_connector_output.kv_connector_worker_meta = told
+    prefill.scheduler.update_from_output(step, report)
+    assert written(prefill) == [CHUNK]
+    prefill.abort(first)
+    until(lambda: not pull_of(decode)._loads and not pull_of(decode)._asks, prefill, decode)
     assert_at_rest(prefill, decode)
 
 

@@ -106,13 +106,6 @@ def of_all_stages(value: T) -> list[T]:
     return values
 
 
-def computes_on_host() -> bool:
-    """Whether a worker's step is computed when it reports: a CPU does not run behind its worker."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
-
-
 # ---- requests ----------------------------------------------------------------------------------
 
 

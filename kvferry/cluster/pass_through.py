@@ -1,0 +1,199 @@
+"""How a request that the router does not take apart is run over a prefill and a decode engine.
+
+Servers such as vLLM's understand more than this router does: tools, structured output, log
+probabilities. The decode engine gets the client's own words plus the transfer parameters, draws
+every token, the first one included, and its answer is relayed byte for byte::
+
+    client ── body ──▶ router ── body, 1 token, do_remote_decode ──▶ prefill engine
+                         │◀───────────── kv_transfer_params ──────────────┘
+                         └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
+
+Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvferry.cluster import web
+from kvferry.cluster.engines import Engine, EngineDownError, Forwarded, Reply
+from kvferry.cluster.members import EnginePool
+from kvferry.cluster.openai import ApiError
+from kvferry.cluster.tries import REMOTE_DECODE, StartAgainError, Tries, by_prefill, passes_on
+from kvferry.control.tracing import RequestSpan
+
+_ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
+"""Fields that shape an answer of which the prefill engine's part is thrown away."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _BodyRequest(Tries):
+    """A request in the client's own words."""
+
+    path: str
+    body: Mapping[str, Any]
+    deadline: float
+    """On the event loop's clock."""
+    forwarded: Forwarded | None = None
+    """The decode engine's answer, once it has begun."""
+
+
+class _RefusedError(Exception):
+    """A prefill engine refused the request: its words are the answer."""
+
+    def __init__(self, status: int, content: bytes) -> None:
+        self.status = status
+        self.content = content
+        super().__init__(f"status {status}")
+
+
+@dataclass(frozen=True, slots=True)
+class PassThrough:
+    """Relays requests over the two pools."""
+
+    prefill: EnginePool
+    decode: EnginePool
+    timeout_s: float
+    """For a whole answer."""
+
+    async def answer(
+        self, request: Request, path: str, body: Mapping[str, Any], span: RequestSpan
+    ) -> Response:
+        """The response for a client; an engine that goes away before its first byte is replaced.
+
+        ``span`` has the request's id, and ends with the answer.
+
+        Raises:
+            ApiError: no engine is left, or time is up.
+            ClientGoneError: the client went before the first byte.
+        """
+        asked = _BodyRequest(
+            request_id=span.request_id,
+            path=path,
+            died=set(),
+            body={name: value for name, value in body.items() if name != "kv_transfer_params"},
+            deadline=asyncio.get_running_loop().time() + self.timeout_s,
+            span=span,
+        )
+        try:
+            return await web.until_disconnect(request.receive, self._answer(asked))
+        except _RefusedError as refused:
+            span.end(str(refused))
+            return Response(refused.content, refused.status, media_type="application/json")
+        except ApiError as error:
+            span.end(str(error))
+            raise
+        except web.ClientGoneError as error:
+            span.end(str(error))
+            if asked.forwarded is not None:  # it began just as the client went away
+                await asked.forwarded.aclose()
+            raise
+
+    async def _answer(self, request: _BodyRequest) -> Response:
+        headers = {"x-request-id": request.request_id}
+        async with web.deadline(request.deadline, self.timeout_s):
+            request.forwarded = forwarded = await self._open(request)
+            if not forwarded.is_stream:
+                content = await forwarded.read()
+        if forwarded.is_stream:
+            return web.EventStream(_chunks(forwarded, request, self.timeout_s), headers)
+        request.span.end()
+        return Response(content, forwarded.status, headers, media_type="application/json")
+
+    async def _open(self, request: _BodyRequest) -> Forwarded:
+        """The decode engine's answer."""
+        params = await self._prefill(request)
+        while True:
+            try:
+                with request.lending(params):
+                    return await self._forward(request, params)
+            except StartAgainError:
+                request.give_back(params)
+                request.attempt += 1
+                params = await self._prefill(request)
+            except BaseException:  # the client went away, time is up, or no engine is left
+                request.give_back(params)
+                raise
+
+    async def _forward(self, request: _BodyRequest, params: dict[str, Any] | None) -> Forwarded:
+        """The answer of the first decode engine that gives one.
+
+        Raises:
+            StartAgainError: an engine went away with what was lent, and no other may load it.
+        """
+        body = dict(request.body)
+        while True:
+            engine = await self.decode.pick(request.tried)
+            if params is not None:
+                body["kv_transfer_params"] = request.handed_on(params)
+            try:
+                return await engine.forward(
+                    request.path, body, request.engine_request_id, request.span
+                )
+            except EngineDownError as error:
+                request.failed(engine, error)
+                if error.reached and not passes_on(params):
+                    raise StartAgainError from error
+
+    async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
+        """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
+        if not _has_one_answer(request.body):
+            return None
+        body = {name: value for name, value in request.body.items() if name not in _ONLY_DECODE}
+        body |= {"max_tokens": 1, "stream": False}
+        if "max_completion_tokens" in body:
+            body["max_completion_tokens"] = 1
+        if "min_tokens" in body:
+            body["min_tokens"] = 0
+        # The prefill engine's token does not count: it may not end the answer.
+        body["kv_transfer_params"] = {
+            name: value for name, value in REMOTE_DECODE.items() if name != "keep_first_token"
+        }
+
+        async def work(engine: Engine) -> dict[str, Any] | None:
+            forwarded = await engine.forward(
+                request.path, body, request.engine_request_id, request.span
+            )
+            content = await forwarded.read()
+            if forwarded.status != 200:
+                raise _RefusedError(forwarded.status, content)
+            try:
+                return msgspec.json.decode(content, type=Reply).kv_transfer_params
+            except msgspec.DecodeError as error:
+                raise ApiError(
+                    502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
+                ) from error
+
+        return await by_prefill(self.prefill, request, work)
+
+
+def _has_one_answer(body: Mapping[str, Any]) -> bool:
+    """Whether the request is one sequence: transfer parameters stand for one prompt, used once."""
+    prompt = body.get("prompt")
+    several = isinstance(prompt, list) and (
+        len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+    )
+    return not several and body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+
+
+async def _chunks(
+    forwarded: Forwarded, request: _BodyRequest, timeout_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The engine's bytes as they come."""
+    chunks = forwarded.chunks()
+    try:
+        while True:
+            async with web.deadline(request.deadline, timeout_s):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+    finally:
+        await chunks.aclose()
+        await forwarded.aclose()
+        request.span.end()

@@ -1,0 +1,135 @@
+"""What has been tried for a request that runs over a prefill and a decode engine."""
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from kvferry.cluster.engines import Engine, EngineDownError
+from kvferry.cluster.members import EnginePool, NoEngineError
+from kvferry.control.tracing import RequestSpan
+
+T = TypeVar("T")
+
+REMOTE_DECODE: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+    "keep_first_token": True,
+}
+"""What asks a prefill engine to keep the prompt's KV for another engine. ``keep_first_token`` tells
+it that its token counts: where that one ends the answer, nothing has to be kept."""
+
+
+class StartAgainError(Exception):
+    """What the prefill engine lent is of no use any more: prefill anew."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tries:
+    """What has been tried for a request, and must not be tried again."""
+
+    request_id: str
+    died: set[Engine]
+    """Engines that went away while the client's request was in their hands, any choice of it."""
+    span: RequestSpan
+    """What is told of the client's request; what each engine does is a part of it."""
+    unreached: set[Engine] = field(default_factory=set)
+    lender: Engine | None = None
+    """The prefill engine that computed the prompt last."""
+    prefilled: float | None = None
+    """When it had answered, on the monotonic clock."""
+    attempt: int = 1
+
+    @property
+    def tried(self) -> set[Engine]:
+        """Engines that are not to be asked again."""
+        return self.died | self.unreached
+
+    def failed(self, engine: Engine, error: EngineDownError) -> None:
+        """Takes note of an engine that did not serve it.
+
+        Raises:
+            EngineDownError: it is the second one that may have died of the request: a third one is
+                not risked.
+            StartAgainError: the engine is well, and may have used what was lent.
+        """
+        if error.is_well:
+            raise StartAgainError from error
+        if not error.reached:
+            self.unreached.add(engine)
+            return
+        self.died.add(engine)
+        if len(self.died) > 1:
+            raise error
+
+    def give_back(
+        self, kv_transfer_params: Mapping[str, Any] | None, lender: Engine | None = None
+    ) -> None:
+        """What the lender lent, the last one unless given, may not have been fetched, and will not
+        be.
+        """
+        lender = lender or self.lender
+        if kv_transfer_params and lender is not None:
+            lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
+
+    def handed_on(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The same for a decode engine of ours: with a ticket goes how long it lay here, so that
+        ``kvferry trace`` can tell.
+        """
+        if kv_transfer_params is None or "ticket" not in kv_transfer_params:
+            return kv_transfer_params
+        if self.prefilled is None:
+            return kv_transfer_params
+        return kv_transfer_params | {"router_s": time.monotonic() - self.prefilled}
+
+    def lending(self, kv_transfer_params: Mapping[str, Any] | None) -> ExitStack:
+        """Until it is closed, the lender must not end: what it lent is not fetched yet."""
+        lent = ExitStack()
+        if kv_transfer_params and self.lender is not None:
+            lent.enter_context(self.lender.lending())
+        return lent
+
+    @property
+    def engine_request_id(self) -> str:
+        """The id for engines, new for each attempt: the old one may still hold blocks."""
+        return self.request_id if self.attempt == 1 else f"{self.request_id}-try{self.attempt}"
+
+
+async def by_prefill(
+    pool: EnginePool,
+    request: Tries,
+    work: Callable[[Engine], Awaitable[T]],
+    chosen: Engine | None = None,
+) -> T | None:
+    """What a prefill engine makes of the request, the chosen one if it can; ``None`` where the
+    decode engine computes all.
+    """
+    while True:
+        try:
+            engine = await pool.pick(request.tried, chosen)
+        except NoEngineError:
+            if pool.dispensable:
+                return None
+            raise
+        request.lender = engine
+        try:
+            done = await work(engine)
+        except EngineDownError as error:
+            request.failed(engine, error)
+        else:
+            request.prefilled = time.monotonic()
+            return done
+
+
+def passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:
+    """Whether another decode engine may load what one may have loaded that has gone.
+
+    A lease of ours passes on as soon as its holder's connection has gone; where it does not, the
+    load fails. What others lend may be freed by now, and nobody would notice.
+    """
+    return kv_transfer_params is None or not {"ticket", "transfer"}.isdisjoint(kv_transfer_params)

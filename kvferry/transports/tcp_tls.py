@@ -1,0 +1,217 @@
+"""What ``encrypt_data`` of the tcp transport adds: TLS 1.3 over the same connections.
+
+A rank makes a key and a certificate for it when it is opened. The certificate travels in the
+endpoint, over the control channel, and the reader accepts that one alone: whoever answers in the
+rank's place has not its key. The reader proves itself by the token, as without TLS, but nobody on
+the way can read it.
+"""
+
+import contextlib
+import ctypes
+import datetime as dt
+import os
+import socket
+import ssl
+
+from kvferry.errors import ConfigError, DecodeError, IncompatibleError, PeerLostError
+from kvferry.transports import tcp_kernels as kernels
+from kvferry.transports.tcp_link import READABLE, TcpLink
+
+_NAME = "kvferry"
+_MOST_BYTES = 256 << 10
+"""Bytes of one call of ``ssl``: of those that it has sent it tells nothing before the last."""
+
+
+def new_identity() -> tuple[ssl.SSLContext, bytes]:
+    """What a serving rank answers with, and its certificate (DER) for those who read from it.
+
+    Raises:
+        ConfigError: the package cryptography is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise ConfigError(
+            f"encrypt_data of tcp: the package cryptography does not load ({error}); install "
+            "kvferry[tls]"
+        ) from error
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, _NAME)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # It ends with its process; the hosts' clocks may differ.
+        .not_valid_before(dt.datetime(2000, 1, 1, tzinfo=dt.UTC))
+        .not_valid_after(dt.datetime(9999, 1, 1, tzinfo=dt.UTC))
+        .sign(key, hashes.SHA256())
+    )
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    ) + certificate.public_bytes(serialization.Encoding.PEM)
+    context = _only_tls_1_3(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    context.num_tickets = 0  # nobody resumes
+    descriptor = os.memfd_create(_NAME)  # ssl reads files only; this one is on no disk
+    try:
+        os.write(descriptor, pem)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+    return context, bytes(certificate.public_bytes(serialization.Encoding.DER))
+
+
+def reading_context(certificate: bytes) -> ssl.SSLContext:
+    """What accepts a rank with this certificate, and nobody else.
+
+    Raises:
+        DecodeError: it is no certificate.
+    """
+    context = _only_tls_1_3(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    context.check_hostname = False  # no name is asked for: the key is known
+    try:
+        context.load_verify_locations(cadata=certificate)
+    except (ssl.SSLError, ValueError) as error:
+        raise DecodeError(f"endpoint: its certificate does not parse: {error}") from error
+    return context
+
+
+def check_same(address: str, *, ours: bool, theirs: bool) -> None:
+    """Whether both sides encrypt, or neither.
+
+    Raises:
+        IncompatibleError: one does.
+    """
+    if ours != theirs:
+        told = f"encrypt_data of tcp: it has {str(theirs).lower()}, we have {str(ours).lower()}"
+        raise IncompatibleError(address, [f"{told}; give both sides the same"])
+
+
+def _only_tls_1_3(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    return context
+
+
+class TlsLink(TcpLink):
+    """A connection whose bytes are encrypted. A part goes through ``ssl`` row by row."""
+
+    # Shorter pieces are packed: a row is a call of Python and begins a record of its own.
+    _direct_bytes = kernels.PACK_BYTES
+
+    def __init__(self, tcp: socket.socket, other: str, context: ssl.SSLContext) -> None:
+        """The server's end with a context of :func:`new_identity`, else the reader's."""
+        super().__init__(tcp, other)
+        self._context = context
+        self._tls: ssl.SSLSocket | None = None
+        """None before the socket is connected."""
+        self._is_shaken = False
+
+    @property
+    def has_pending(self) -> bool:
+        """See :attr:`TcpLink.has_pending`."""
+        with self._lock:
+            return self._tls is not None and not self.is_closed and self._tls.pending() > 0
+
+    def flags(self, *, is_full: bool) -> int:
+        """See :meth:`TcpLink.flags`."""
+        # The first words are short: what has to be waited for is the other side's.
+        shaking = self._tls is not None and not self._is_shaken
+        return READABLE if shaking else super().flags(is_full=is_full)
+
+    def push(self, most: int) -> int:
+        """See :meth:`TcpLink.push`."""
+        assert self._chunk is not None  # some of it is left
+        part, addresses, tiles, runs = self._chunk
+        state, sent = part.state[0], 0
+        with self._errors():
+            while self.left and sent < most:
+                if state["row"] == state["rows"]:
+                    kernels.fill(part, addresses, tiles, runs, True)
+                with self._lock:
+                    # Either all of it, or the same again: so the library wants it.
+                    nbytes = self._write(_row(part))
+                if not nbytes:
+                    break
+                kernels.took(part, nbytes)
+                sent += nbytes
+                self._went(nbytes)
+        return sent
+
+    def pull(self, most: int) -> tuple[int, int, int]:
+        """See :meth:`TcpLink.pull`."""
+        assert self._chunk is not None  # some of it is left
+        part, addresses, tiles, runs = self._chunk
+        state, came, placed = part.state[0], 0, 0
+        before = int(state["segments"])
+        with self._errors():
+            while self.left and came < most:
+                if state["row"] == state["rows"]:
+                    kernels.fill(part, addresses, tiles, runs, False)
+                row = _row(part)
+                done = self._read(row)
+                kernels.took(part, done)
+                came += done
+                self._went(done)
+                if state["row"] == state["rows"]:
+                    placed += int(state["nbytes"])
+                    kernels.place(part, addresses, tiles, runs)
+                elif done < len(row):
+                    break
+        return came, placed, int(state["segments"]) - before
+
+    def _write(self, data: bytes | memoryview) -> int:
+        tls = self._shake()
+        if tls is None:
+            return 0
+        try:
+            return tls.send(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return 0
+
+    def _read(self, into: memoryview) -> int:
+        with self._lock:  # the library takes no two calls at a time
+            tls = self._shake()
+            came = 0
+            with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                while tls is not None and came < len(into):  # a record at a time
+                    nbytes = tls.recv_into(into[came:])
+                    if not nbytes:
+                        why = "it was ended there"
+                        raise PeerLostError(f"the connection to {self._other} is gone: {why}")
+                    came += nbytes
+        return came
+
+    def _shake(self) -> ssl.SSLSocket | None:
+        """The connection once both sides know each other; with the lock held."""
+        if self._tls is None:
+            failed = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            try:
+                self._socket.getpeername()
+            except OSError:  # it is not connected yet
+                return None
+            self._tls = self._socket = self._context.wrap_socket(
+                self._socket,
+                server_side=self._context.protocol is ssl.PROTOCOL_TLS_SERVER,
+                do_handshake_on_connect=False,
+            )
+        if not self._is_shaken:
+            try:
+                self._tls.do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return None
+            self._is_shaken = True
+        return self._tls
+
+
+def _row(part: kernels.Part) -> memoryview:
+    """The next bytes of the row that is next."""
+    row = part.rows[int(part.state["row"][0])]
+    address, nbytes = int(row["address"]), min(int(row["nbytes"]), _MOST_BYTES)
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
