@@ -17,7 +17,6 @@ import contextlib
 import logging
 import math
 import os
-import queue
 import select
 import threading
 import time
@@ -105,7 +104,13 @@ class Mailbox(Owner, Closing):
         super().__init__(f"kvferry-{name}")
         self._turn = turn
         self._survives = survives
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: deque[Task | None] = deque()
+        """``None`` ends the thread."""
+        self._posted = threading.Lock()
+        """Where there is no poller: held while nothing was posted since the thread last woke. Not
+        ``queue.SimpleQueue``, whose ``get`` with a short timeout may wait for ever: Python 3.11
+        goes on with what is left of the timeout, which may be less than nothing by then."""
+        self._posted.acquire()
         self._poller = poller
         self._handlers: dict[object, Task] = {}
         self._lock = threading.Lock()
@@ -148,7 +153,7 @@ class Mailbox(Owner, Closing):
         """Has the thread call ``task``, after what was posted before. Once it has ended, nobody
         does.
         """
-        self._tasks.put(task)
+        self._tasks.append(task)
         self._wake()
 
     def call(self, task: Callable[[], T]) -> T:
@@ -177,7 +182,7 @@ class Mailbox(Owner, Closing):
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
-            self._tasks.put(None)
+            self._tasks.append(None)
             self._wake()
         if self._thread.ident is not None:
             self._thread.join()
@@ -187,7 +192,10 @@ class Mailbox(Owner, Closing):
                 self._event_fd = -1
 
     def _wake(self) -> None:
-        if self._event_fd >= 0:
+        if self._poller is None:
+            with contextlib.suppress(RuntimeError):  # somebody has woken it just now
+                self._posted.release()
+        else:
             with self._lock:  # once closed, the descriptor may be somebody else's
                 if self._event_fd >= 0:
                     os.eventfd_write(self._event_fd, 1)
@@ -220,14 +228,15 @@ class Mailbox(Owner, Closing):
     def _round(self) -> bool:
         """Turn, sleep, tasks and handlers; false once it is to end."""
         pause_s = self._take_turn()
-        if self._poller is not None:
+        if self._poller is None:
+            self._posted.acquire(timeout=-1 if pause_s is None else pause_s)
+        else:
             milliseconds = None if pause_s is None else math.ceil(pause_s * 1000)
             for socket, _ in self._poller.poll(milliseconds):
                 handler = self._handlers.get(socket)
                 if handler is not None:  # not unwatched by the one before
                     self._guarded(handler)
-            pause_s = 0.0
-        return self._run_tasks(pause_s)
+        return self._run_tasks()
 
     def _take_turn(self) -> float | None:
         """Seconds until the next turn, never less than 0: to a poller that would mean for ever."""
@@ -248,19 +257,16 @@ class Mailbox(Owner, Closing):
         self._due = began + pause_s
         return pause_s
 
-    def _run_tasks(self, wait_s: float | None) -> bool:
+    def _run_tasks(self) -> bool:
         """Runs what was posted so far; false once it is to end.
 
         What these post comes after the descriptors and the turn: nobody keeps them off for ever.
         """
-        with contextlib.suppress(queue.Empty):
-            task = self._tasks.get(block=wait_s != 0.0, timeout=wait_s)
-            for left in range(self._tasks.qsize(), -1, -1):
-                if task is None:
-                    return False
-                self._guarded(task)
-                if left:
-                    task = self._tasks.get_nowait()
+        for _ in range(len(self._tasks)):
+            task = self._tasks.popleft()
+            if task is None:
+                return False
+            self._guarded(task)
         return True
 
     def _guarded(self, task: Task) -> None:

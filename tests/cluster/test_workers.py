@@ -109,6 +109,14 @@ class Running:
                 found[each.cmdline()[-1]] = each
         return {int(name[7:]): each for name, each in found.items() if name.startswith("worker-")}
 
+    def refuses(self):
+        """Whether new connections are."""
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
     @contextlib.contextmanager
     def only(self, number):
         """Connections that are made now are that worker's: the others are stopped."""
@@ -357,7 +365,7 @@ def test_the_end_lets_open_requests_end_and_leaves_no_process_and_no_file(ending
     asked = ending.begin(2)
 
     ending.leader.terminate()
-    until(lambda: is_gone(processes[0]) or is_gone(processes[1]))  # who has nothing to do
+    until(ending.refuses)  # not for long: open requests have SHUTDOWN_GRACE_S to end
     for each in ending.decode:
         each.release.set()
 

@@ -163,7 +163,8 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
     """Of our release the source says so unasked; of the one before it is asked again and again."""
-    pair = Pair(open_engine("p", SOURCE, lease_duration_s=600.0), open_engine("d", TARGET), WAIT_S)
+    source = open_engine("p", SOURCE, lease_duration_s=600.0)
+    pair = Pair(source, open_engine("d", TARGET, early_load="off"), WAIT_S)
     scheduler: Any = pair.producer.scheduler
     table, server = scheduler._lender.leases, scheduler._server
     grant, renew = table.grant, table.renew
