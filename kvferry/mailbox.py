@@ -113,6 +113,8 @@ class Mailbox(Owner, Closing):
         self._posted.acquire()
         self._poller = poller
         self._handlers: dict[object, Task] = {}
+        self.num_ready = 0
+        """What had something to say when the thread last woke, the posting of tasks included."""
         self._lock = threading.Lock()
         self._event_fd = -1
         self._closed = False
@@ -232,7 +234,9 @@ class Mailbox(Owner, Closing):
             self._posted.acquire(timeout=-1 if pause_s is None else pause_s)
         else:
             milliseconds = None if pause_s is None else math.ceil(pause_s * 1000)
-            for socket, _ in self._poller.poll(milliseconds):
+            ready = self._poller.poll(milliseconds)
+            self.num_ready = len(ready)
+            for socket, _ in ready:
                 handler = self._handlers.get(socket)
                 if handler is not None:  # not unwatched by the one before
                     self._guarded(handler)

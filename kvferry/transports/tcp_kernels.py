@@ -10,11 +10,13 @@ most :data:`MAX_ROWS` rows, each some bytes side by side in memory, in the order
   costs the system as much as some hundred bytes. The source copies short pieces there before it
   sends, the reader from there after it has received, each in the same call.
 
-No call waits, and none holds the interpreter lock. Nothing here checks bounds; see
-:mod:`kvferry.layouts.bounds`.
+No call waits unless it is told to, and none holds the interpreter lock. Nothing here checks bounds;
+see :mod:`kvferry.layouts.bounds`.
 """
 # ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 
+import errno
+import select
 import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -48,6 +50,9 @@ of which the system's copy into the socket needs as much again."""
 MAX_PACK_BYTES = 4 << 20
 """Bytes of that buffer where one run of a tile is larger than it: what a socket may hold too. Of a
 run that does not fit either, short pieces get a row each."""
+WAIT_MS = 1
+"""Milliseconds of one wait. While data flows the next of it is some ten microseconds away, which is
+less than a round of the thread in Python takes."""
 _FLAGS = 0x4040
 """``MSG_DONTWAIT | MSG_NOSIGNAL``."""
 
@@ -75,9 +80,9 @@ STATE_DTYPE = np.dtype(
 )
 """How far a chunk is: the tile, the run and the piece of it with which the next part begins; the
 tile and the run with which this part began; the next row of this part and how many it has; bytes of
-the buffer that it takes, and bytes of all of it; segments that were read or written so far; the
-``errno`` of a call that failed, -1 if the other side has ended the connection; the chunk's own
-:data:`DIRECT_BYTES`; whether stores from the buffer go around the cache."""
+the buffer that it takes, and bytes of all of it; segments that were read or written so far; whether
+a header is to go before it; the chunk's own :data:`DIRECT_BYTES`; the tile that was judged last,
+and whether it is direct; whether stores from the buffer go around the cache."""
 
 
 class Part(NamedTuple):
@@ -93,6 +98,8 @@ class Part(NamedTuple):
     """``[3]``: what goes before a chunk that is sent."""
     message: Int64s
     """``[7]``: the system's ``struct msghdr``."""
+    watched: Int64s
+    """``[1]``: the system's ``struct pollfd``."""
     base: Int64s
     """``[1]``: address of what would be the first byte of the chunk in the buffer."""
     buffer: npt.NDArray[np.uint8]
@@ -107,6 +114,7 @@ def new_part(nbytes: int = PACK_BYTES) -> Part:
         dims=np.zeros(3, dtype=DIM_DTYPE),
         header=np.zeros(3, dtype=np.int64),
         message=np.zeros(7, dtype=np.int64),
+        watched=np.zeros(1, dtype=np.int64),
         base=np.zeros(1, dtype=np.int64),
         buffer=np.zeros(nbytes, dtype=np.uint8),
     )
@@ -115,22 +123,27 @@ def new_part(nbytes: int = PACK_BYTES) -> Part:
 _INT, _INT32 = ir.IntType(64), ir.IntType(32)
 
 
-def _socket_call(name: str) -> Callable[..., Any]:
-    """``sendmsg`` or ``recvmsg``: bytes that went through, or the negative of an ``errno``."""
+def _system_call(name: str, result: Any, arguments: tuple[Any, Any, Any]) -> Callable[..., Any]:
+    """A function of the C library with three arguments: what it returns, or the negative of an
+    ``errno``.
+    """
 
-    def call(_context: Any, descriptor: Any, message: Any, flags: Any) -> Any:
+    def call(_context: Any, first: Any, second: Any, third: Any) -> Any:
         def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             known = builder.module.globals
             function = known.get(name) or ir.Function(
-                builder.module, ir.FunctionType(_INT, [_INT32, _INT, _INT32]), name
+                builder.module, ir.FunctionType(result, arguments), name
             )
             errno = known.get("__errno_location") or ir.Function(
                 builder.module, ir.FunctionType(_INT32.as_pointer(), []), "__errno_location"
             )
-            done = builder.call(
-                function,
-                [builder.trunc(args[0], _INT32), args[1], builder.trunc(args[2], _INT32)],
-            )
+            narrowed = [
+                arg if kind is _INT else builder.trunc(arg, kind)
+                for arg, kind in zip(args, arguments, strict=True)
+            ]
+            done = builder.call(function, narrowed)
+            if result is not _INT:
+                done = builder.sext(done, _INT)
             zero = ir.Constant(_INT, 0)
             failed = builder.sub(zero, builder.sext(builder.load(builder.call(errno, [])), _INT))
             return builder.select(builder.icmp_signed("<", done, zero), failed, done)
@@ -140,8 +153,9 @@ def _socket_call(name: str) -> Callable[..., Any]:
     return intrinsic(call)
 
 
-_sendmsg = _socket_call("sendmsg")
-_recvmsg = _socket_call("recvmsg")
+_sendmsg = _system_call("sendmsg", _INT, (_INT32, _INT, _INT32))
+_recvmsg = _system_call("recvmsg", _INT, (_INT32, _INT, _INT32))
+_poll = _system_call("poll", _INT32, (_INT, _INT, _INT32))
 
 
 @kernel
@@ -156,7 +170,7 @@ def begin(part: Any, direct_bytes: int, stream: bool, header: bool) -> None:
 
 @kernel
 def send(
-    descriptor: int, part: Any, addresses: Any, tiles: Any, runs: Any, most: int
+    descriptor: int, part: Any, addresses: Any, tiles: Any, runs: Any, most: int, waits: int
 ) -> tuple[int, int]:
     """Sends about ``most`` bytes of a chunk at most, as many as the socket takes.
 
@@ -167,28 +181,32 @@ def send(
         tiles: rows of ``TILE_DTYPE``, of which the target is the dense chunk.
         runs: rows of ``RUN_DTYPE``, likewise.
         most: no call is begun once so many bytes are sent.
+        waits: how often it waits for up to :data:`WAIT_MS` until the socket takes more.
 
     Returns:
-        Bytes that were sent, and the ``errno`` of the call that failed, or 0.
+        Bytes that were sent, and the ``errno`` of a call that failed, or 0.
     """
     state = part.state[0]
     sent = 0
     while sent < most:
         if state.row == state.rows and not fill(part, addresses, tiles, runs, True):
-            return sent, 0
-        done = _call(descriptor, part, True)
-        if done < 0:
-            return sent, -done
+            break
+        done, failed = _call(descriptor, part, True)
+        if failed != 0:
+            return sent, failed
         took(part, done)
         sent += done
+        # While it is full the next call would take a little more, and cost as much.
         if state.row < state.rows:
-            break  # it is full: the next call would take a little more, and cost as much
+            if waits == 0 or not _wait(descriptor, part, True):
+                break
+            waits -= 1
     return sent, 0
 
 
 @kernel
 def receive(
-    descriptor: int, part: Any, addresses: Any, tiles: Any, runs: Any, most: int
+    descriptor: int, part: Any, addresses: Any, tiles: Any, runs: Any, most: int, waits: int
 ) -> tuple[int, int, int]:
     """Receives about ``most`` bytes of a chunk at most, as many as have come, into place.
 
@@ -199,39 +217,57 @@ def receive(
         tiles: rows of ``TILE_DTYPE``, of which the source is the dense chunk.
         runs: rows of ``RUN_DTYPE``, likewise.
         most: no call is begun once so many bytes have come.
+        waits: how often it waits for up to :data:`WAIT_MS` until more has come.
 
     Returns:
         Bytes that have come, those of them that are in place now, which may be more where some
-        came before, and the ``errno`` of the call that failed, or 0; -1 if the connection ended.
+        came before, and the ``errno`` of a call that failed, or 0; -1 if the connection ended.
     """
     state = part.state[0]
     came, placed = 0, 0
     while came < most:
         if state.row == state.rows and not fill(part, addresses, tiles, runs, False):
-            return came, placed, 0
-        done = _call(descriptor, part, False)
-        if done <= 0:
-            return came, placed, -done if done < 0 else -1
+            break
+        done, failed = _call(descriptor, part, False)
+        if failed != 0:
+            return came, placed, failed
         came += done
         took(part, done)
         if state.row == state.rows:
             placed += state.nbytes
             place(part, addresses, tiles, runs)
-        else:
-            break  # that is all that has come, and little more has since
+        else:  # that is all that has come, and little more has since
+            if waits == 0 or not _wait(descriptor, part, False):
+                break
+            waits -= 1
     return came, placed, 0
 
 
 @kernel
-def _call(descriptor: int, part: Any, sending: bool) -> int:
+def _call(descriptor: int, part: Any, sending: bool) -> tuple[int, int]:
+    """Bytes that went through, none where it would have to wait; an ``errno``, or -1 at the end."""
     state, message = part.state[0], part.message
     message[2] = part.rows.ctypes.data + 16 * state.row
     message[3] = state.rows - state.row
     if sending:
-        done: int = _sendmsg(descriptor, message.ctypes.data, _FLAGS)
+        done = _sendmsg(descriptor, message.ctypes.data, _FLAGS)
     else:
         done = _recvmsg(descriptor, message.ctypes.data, _FLAGS)
-    return done
+    if done > 0:
+        return done, 0
+    if done == 0:
+        return 0, -1
+    if done == -errno.EAGAIN or done == -errno.EINTR:
+        return 0, 0
+    return 0, -done
+
+
+@kernel
+def _wait(descriptor: int, part: Any, sending: bool) -> bool:
+    """Whether the socket takes more, or more has come, within :data:`WAIT_MS`."""
+    part.watched[0] = descriptor | (select.POLLOUT if sending else select.POLLIN) << 32
+    ready: bool = _poll(part.watched.ctypes.data, 1, WAIT_MS) > 0
+    return ready
 
 
 @kernel
@@ -436,5 +472,5 @@ def warm(*, encrypted: bool = False) -> None:
                 took(part, 4)
                 place(part, addresses, tiles, runs)
                 begin(part, DIRECT_BYTES, stream=False, header=False)
-            through(tcp.fileno(), part, addresses, tiles, runs, 4)
+            through(tcp.fileno(), part, addresses, tiles, runs, 4, 1)
     assert bytes(source) == bytes(target)

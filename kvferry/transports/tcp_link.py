@@ -1,9 +1,10 @@
-"""One TCP connection of the tcp transport: what goes over it, either way, without ever waiting.
+"""One TCP connection of the tcp transport: what goes over it, either way, without waiting.
 
 Messages and chunks go behind a header each
 (:data:`~kvferry.transports.wire_messages.HEADER`). Messages are queued; of a chunk as much is sent
 as the socket takes, straight from the regions, and received as has come, straight into them
-(:mod:`~kvferry.transports.tcp_kernels`).
+(:mod:`~kvferry.transports.tcp_kernels`). Where the thread has nothing else to do, it may wait there
+for a moment: while data flows, going back to its poller costs more than the next bytes take.
 """
 
 import contextlib
@@ -29,12 +30,13 @@ READABLE, WRITABLE = select.POLLIN, select.POLLIN | select.POLLOUT
 """What to watch a connection for: what comes; also, until what is queued can be sent."""
 _FIRST_BYTES = 64 << 10
 """A message's buffer grows with what comes of it: nobody makes it large by a word alone."""
-_WOULD_WAIT = (errno.EAGAIN, errno.EINTR)
 _INFO_BYTES, _DATA_SENT, _DATA_RECEIVED, _ACK_RECEIVED = 60, 11, 13, 14
 """Of the struct ``tcp_info``: bytes as far as it is read; which of its 32-bit words say how many
 milliseconds ago data was sent, and how many ago data or an acknowledgement came."""
 _ANSWER_S = 1.0
 """Seconds that the other side's kernel has to answer."""
+WAITS = 16
+"""How often a thread waits at one connection before it looks for others: some milliseconds."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -258,21 +260,29 @@ class TcpLink(Closing):
         self._chunk = part, addresses, tiles, runs
         self.left = nbytes
 
-    def push(self, most: int) -> int:
+    def push(self, most: int, *, waits: int = 0) -> int:
         """Sends about so many bytes of the chunk at most; returns how many. Fewer than ``most``,
         while some are :attr:`left`, is all that the socket takes for now.
+
+        Args:
+            most: bytes.
+            waits: how often it may wait for a moment until the socket takes more.
 
         Raises:
             PeerLostError: the connection is gone.
         """
         assert self._chunk is not None  # some of it is left
-        sent, failed = kernels.send(self.descriptor, *self._chunk, most)
+        sent, failed = kernels.send(self.descriptor, *self._chunk, most, waits)
         self._went(sent)
         self._check(failed)
         return int(sent)
 
-    def pull(self, most: int) -> tuple[int, int, int]:
+    def pull(self, most: int, *, waits: int = 0) -> tuple[int, int, int]:
         """Receives about so many bytes of the chunk at most into their places.
+
+        Args:
+            most: bytes.
+            waits: how often it may wait for a moment until more has come.
 
         Returns:
             How many came; fewer than ``most``, while some are :attr:`left`, is all that has come.
@@ -284,7 +294,7 @@ class TcpLink(Closing):
         assert self._chunk is not None  # some of it is left
         state = self._chunk[0].state
         before = int(state["segments"][0])
-        came, placed, failed = kernels.receive(self.descriptor, *self._chunk, most)
+        came, placed, failed = kernels.receive(self.descriptor, *self._chunk, most, waits)
         self._went(came)
         self._check(failed)
         return int(came), int(placed), int(state["segments"][0]) - before
@@ -335,7 +345,7 @@ class TcpLink(Closing):
         return nbytes
 
     def _check(self, failed: int) -> None:
-        if failed and failed not in _WOULD_WAIT:
+        if failed:
             why = "it was ended there" if failed < 0 else os.strerror(failed)
             raise PeerLostError(f"the connection to {self._other} is gone: {why}")
 

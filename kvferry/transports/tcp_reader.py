@@ -19,7 +19,7 @@ from kvferry.errors import DecodeError, KVFerryError, PeerLostError, TransferErr
 from kvferry.layouts.copier import stream_bytes
 from kvferry.mailbox import Mailbox
 from kvferry.transports.base import TransferState, as_transfer_error
-from kvferry.transports.tcp_link import TcpLink, dial
+from kvferry.transports.tcp_link import WAITS, TcpLink, dial
 from kvferry.transports.tcp_tls import TlsLink, check_same, reading_context
 from kvferry.transports.wire_chunks import ChunkPlan
 from kvferry.transports.wire_messages import (
@@ -295,7 +295,8 @@ class TcpReader(WireReader[TcpPeer]):
         else:
             placed = segments = 0
             try:
-                came, placed, segments = link.pull(TURN_BYTES)
+                waits = WAITS if line.mailbox.num_ready == 1 else 0
+                came, placed, segments = link.pull(TURN_BYTES, waits=waits)
             finally:
                 read.leave(placed, segments)
             go_on = came >= TURN_BYTES

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging
 import select
+import socket
 import ssl
 import threading
 import time
@@ -20,7 +21,7 @@ from kvferry.decoding import decode
 from kvferry.errors import KVFerryError, PeerLostError, ProtocolError, TransferError
 from kvferry.mailbox import Mailbox
 from kvferry.transports.regions import Regions
-from kvferry.transports.tcp_link import TcpLink, listen
+from kvferry.transports.tcp_link import WAITS, TcpLink, listen
 from kvferry.transports.tcp_tls import TlsLink
 from kvferry.transports.wire import ServedReader, WireServer
 from kvferry.transports.wire_chunks import ChunkPlan
@@ -49,6 +50,10 @@ TURN_BYTES = 4 << 20
 bytes of its requests that are looked through."""
 _MESSAGES_PER_TURN = 64
 """Requests of one reader that are handled before somebody is served."""
+LOCAL_BYTES = 512 << 10
+"""Bytes under way to a reader of this host, where nothing is for long: so much stays in the second
+level of the cache until it is received (of 1 MiB here; the system takes twice as much memory for
+it). Half or twice of it moves 0.8 and 0.9 of the bytes, what the system would choose 0.8."""
 _LINGER_S = 1.0
 """How long a reader that was refused may take to leave: ending the connection at once would often
 be quicker than the message that says why."""
@@ -139,6 +144,8 @@ class TcpServer:
         tcp.setblocking(False)
         # A reader that was stopped takes nothing for a while, and is not gone.
         keep_alive(tcp, SILENCE_S)
+        if tcp.getsockname()[0] == host:
+            tcp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_BYTES)
         # In turns they would not have equal shares: connections end in any order.
         thread = min(self.threads, key=lambda each: each.dealt - each.gone)
         thread.dealt += 1
@@ -269,7 +276,7 @@ class ServingThread(WireServer):
         """Sends on: the rest of a chunk, then what is queued, then the next chunk."""
         link = reader.link
         if link.left or (link.flush() and self._begin(reader)):
-            sent = link.push(TURN_BYTES)
+            sent = link.push(TURN_BYTES, waits=0 if self._queue else WAITS)
             if sent:
                 reader.heard = time.monotonic()
             reader.full = sent < TURN_BYTES and link.left > 0

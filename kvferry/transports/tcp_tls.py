@@ -123,7 +123,7 @@ class TlsLink(TcpLink):
         shaking = self._tls is not None and not self._is_shaken
         return READABLE if shaking else super().flags(is_full=is_full)
 
-    def push(self, most: int) -> int:
+    def push(self, most: int, *, waits: int = 0) -> int:
         """See :meth:`TcpLink.push`."""
         assert self._chunk is not None  # some of it is left
         part, addresses, tiles, runs = self._chunk
@@ -142,7 +142,7 @@ class TlsLink(TcpLink):
                 self._went(nbytes)
         return sent
 
-    def pull(self, most: int) -> tuple[int, int, int]:
+    def pull(self, most: int, *, waits: int = 0) -> tuple[int, int, int]:
         """See :meth:`TcpLink.pull`."""
         assert self._chunk is not None  # some of it is left
         part, addresses, tiles, runs = self._chunk
