@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import datetime as dt
 import os
+import select
 import socket
 import ssl
 
@@ -136,7 +137,10 @@ class TlsLink(TcpLink):
                     # Either all of it, or the same again: so the library wants it.
                     nbytes = self._write(_row(part))
                 if not nbytes:
-                    break
+                    if not (waits and self._has_waited(select.POLLOUT)):
+                        break
+                    waits -= 1
+                    continue
                 kernels.took(part, nbytes)
                 sent += nbytes
                 self._went(nbytes)
@@ -161,8 +165,16 @@ class TlsLink(TcpLink):
                     placed += int(state["nbytes"])
                     kernels.place(part, addresses, tiles, runs)
                 elif done < len(row):
-                    break
+                    if not (waits and self._has_waited(select.POLLIN)):
+                        break
+                    waits -= 1
         return came, placed, int(state["segments"]) - before
+
+    def _has_waited(self, flag: int) -> bool:
+        """Whether the socket takes more, or more has come, within a moment."""
+        poller = select.poll()
+        poller.register(self.descriptor, flag)
+        return self._is_shaken and bool(poller.poll(kernels.WAIT_MS))
 
     def _write(self, data: bytes | memoryview) -> int:
         tls = self._shake()
