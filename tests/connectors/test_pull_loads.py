@@ -15,7 +15,7 @@ from msgspec.structs import replace
 import kvferry.connectors.pull.loads as loads_module
 from kvferry.connectors.pull.loads import Loads, RankLoad
 from kvferry.connectors.pull.metadata import LoadSpec
-from kvferry.connectors.pull.peer import SourcePeer
+from kvferry.connectors.pull.peer import Move, SourcePeer
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.tickets import Ticket
 from kvferry.errors import CancelledError, PeerLostError
@@ -325,7 +325,7 @@ def test_a_load_begins_anew_once_nothing_of_its_first_reads_can_land(
         transfer.stop(TransferState.DONE)
     load = scene.wait_for_one()
     assert (load.error, load.spec.ticket.lease_id) == (None, "new")
-    assert list(load.transfers.values()) == transfers[1:]
+    assert [move.transfer for move in load.moves] == transfers[1:]
     assert load.record(0).nbytes == 16
 
 
@@ -387,8 +387,8 @@ def test_the_progress_of_a_load_may_be_looked_at_while_its_transfers_are_started
             pass
 
     def add() -> None:
-        pair: Any = _Pair(len(load.transfers))
-        load.transfers[pair, 0] = Growing(nbytes=8)
+        nothing: Any = None
+        load.moves.append(Move(nothing, 0, nothing, nothing, Growing(nbytes=8)))
 
     add()
     assert load.bytes_done == 3

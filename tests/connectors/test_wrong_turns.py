@@ -141,7 +141,7 @@ def test_curve_keys_that_differ(open_engine, tmp_path, both):
         files[-1].write_bytes(msgspec.json.encode({"public_key": public, "secret_key": secret}))
     producer = open_engine("p", SOURCE, curve_keys=str(files[0]))
     theirs = {"curve_keys": str(files[1])} if both else {}
-    pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=0.5, **theirs), WAIT_S)
+    pair = Pair(producer, open_engine("d", TARGET, handshake_timeout_s=3.0, **theirs), WAIT_S)
     told("the CURVE keys differ, or one server has none", refused(pair, pair.prefill("r", 21)))
 
 

@@ -32,7 +32,7 @@ from functools import partial
 
 from kvferry.connectors.base import TransferRecord
 from kvferry.connectors.pull.metadata import LoadSpec
-from kvferry.connectors.pull.peer import PairPlan, SourcePeer, TargetRank
+from kvferry.connectors.pull.peer import Move, PairPlan, SourcePeer, TargetRank
 from kvferry.control.client import ControlClient
 from kvferry.control.messages import FinishAnswer
 from kvferry.control.proofs import lease_of
@@ -45,9 +45,9 @@ from kvferry.errors import (
 )
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox, Serial
-from kvferry.topology import BoundCopies, GroupPair
+from kvferry.topology import GroupPair
 from kvferry.topology.description import EngineDescription
-from kvferry.transports.base import Peer, Transfer, Waitable, as_transfer_error
+from kvferry.transports.base import Waitable, as_transfer_error
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +80,6 @@ class RankLoad:
     """Unix seconds."""
     peer: SourcePeer | None = None
     """Whom it reads from; ``None`` while that is not connected to, or cannot be."""
-    parts: list[BoundCopies] = field(default_factory=list)
-    """What it has begun to read, part by part."""
     read_to: dict[PairPlan, int] = field(default_factory=dict)
     """Pair of groups → the token up to which that is."""
     is_begun: bool = False
@@ -94,12 +92,8 @@ class RankLoad:
     """Clock reading since which something moves; ``None`` while nothing does."""
     moving: float = 0.0
     """Seconds in which something moved before that."""
-    transfers: dict[tuple[int, PairPlan, int], Transfer] = field(default_factory=dict)
-    """Index of the part, pair of groups and source rank → what moves its cells."""
-    connections: dict[tuple[int, PairPlan, int], Peer] = field(default_factory=dict)
-    """The connection over which each transfer runs."""
-    repeated: set[tuple[int, PairPlan, int]] = field(default_factory=set)
-    """The transfers that run for the second time, as their connection was lost."""
+    moves: list[Move] = field(default_factory=list)
+    """What it has begun to read."""
     error: KVFerryError | None = None
     """The first thing that went wrong."""
     token_digests: tuple[int, ...] | None = None
@@ -117,31 +111,30 @@ class RankLoad:
     @property
     def is_settled(self) -> bool:
         """Whether nothing of it can change the cache any more."""
-        return all(transfer.is_terminal for transfer in self.transfers.values())
+        return all(move.transfer.is_terminal for move in self.moves)
 
     @property
     def is_over(self) -> bool:
         """Whether it is settled, and nothing more is to be read."""
         if not self.is_settled:
             return False
-        failed = self.error or any(transfer.error for transfer in self.transfers.values())
+        failed = self.error or any(move.transfer.error for move in self.moves)
         return bool(failed) or self.is_all_begun
 
     @property
     def nbytes(self) -> int:
         """Bytes that its transfers move."""
-        return sum(transfer.nbytes for transfer in list(self.transfers.values()))
+        return sum(move.transfer.nbytes for move in list(self.moves))
 
     @property
     def bytes_done(self) -> int:
         """Bytes already in place; any thread may ask, also while transfers are being started."""
-        return sum(transfer.bytes_done for transfer in list(self.transfers.values()))
+        return sum(move.transfer.bytes_done for move in list(self.moves))
 
     def forget(self) -> None:
         """It is settled, and begins anew."""
         self.is_stale = self.is_begun = self.is_all_begun = False
-        self.parts, self.read_to, self.transfers, self.connections = [], {}, {}, {}
-        self.repeated.clear()
+        self.read_to, self.moves = {}, []
 
     def record(self, rank: int) -> TransferRecord:
         """What it did."""
@@ -154,14 +147,14 @@ class RankLoad:
             first_token=self.spec.first_token,
             tokens=self.spec.num_tokens - self.spec.first_token,
             nbytes=self.nbytes,
-            copies=sum(transfer.segments for transfer in self.transfers.values()),
+            copies=sum(move.transfer.segments for move in self.moves),
             started=self.started,
             finished=self.finished,
             ok=self.error is None,
             error="" if self.error is None else f"{type(self.error).__name__}: {self.error}",
             token_digests=self.token_digests,
-            transport="" if self.peer is None or not self.transfers else self.peer.movement,
-            source_ranks=tuple(sorted({source_rank for _, _, source_rank in self.transfers})),
+            transport="" if self.peer is None or not self.moves else self.peer.movement,
+            source_ranks=tuple(sorted({move.source_rank for move in self.moves})),
             confirmed=self.confirmed,
             moving=self.moving,
         )
@@ -393,9 +386,10 @@ class Loads(Closing):
                     first,
                 )
                 load.read_to[pair] = end
-                load.parts.append(copies)
                 for source_rank in pair.tiles:
-                    self._transfer(load, peer, (len(load.parts) - 1, pair, source_rank))
+                    move = peer.read(pair, source_rank, copies, load.after)
+                    if move is not None:
+                        self._follow(load, move)
             load.is_all_begun = spec.readable is None
         except Exception as error:
             # Tables, memory and endpoints came from elsewhere: whatever they provoke is the end of
@@ -404,14 +398,10 @@ class Loads(Closing):
         else:
             self._look(load)
 
-    def _transfer(self, load: RankLoad, peer: SourcePeer, key: tuple[int, PairPlan, int]) -> None:
-        part, pair, source_rank = key
-        connection = peer.connections[source_rank]
-        transfer = peer.read(pair, source_rank, load.parts[part], load.after)
-        if transfer is not None:
-            load.transfers[key], load.connections[key] = transfer, connection
-            if not transfer.is_terminal:
-                transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
+    def _follow(self, load: RankLoad, move: Move) -> None:
+        load.moves.append(move)
+        if not move.transfer.is_terminal:
+            move.transfer.on_end(lambda _: self._serial.post(partial(self._look, load)))
 
     def _look(self, load: RankLoad) -> None:
         """Goes on with a load once nothing of it can change the cache any more."""
@@ -433,20 +423,23 @@ class Loads(Closing):
         it is not, the second connection fails too. The lease covers both: it is one until the
         Finish, and the first transfer is over, so that nothing of it can change the cache any more.
         """
-        lost = [key for key, t in load.transfers.items() if isinstance(t.error, PeerLostError)]
+        lost = [move for move in load.moves if isinstance(move.transfer.error, PeerLostError)]
         peer = load.peer
-        if load.error is not None or not lost or not load.repeated.isdisjoint(lost):
+        if load.error is not None or not lost or any(move.is_repeated for move in lost):
             return False
         if peer is None or self._peers.get(load.spec.ticket.engine_id) is not peer:
             return False  # we closed it ourselves: the engine was started again
-        load.repeated.update(lost)
         try:
-            # Several transfers may have been lost with one connection, and other loads, or other
-            # parts of this one, may read over a newer one by now: that one stays.
-            for key in lost:
-                peer.reconnect(key[2], load.connections[key])
-            for key in lost:
-                self._transfer(load, peer, key)
+            # Several may have been lost with one connection, and other loads, or other parts of
+            # this one, may read over a newer one by now: that one stays.
+            for move in lost:
+                peer.reconnect(move)
+            for move in lost:
+                again = peer.read(move.pair, move.source_rank, move.copies, load.after)
+                assert again is not None  # there was something to move
+                again.is_repeated = True
+                load.moves.remove(move)
+                self._follow(load, again)
         except Exception as error:
             self._give_up(load, as_load_error(error, "the read could not be repeated"))
         else:
@@ -467,16 +460,16 @@ class Loads(Closing):
         self._look(load)
 
     def _stop(self, load: RankLoad) -> None:
-        for (_, pair, _), transfer in load.transfers.items():
-            assert load.peer is not None  # there are transfers
-            load.peer.cancel(pair, transfer)
+        for move in load.moves:
+            assert load.peer is not None  # something moves
+            load.peer.cancel(move)
 
     def _confirm(self, load: RankLoad) -> None:
         """The load is settled. Asks whether it counts."""
         load.confirming = True
         load.finished = time.time()
-        for transfer in load.transfers.values():
-            load.error = load.error or transfer.error
+        for move in load.moves:
+            load.error = load.error or move.transfer.error
         # Of converted cells a digest says nothing: they are others than the source's.
         wanted = self._digest is not None and load.peer is not None and not load.peer.converts
         if wanted and load.error is None:

@@ -81,6 +81,21 @@ class PairPlan:
         return copies
 
 
+@dataclass(slots=True, eq=False)
+class Move:
+    """What one source rank gives of one pair of groups to a load, or to one part of it."""
+
+    pair: PairPlan
+    source_rank: int
+    copies: BoundCopies
+    """The tokens that it moves."""
+    connection: Peer
+    """Over which they come."""
+    transfer: Transfer
+    is_repeated: bool = False
+    """Whether this is the second time, as the connection of the first one was lost."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SourcePeer:
     """One start of a source engine. Forgetting it is one :meth:`close`."""
@@ -162,7 +177,7 @@ class SourcePeer:
 
     def read(
         self, pair: PairPlan, source_rank: int, copies: BoundCopies, after: Waitable | None
-    ) -> Transfer | None:
+    ) -> Move | None:
         """Starts to move what one source rank gives; ``None`` where that is nothing.
 
         Raises:
@@ -173,29 +188,32 @@ class SourcePeer:
             return None  # all that moves lies behind the window, or on other ranks
         connection, tiles = self.connections[source_rank], pair.tiles[source_rank]
         if pair.way.placed:
-            return self.transport.read(connection, tiles, runs, after=after)
-        return self.staged.read(
-            connection,
-            tiles,
-            runs,
-            after=after,
-            source=self.description.engine_id,
-            conversion=pair.plan.conversion,
-        )
+            transfer = self.transport.read(connection, tiles, runs, after=after)
+        else:
+            transfer = self.staged.read(
+                connection,
+                tiles,
+                runs,
+                after=after,
+                source=self.description.engine_id,
+                conversion=pair.plan.conversion,
+            )
+        return Move(pair, source_rank, copies, connection, transfer)
 
-    def cancel(self, pair: PairPlan, transfer: Transfer) -> None:
-        """Asks for a transfer of :meth:`read` to stop."""
-        (self.transport if pair.way.placed else self.staged).cancel(transfer)
+    def cancel(self, move: Move) -> None:
+        """Asks for what :meth:`read` has started to stop."""
+        (self.transport if move.pair.way.placed else self.staged).cancel(move.transfer)
 
-    def reconnect(self, source_rank: int, lost: Peer) -> None:
-        """Connects to a source rank again, unless somebody has done so since ``lost`` was lost.
+    def reconnect(self, lost: Move) -> None:
+        """Connects to a source rank again, unless somebody has done so since this was lost.
 
         Raises:
             PeerLostError: the source rank is not there.
         """
-        if self.connections[source_rank] is lost:
-            lost.close()
-            self.connections.update(_connect(self.transport, self.description, [source_rank]))
+        if self.connections[lost.source_rank] is lost.connection:
+            lost.connection.close()
+            again = _connect(self.transport, self.description, [lost.source_rank])
+            self.connections.update(again)
 
     def close(self) -> None:
         """Drops the connections; reads still running on them fail."""

@@ -344,7 +344,7 @@ class EndsAfterAPart(Loads):
 
     def _read(self, load, peer):
         super()._read(load, peer)
-        if load.transfers:
+        if load.moves:
             load.is_all_begun = True
             self._look(load)
 

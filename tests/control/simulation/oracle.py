@@ -366,7 +366,7 @@ class Oracle:
             f"rank {rank} of {target}, {lent.name}",
         )
         right = f"{ticket.engine_id}/{ticket.incarnation}/{ticket.request_id}"
-        for transfer in load.transfers.values():
+        for transfer in [move.transfer for move in load.moves]:
             where = f"rank {rank} of {target}, {lent.name}"
             self.require(
                 transfer.is_terminal and (freed is None or freed > transfer.ended_in),
