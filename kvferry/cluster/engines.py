@@ -27,10 +27,10 @@ from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pace import Pace
 from kvferry.cluster.prefixes import SentPrompts
 from kvferry.config import printable
+from kvferry.control.tickets import channel_address
 from kvferry.control.tracing import RequestSpan
 from kvferry.engine.loop import DrainState
 from kvferry.errors import DrainingError, TransferError
-from kvferry.zeromq import split_address
 
 PROBE_INTERVAL_S = 1.0
 """Seconds between two health checks of an engine."""
@@ -662,10 +662,9 @@ def _health_in(content: bytes) -> _Health:
 
 
 def _is_place(address: str) -> bool:
-    """Whether this is ``host:port``."""
+    """Whether transfers may name this as ``host:port``."""
     with contextlib.suppress(ValueError):
-        split_address(address[:_NAME_LENGTH])
-        return len(address) <= _NAME_LENGTH and address.isprintable()
+        return channel_address(address).isprintable()
     return False
 
 

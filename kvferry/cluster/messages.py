@@ -7,8 +7,8 @@ import msgspec
 
 from kvferry.config import EngineConfig, KVRole, RouterConfig, shown, split_endpoint
 from kvferry.control.options import CurveKeys
+from kvferry.control.tickets import channel_address
 from kvferry.engine.messages import RanksElsewhere
-from kvferry.zeromq import split_address, tcp_address
 
 Role = Literal["prefill", "decode"]
 
@@ -99,7 +99,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             ValueError: the URL is none of a server, the name cannot be shown, or the control
-                channel has no ``host:port``.
+                channel has no ``host:port``, or a longer one than transfers hold.
         """
         parts = urlsplit(url)
         is_plain = url.isprintable() and not (parts.query or parts.fragment)
@@ -116,7 +116,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
                 "characters"
             )
         if control:
-            control = tcp_address(*split_address(control)).removeprefix("tcp://")
+            control = channel_address(control)
         url = url.rstrip("/").removesuffix("/v1")
         return cls(
             name=name, role=role, url=url, control=control, kv_events=kv_events, kv_role=kv_role

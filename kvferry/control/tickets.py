@@ -28,6 +28,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from kvferry.config import shown
 from kvferry.control.messages import MAX_ID_CHARS, BlockTables
 from kvferry.control.proofs import PROOF_BYTES, claim_on
 from kvferry.decoding import decode
@@ -44,6 +45,9 @@ MIN_KEY_BYTES = 16
 _DOMAIN = b"kvferry ticket\n"  # so that a MAC made for something else under the key is no ticket
 _TRANSFER_DOMAIN = b"kvferry transfer\n"
 _TRANSFER = re.compile(rf"([0-9a-f]{{32}}@(.+))\.([0-9a-f]{{{2 * PROOF_BYTES}}})")
+
+MAX_ADDRESS_CHARS = MAX_ID_CHARS - 35
+"""Of a source's control channel: with 32 hexadecimal digits, an ``@`` and brackets it is an id."""
 
 MAX_CONTENT_PARTS = 16
 """Parts that a ticket's ``content`` has at most."""
@@ -125,9 +129,7 @@ class Transfer:
         Raises:
             ValueError: the address is none, or too long; the key is shorter than 16 bytes.
         """
-        transfer_id = f"{secrets.token_hex(16)}@{join_address(*split_address(address))}"
-        if len(transfer_id) > MAX_ID_CHARS:
-            raise ValueError(f"address: {address!r} is too long for a transfer")
+        transfer_id = f"{secrets.token_hex(16)}@{channel_address(address)}"
         secret = transfer_secret(transfer_id, key) or secrets.token_bytes(PROOF_BYTES)
         return cls(transfer_id, secret)
 
@@ -140,6 +142,17 @@ class Transfer:
     def text(self) -> str:
         """What both engines are sent."""
         return f"{self.transfer_id}.{self.secret.hex()}"
+
+
+def channel_address(address: str) -> str:
+    """The address of a source's control channel, ``host:port``, as transfers have it.
+
+    Raises:
+        ValueError: it is none, or too long.
+    """
+    if len(address) > MAX_ADDRESS_CHARS:
+        raise ValueError(f"address: {shown(address)} is too long for a transfer")
+    return join_address(*split_address(address))
 
 
 def transfer_secret(transfer_id: str, key: bytes | None) -> bytes | None:

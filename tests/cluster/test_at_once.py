@@ -38,12 +38,12 @@ CONTROL = "127.0.0.1:14579"
 def at_once(make_setup):
     """Makes a router that may send both at once; engines say whether they know how."""
 
-    def make(prefill=1, decode=1, *, knows=("prefill", "decode"), **settings):
+    def make(prefill=1, decode=1, *, knows=("prefill", "decode"), control=CONTROL, **settings):
         settings = {"at_once": "always", "cluster_key": KEY} | settings
         setup = make_setup(prefill, decode, **settings)
         for engine in setup.engines:
             role = "kv_producer" if engine.role == "prefill" else "kv_consumer"
-            engine.tells = {"kv_role": role, "control": CONTROL}
+            engine.tells = {"kv_role": role, "control": control}
             engine.tells["at_once"] = engine.role in knows
         seen = [engine.probes.total() for engine in setup.engines]
         for engine, before in zip(setup.engines, seen, strict=True):
@@ -91,6 +91,12 @@ def test_engines_that_do_not_know_how_get_it_in_turn(at_once, knows):
     assert text_of(setup.complete(max_tokens=5)) == "Hello"
     (drawn,) = setup.decode[0].bodies
     assert "ticket" in drawn["kv_transfer_params"]
+
+
+def test_an_engine_whose_channel_no_transfer_can_name_gets_it_in_turn(at_once):
+    setup = at_once(control=f"{'h' * 230}:1")
+    assert text_of(setup.complete(max_tokens=5)) == "Hello"
+    assert "ticket" in setup.decode[0].bodies[0]["kv_transfer_params"]
 
 
 def test_without_the_setting_they_get_it_in_turn(at_once):

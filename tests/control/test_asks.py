@@ -113,7 +113,13 @@ def test_what_is_no_transfer_is_refused(key, text):
 
 def test_an_address_that_is_too_long_makes_no_transfer(key):
     with pytest.raises(ValueError, match="too long for a transfer"):
-        Transfer.begin(f"{'h' * 250}:1", key)
+        Transfer.begin(f"{'h' * 220}:1", key)
+
+
+@pytest.mark.parametrize("host", ["h" * 219, ":" * 219])
+def test_the_longest_address_makes_a_transfer_that_engines_read(key, host):
+    transfer = Transfer.begin(f"{host}:1", key)
+    assert read_transfer(transfer.text, key) == transfer
 
 
 # ---- the table ----------------------------------------------------------------------------------
