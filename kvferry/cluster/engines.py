@@ -186,10 +186,13 @@ class Forwarded:
         except ClientError as error:
             raise self._engine.down(_reason(error), reached=True) from error
         finally:
-            await self.aclose()
+            self.close()
 
-    async def aclose(self) -> None:
-        """Drops the connection, unless the answer was read; the engine then ends the request."""
+    def close(self) -> None:
+        """Drops the connection, unless the answer was read; the engine then ends the request.
+
+        Idempotent.
+        """
         if self._open:
             self._open = False
             self._engine.pace.requests.add(-1)

@@ -13,6 +13,7 @@ Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ class PassThrough:
         except web.ClientGoneError as error:
             span.end(str(error))
             if asked.forwarded is not None:  # it began just as the client went away
-                await asked.forwarded.aclose()
+                asked.forwarded.close()
             raise
 
     async def _answer(self, request: _BodyRequest) -> Response:
@@ -101,7 +102,11 @@ class PassThrough:
             if not forwarded.is_stream:
                 content = await forwarded.read()
         if forwarded.is_stream:
-            return web.EventStream(_chunks(forwarded, request, self.timeout_s), headers)
+            return web.EventStream(
+                _chunks(forwarded, request, self.timeout_s),
+                headers,
+                on_end=lambda: _end(forwarded, request),
+            )
         request.span.end()
         return Response(content, forwarded.status, headers, media_type="application/json")
 
@@ -185,15 +190,15 @@ async def _chunks(
     forwarded: Forwarded, request: _BodyRequest, timeout_s: float
 ) -> AsyncGenerator[bytes, None]:
     """The engine's bytes as they come."""
-    chunks = forwarded.chunks()
-    try:
+    async with aclosing(forwarded.chunks()) as chunks:
         while True:
             async with web.deadline(request.deadline, timeout_s):
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return
             yield chunk
-    finally:
-        await chunks.aclose()
-        await forwarded.aclose()
-        request.span.end()
+
+
+def _end(forwarded: Forwarded, request: _BodyRequest) -> None:
+    forwarded.close()
+    request.span.end()

@@ -313,30 +313,76 @@ def test_what_no_decode_server_will_fetch_is_given_back(make):
     until(lambda: setup.prefill[0].taken_back)
 
 
+class PlayedClient:
+    """Of an engine that begins a stream at once; also its answer."""
+
+    status = 200
+    content_type = "text/event-stream"
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.is_closed = False
+
+    async def post(self, *_, **__):
+        self.asked.set()
+        return self
+
+    async def some(self) -> bytes:
+        return EVENTS[0]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _lone_engine(client):
+    """An engine and a router without a prefill engine before it."""
+    engine = Engine("d0", "http://d0", "decode", client, healthy=True)
+    passing = PassThrough(
+        EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0), 5.0
+    )
+    passing.decode.engines.append(engine)
+    return engine, passing
+
+
 def test_an_answer_that_begins_as_its_client_goes_away_leaves_nothing_behind():
-    gone = asyncio.Event()
-
-    class Client:
-        async def post(self, *_, **__):
-            gone.set()
-            return httpx.Response(200, headers=EVENT_STREAM, content=EVENTS[0])
-
-    async def receive():
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
     async def run():
-        engine = Engine("d0", "http://d0", "decode", Client(), healthy=True)
-        asked = PassThrough(
-            EnginePool("prefill", 1.0, dispensable=True), EnginePool("decode", 1.0), 5.0
-        )
-        asked.decode.engines.append(engine)
+        client = PlayedClient()
+        engine, passing = _lone_engine(client)
         span = RequestSpan(None, "/v1/completions", "")
-        with pytest.raises(ClientGoneError):
-            await asked.answer(Request({"type": "http"}, receive), "/v1/completions", {}, span)
-        return engine.outstanding
 
-    assert asyncio.run(run()) == 0
+        async def receive():
+            await client.asked.wait()
+            return {"type": "http.disconnect"}
+
+        with pytest.raises(ClientGoneError):
+            await passing.answer(Request({"type": "http"}, receive), "/v1/completions", {}, span)
+        return engine.outstanding, client.is_closed
+
+    assert asyncio.run(run()) == (0, True)
+
+
+def test_a_stream_whose_client_goes_away_before_it_takes_the_head_leaves_nothing_behind():
+    async def run():
+        client = PlayedClient()
+        engine, passing = _lone_engine(client)
+        span = RequestSpan(None, "/v1/completions", "")
+        gone = asyncio.Event()
+
+        async def receive():
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(_):
+            gone.set()  # what an earlier answer left has filled the connection
+            await asyncio.Event().wait()
+
+        request = Request({"type": "http"}, receive)
+        response = await passing.answer(request, "/v1/completions", {}, span)
+        assert engine.outstanding == 1
+        await response(request.scope, receive, send)
+        return engine.outstanding, client.is_closed
+
+    assert asyncio.run(run()) == (0, True)
 
 
 def _until_idle(client: httpx.Client) -> None:
