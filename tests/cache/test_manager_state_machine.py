@@ -52,5 +52,5 @@ def test_manager_agrees_with_the_model(family):
 def test_manager_agrees_with_the_model_for_long(family):
     run_state_machine_as_test(
         machine_of(FAMILIES[family]),
-        settings=settings(QUICK, max_examples=600, stateful_step_count=60),
+        settings=settings(QUICK, max_examples=300, stateful_step_count=60),
     )

@@ -16,7 +16,7 @@ from kvferry.config import ClusterConfig
 from tests.cluster.test_starved import REQUESTS, ask, undivided
 from tests.load import Load, until
 
-ROUNDS = int(os.environ.get("SCALE_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("SCALE_ROUNDS", "1"))
 CLIENTS = 4
 WAIT_S = 240.0
 

@@ -258,7 +258,7 @@ def test_the_plans_of_all_pairs_bring_every_kept_cell_exactly_once(worlds, check
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_laws_hold_for_many_more_groupings(worlds, check):
-    @settings(LAW, max_examples=1500, database=None)
+    @settings(LAW, max_examples=500, database=None)
     @given(st.data())
     def law(data):
         check(worlds, data)

@@ -107,7 +107,7 @@ def test_law_1_every_cell_of_the_span_is_written_exactly_once(worlds):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("check", [check_plan_equals_oracle, check_exact_cover])
 def test_the_laws_hold_for_many_more_pairs(worlds, check):
-    @settings(LAW, max_examples=1000, database=None)
+    @settings(LAW, max_examples=500, database=None)
     @given(st.data())
     def law(data):
         check(worlds, data)

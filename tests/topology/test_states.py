@@ -293,7 +293,7 @@ def test_the_laws_hold_for_states(check):
 @pytest.mark.slow
 @CHECKS
 def test_the_laws_hold_for_many_more_states(check):
-    @settings(LAW, max_examples=1500, database=None)
+    @settings(LAW, max_examples=750, database=None)
     @given(st.data())
     def law(data):
         check(data)

@@ -32,12 +32,12 @@ SEEDS = [
     pytest.param(0, BATCH, id="short"),
     *(
         pytest.param(first, PART, id=f"long-{first}", marks=SLOW)
-        for first in range(BATCH, 1000, PART)
+        for first in range(BATCH, 500, PART)
     ),
     # A hundred thousand.
     *(
         pytest.param(first, PART, id=f"soak-{first}", marks=SOAK)
-        for first in range(1000, 100_000, PART)
+        for first in range(500, 100_000, PART)
     ),
 ]
 MOST_SEEDS = 200
@@ -56,11 +56,11 @@ def test_the_laws_hold_whatever_happens(first, count):
         pytest.param(0, BATCH, id="short"),
         *(
             pytest.param(first, PART, id=f"long-{first}", marks=SLOW)
-            for first in range(BATCH, 650, PART)
+            for first in range(BATCH, 350, PART)
         ),
         *(
             pytest.param(first, PART, id=f"soak-{first}", marks=SOAK)
-            for first in range(650, 5050, PART)
+            for first in range(350, 5050, PART)
         ),
     ],
 )
