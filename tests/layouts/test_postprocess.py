@@ -208,7 +208,8 @@ def test_large_blocks(method, device, tokens, heads, elements):
 def test_every_odd_shape(method, device, heads, elements, dtype):
     rng = np.random.default_rng(7)
     # The interpreter takes seconds for large blocks, which are the same words in every dtype.
-    brief = method == "triton" and device == "cpu" and dtype != torch.float8_e4m3fn
+    interpreted = method == "triton" and device == "cpu"
+    brief = interpreted and (dtype != torch.float8_e4m3fn or elements == 576)
     for tokens in (1, 2, 16, 48) if brief else (1, 2, 16, 48, 128, 256):
         for name in FUNCTIONS:
             for held in {tokens, max(1, tokens // 2), min(2 * tokens, 256)}:
