@@ -85,6 +85,33 @@ def test_longer_rows_and_transposes_copy_the_same(copy_cases, addresses, stream)
     law()
 
 
+@pytest.mark.parametrize("offsets", [(0, 0), (0, 5), (48, 3), (63, 64)])
+@pytest.mark.parametrize(
+    "nbytes", [16383, 16384, 16385, 16448, 16384 + 255, 32 << 10, 49_999, 65_536, 70_001, 200_003]
+)
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["in order", "shuffled"])
+def test_long_segments_are_copied_whole_and_nothing_beside_them(stream, order, nbytes, offsets):
+    """The target begins anywhere in a line; segments stand apart, so that none are merged."""
+    rng = np.random.default_rng(nbytes)
+    step, (source_offset, target_offset) = nbytes + 100, offsets
+    source = rng.integers(0, 256, 3 * step + 200, dtype=np.uint8)
+    target = rng.integers(0, 256, 3 * step + 200, dtype=np.uint8)
+    base = -target.ctypes.data & 63
+    tiles, runs = np.zeros(1, TILE_DTYPE), blank_runs(3)
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = 1, nbytes, 1
+    tiles["source_offset"], tiles["target_offset"] = source_offset, base + target_offset
+    for side in ("source", "target"):
+        tiles[f"{side}_block_stride"], tiles[f"{side}_element_stride"] = step, 1
+    runs["tokens"] = 1
+    runs["source_block"], runs["target_block"] = order, order[::-1]
+    wanted = target.copy()
+    for from_, to in zip(runs["source_block"], runs["target_block"], strict=True):
+        first, other = from_ * step + source_offset, to * step + base + target_offset
+        wanted[other : other + nbytes] = source[first : first + nbytes]
+    copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
+    np.testing.assert_array_equal(target, wanted)
+
+
 def test_expanded_segments_are_the_copy(copy_cases, addresses):
     @PROPERTY
     @given(st.data())
