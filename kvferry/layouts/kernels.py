@@ -147,7 +147,34 @@ def _copy_cached(target: int, source: int, nbytes: int) -> None:
 
 
 @kernel
-def _copy_segment(target: int, source: int, nbytes: int, stream: bool, sequential: bool) -> None:
+def _stream_step(target: int, source: int, nbytes: int, ahead: int) -> None:
+    if ahead != 0:
+        for line in range(0, nbytes, 64):
+            prefetch(source + ahead + line)
+    for line in range(0, nbytes, 64):
+        stream_64(target + line, source + line)
+
+
+@kernel
+def _stream_lines(target: int, source: int, nbytes: int, ahead: int) -> None:
+    """Whole lines, around the cache, four pages by turns while there are so many."""
+    at = 0
+    while nbytes - at >= 4 * _PAGE:
+        for step in range(at, at + _PAGE, _STEP):
+            for piece in range(step, step + 4 * _PAGE, _PAGE):
+                _stream_step(target + piece, source + piece, _STEP, ahead)
+        at += 4 * _PAGE
+    for step in range(at, nbytes, _STEP):
+        _stream_step(target + step, source + step, min(_STEP, nbytes - step), ahead)
+
+
+@kernel
+def _copy_segment(
+    target: int, source: int, nbytes: int, stream: bool, sequential: bool, ahead: int
+) -> None:
+    """One segment. Around the cache it asks meanwhile for what lies ``ahead`` bytes from its
+    source, if that is not 0.
+    """
     if not stream or nbytes < 64:
         _copy_cached(target, source, nbytes)
         return
@@ -166,28 +193,9 @@ def _copy_segment(target: int, source: int, nbytes: int, stream: bool, sequentia
         source += lead
         nbytes -= lead
     whole = nbytes & ~63
-    for at in range(0, whole, 64):
-        stream_64(target + at, source + at)
+    _stream_lines(target, source, whole, ahead)
     if whole < nbytes:
         memcpy(target + whole, source + whole, nbytes - whole)
-
-
-@kernel
-def _stream_pages(target: int, source: int, nbytes: int, ahead: int) -> int:
-    """Copies four pages by turns, around the cache, while so many are left, see :func:`_copy_long`.
-    The target begins on a line. Returns the bytes that are copied.
-    """
-    at = 0
-    while nbytes - at >= 4 * _PAGE:
-        for step in range(at, at + _PAGE, _STEP):
-            for piece in range(step, step + 4 * _PAGE, _PAGE):
-                if ahead != 0:
-                    for line in range(piece, piece + _STEP, 64):
-                        prefetch(source + ahead + line)
-                for line in range(piece, piece + _STEP, 64):
-                    stream_64(target + line, source + line)
-        at += 4 * _PAGE
-    return at
 
 
 @kernel
@@ -195,22 +203,17 @@ def _copy_long(target: int, source: int, nbytes: int, stream: bool, ahead: int) 
     """One long segment; meanwhile asks for what lies ``ahead`` bytes from its source."""
     if nbytes > _PREFETCH_LIMIT:
         ahead = 0
-    at = 0
-    lead = -target & 63
-    if stream and nbytes >= lead + 4 * _PAGE:
-        at = lead
-        memcpy(target, source, at)
-        at += _stream_pages(target + at, source + at, nbytes - at, ahead)
-    if ahead == 0 and at < nbytes:
-        _copy_segment(target + at, source + at, nbytes - at, stream, False)
+    if ahead == 0 or (stream and nbytes >= 64):
+        _copy_segment(target, source, nbytes, stream, False, ahead)
         return
+    at = 0
     while at < nbytes:
         step = min(nbytes - at, _STEP)
         if step == _STEP:
             step -= (target + at) & 63  # the later steps then begin on a line
         for line in range(at, at + step, 64):
             prefetch(source + ahead + line)
-        _copy_segment(target + at, source + at, step, stream, False)
+        _copy_cached(target + at, source + at, step)
         at += step
 
 
@@ -248,7 +251,7 @@ def _copy_segments(
                 if target_ahead != 0:
                     for line in range(0, min(segment, _PREFETCH_LIMIT), 64):
                         prefetch(to + target_ahead + line)
-                _copy_segment(to, from_, segment, stream, sequential)
+                _copy_segment(to, from_, segment, stream, sequential, 0)
 
 
 @kernel
