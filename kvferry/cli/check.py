@@ -25,7 +25,7 @@ from kvferry.errors import (
 from kvferry.explain.pairs import EnginePair, PlannedEngine, explain_pair, pair_as_json
 from kvferry.topology.description import EngineDescription
 from kvferry.transports.registry import transport_class
-from kvferry.zeromq import tcp_address
+from kvferry.zeromq import join_address
 
 FAILED_EXIT_CODE = 1
 """The exit code when a pair can never exchange KV."""
@@ -83,7 +83,7 @@ def check(
 
 def _ask(addresses: Sequence[str], keys: Path | None, timeout_s: float) -> list[DescriptionReply]:
     hosts = [parse_address(address) for address in addresses]
-    plain = [tcp_address(*each).removeprefix("tcp://") for each in hosts]
+    plain = [join_address(*each) for each in hosts]
     if len(set(plain)) < len(plain):
         twice = next(address for address in plain if plain.count(address) > 1)
         raise ConfigError(f"{twice} stands twice; name each engine once")

@@ -18,7 +18,7 @@ from kvferry.control.options import ControlOptions
 from kvferry.control.timeline import EngineAnswer, Row, Stretch, gather, handover, rows_of
 from kvferry.errors import ConfigError
 from kvferry.explain.sentences import bytes_text
-from kvferry.zeromq import tcp_address
+from kvferry.zeromq import join_address
 
 BAR_CHARS = 64
 """Characters of the picture's time axis."""
@@ -37,7 +37,7 @@ def trace(
     """
     if not 0 < len(request_id) <= MAX_ID_CHARS:
         raise ConfigError(f"REQUEST_ID: an id has 1 to {MAX_ID_CHARS} characters")
-    plain = [tcp_address(*parse_address(one)).removeprefix("tcp://") for one in addresses]
+    plain = [join_address(*parse_address(one)) for one in addresses]
     options = ControlOptions(request_timeout_s=timeout_s, curve=load_keys(keys))
     with ControlClient(engine_id="trace", incarnation="trace", options=options) as client:
         answers = gather(client, plain, request_id)

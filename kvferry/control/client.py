@@ -67,7 +67,7 @@ from kvferry.errors import (
 from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
-from kvferry.zeromq import is_address, split_address, tcp_address
+from kvferry.zeromq import is_address, join_address, split_address
 
 T = TypeVar("T")
 
@@ -571,7 +571,7 @@ def fetch_status(
         ProtocolError: what answers does not speak this protocol.
     """
     options = ControlOptions(request_timeout_s=timeout_s, curve=curve)
-    address = tcp_address(host, port).removeprefix("tcp://")
+    address = join_address(host, port)
     with ControlClient(engine_id="status", incarnation="status", options=options) as client:
         return client.status(address).result()
 
