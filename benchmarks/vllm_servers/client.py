@@ -11,15 +11,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ANSWER_S = 120.0
 """Seconds after which a server that does not answer counts as hung."""
-_PLAIN: Mapping[str, Any] = {"verify": False, "trust_env": False}
-"""For httpx: left alone, it reads all certificates of the machine before each request, which takes
-longer than most of what is measured."""
+KEPT_S = 2.0
+"""Seconds for which an idle connection is kept, as a router keeps its own; vLLM's servers close
+theirs after five."""
+_http = httpx.Client(
+    verify=False, trust_env=False, limits=httpx.Limits(keepalive_expiry=KEPT_S), timeout=ANSWER_S
+)
+"""One for all: each would read all certificates of the machine, which takes longer than most of
+what is measured."""
 
 
 class Choice(msgspec.Struct, frozen=True):
     """The only choice of a completion."""
 
-    token_ids: list[int]
+    token_ids: list[int] | None
     finish_reason: str | None
 
 
@@ -31,8 +36,8 @@ class Completion(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> list[int]:
-        """Generated ones."""
-        return self.choices[0].token_ids
+        """Generated ones; none where the server was not asked for them."""
+        return self.choices[0].token_ids or []
 
 
 class RefusalError(Exception):
@@ -53,6 +58,7 @@ def complete(
     cache_salt: str | None = None,
     data_parallel_rank: int | None = None,
     timeout_s: float = ANSWER_S,
+    return_token_ids: bool = True,
 ) -> Completion:
     """Greedy tokens after a prompt of token ids, at one data-parallel engine or whichever.
 
@@ -63,11 +69,16 @@ def complete(
     body = _body(prompt, max_tokens, kv_transfer_params)
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    if not return_token_ids:  # it would answer with those of the prompt, too
+        del body["return_token_ids"]
+    headers = _headers(request_id)
     if data_parallel_rank is not None:
         headers["X-data-parallel-rank"] = str(data_parallel_rank)
-    answer = httpx.post(
-        f"{url}/v1/completions", json=body, headers=headers, timeout=timeout_s, **_PLAIN
+    answer = _http.post(
+        f"{url}/v1/completions",
+        content=msgspec.json.encode(body),
+        headers=headers,
+        timeout=timeout_s,
     )
     if answer.status_code != httpx.codes.OK:
         raise RefusalError(answer.status_code, answer.text)
@@ -89,7 +100,7 @@ def less_likely(url: str, prompt: Sequence[int], token: int) -> float:
         "logprobs": 20,
         "return_tokens_as_token_ids": True,
     }
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=ANSWER_S, **_PLAIN)
+    answer = _http.post(f"{url}/v1/completions", json=body)
     (choice,) = answer.raise_for_status().json()["choices"]
     chances: dict[str, float] = choice["logprobs"]["top_logprobs"][0]
     return max(chances.values()) - chances.get(f"token_id:{token}", -math.inf)
@@ -113,9 +124,11 @@ def stream(
     body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True, "model": model}
     first = 0.0
     tokens: list[int] = []
-    headers = {} if request_id is None else {"X-Request-Id": request_id}
-    with httpx.stream(
-        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S, **_PLAIN
+    with _http.stream(
+        "POST",
+        f"{url}/v1/completions",
+        content=msgspec.json.encode(body),
+        headers=_headers(request_id),
     ) as answer:
         if answer.status_code != httpx.codes.OK:
             raise RefusalError(answer.status_code, answer.read().decode(errors="replace"))
@@ -126,6 +139,11 @@ def stream(
             first = first or time.perf_counter()
             tokens += msgspec.json.decode(data, type=Completion).tokens
     return first, tokens
+
+
+def _headers(request_id: str | None) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    return headers if request_id is None else {**headers, "X-Request-Id": request_id}
 
 
 def _body(
@@ -158,7 +176,7 @@ def metrics(url: str) -> dict[str, float]:
 def engine_metrics(url: str) -> dict[str, dict[str, float]]:
     """The same by data-parallel engine: "0", "1", and "" for what is of none."""
     engines: dict[str, dict[str, float]] = {}
-    text = httpx.get(f"{url}/metrics", timeout=ANSWER_S, **_PLAIN).text
+    text = _http.get(f"{url}/metrics").text
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {

@@ -61,7 +61,14 @@ class Pair:
 
     def start(self, prompt: Sequence[int], **options: Any) -> Mapping[str, Any]:
         """Has the prompt computed; what the prefill server says to the decode server."""
-        first = complete(self.prefill.url, prompt, 1, kv_transfer_params=REMOTE_DECODE, **options)
+        first = complete(
+            self.prefill.url,
+            prompt,
+            1,
+            kv_transfer_params=REMOTE_DECODE,
+            return_token_ids=False,
+            **options,
+        )
         assert first.kv_transfer_params is not None, "the prefill server returned no parameters"
         return first.kv_transfer_params
 

@@ -43,6 +43,8 @@ class Tries:
     """The prefill engine that computed the prompt last."""
     prefilled: float | None = None
     """When it had answered, on the monotonic clock."""
+    given: dict[str, Any] | None = None
+    """What a decode engine was given to load with last."""
     attempt: int = 1
 
     @property
@@ -78,14 +80,16 @@ class Tries:
             lender.take_back(kv_transfer_params, f"{self.engine_request_id}-back")
 
     def handed_on(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The same for a decode engine of ours: with a ticket goes how long it lay here, so that
-        ``kvferry trace`` can tell.
+        """The same for a decode engine of ours. With a ticket goes how long it lay here, so that
+        ``kvferry trace`` can tell, and whether one that was given it before may hold its lease.
         """
         if kv_transfer_params is None or "ticket" not in kv_transfer_params:
             return kv_transfer_params
-        if self.prefilled is None:
-            return kv_transfer_params
-        return kv_transfer_params | {"router_s": time.monotonic() - self.prefilled}
+        told: dict[str, Any] = {"passed_on": True} if self.given == kv_transfer_params else {}
+        self.given = kv_transfer_params
+        if self.prefilled is not None:
+            told["router_s"] = time.monotonic() - self.prefilled
+        return kv_transfer_params | told
 
     def lending(self, kv_transfer_params: Mapping[str, Any] | None) -> ExitStack:
         """Until it is closed, the lender must not end: what it lent is not fetched yet."""

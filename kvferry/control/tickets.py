@@ -96,6 +96,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     shared: bool = False
     """Whether the lease is shared: each request that loads under it does so by a claim of its own,
     see :meth:`claimed`."""
+    whole: bool = False
+    """Whether all of it was written when the ticket was, so that the target may read before it
+    knows that the lease is its own: the confirm decides."""
 
     @property
     def address(self) -> str:

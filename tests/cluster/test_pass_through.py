@@ -283,6 +283,8 @@ def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(make, fail
     assert len(setup.prefill[0].bodies) == (1 if passes_on else 2)
     again = setup.decode[1].headers[0]["x-request-id"].endswith("-try2")
     assert again is not passes_on
+    told = lent | ({"passed_on": True} if passes_on else {})
+    assert setup.decode[1].bodies[0]["kv_transfer_params"] == told
 
 
 def test_a_client_that_goes_away_ends_the_work_of_the_server(make):

@@ -291,7 +291,8 @@ def test_what_was_lent_passes_on_when_a_decode_engine_dies_before_its_first_toke
     assert [asked["prompt"] for asked in setup.prefill[0].bodies] == [list(b"Hi")]
     (first,), (second,) = (engine.bodies for engine in setup.decode)
     assert first["prompt"] == second["prompt"] == list(b"HiH")
-    assert first["kv_transfer_params"] == second["kv_transfer_params"] == {"ticket": "from p0"}
+    assert first["kv_transfer_params"] == {"ticket": "from p0"}
+    assert second["kv_transfer_params"] == {"ticket": "from p0", "passed_on": True}
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 5}])

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import kvferry.transports.shm as shm
-from kvferry.connectors.pull.sources import NAMED_S, LoadState
+from kvferry.connectors.pull.sources import NAMED_S, PROMPT_S, LoadState
 from kvferry.control.client import fetch_status
 from kvferry.control.messages import LeaseAnswer
 from kvferry.errors import (
@@ -40,6 +40,15 @@ def wait_for_lease(load: Any) -> None:
     while load.state is not LoadState.READY:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def passed_on(source: FakeRequest) -> FakeRequest:
+    """What a router says of a ticket that another decode engine was given: this one waits until it
+    knows that the lease is its own.
+    """
+    assert source.response_params is not None
+    source.response_params["passed_on"] = True
+    return source
 
 
 # ---- the sources' thread changes a load between two looks of the scheduler ----------------------
@@ -322,7 +331,7 @@ def test_a_load_waits_for_the_answer_to_a_renewal_though_the_one_before_failed(
         return answer
 
     monkeypatch.setattr(sources._client, "renew", renew)
-    request = pair.decode(pair.prefill("r", 21))
+    request = pair.decode(passed_on(pair.prefill("r", 21)))
     (load,) = sources._loads.values()
     load.deadline += 1000
     answers[0].set_exception(PeerLostError("the connection broke"))
@@ -538,3 +547,61 @@ def test_an_endpoint_with_impossible_numbers_fails_the_loads_from_its_engine_onl
     Pair(bad, consumer, WAIT_S).finish(request)
     assert request.failed
     served(Pair(good, consumer, WAIT_S), "next")
+
+
+# ---- the ranks may read before the source has said that the lease is ours ------------------------
+
+
+@pytest.fixture
+def unanswered(open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """Engines that know each other; no Renew is answered any more."""
+    pair = Pair(open_engine("p", SOURCE), open_engine("d", TARGET), WAIT_S)
+    served(pair, "first")
+    scheduler: Any = pair.consumer.scheduler
+    monkeypatch.setattr(scheduler._sources._client, "renew", lambda *_: Future())
+    return pair
+
+
+def test_what_a_whole_ticket_names_is_read_before_the_source_says_that_the_lease_is_ours(
+    unanswered: Pair,
+) -> None:
+    request = unanswered.decode(unanswered.prefill("r", 21))
+    assert unanswered.consumer.scheduler._loads["r"].state is LoadState.READY  # type: ignore[attr-defined]
+    unanswered.finish(request)
+    assert (request.error, request.failed, request.external_tokens) == (None, False, 21)
+    unanswered.settle()
+
+
+def test_what_is_read_under_a_lease_that_had_ended_is_not_used(unanswered: Pair) -> None:
+    source = unanswered.prefill("r", 21)
+    producer: Any = unanswered.producer.scheduler
+    (lease,) = producer._lender.leases.snapshot()
+    producer._lender.leases.revoke([lease.lease_id])
+    request = unanswered.decode(source)
+    unanswered.finish(request)
+    assert request.failed
+    status = fetch_status("127.0.0.1", unanswered.consumer.scheduler.port)  # type: ignore[attr-defined]
+    assert "ended before the load was confirmed" in status.errors[-1].message
+
+
+@pytest.mark.parametrize(
+    "why", ["it was passed on", "it is not whole", "the source owes an answer", "it failed to give"]
+)
+def test_a_load_waits_for_its_lease_where_the_word_of_its_source_counts(
+    unanswered: Pair, why: str
+) -> None:
+    source = unanswered.prefill("r", 21)
+    sources: Any = unanswered.consumer.scheduler._sources  # type: ignore[attr-defined]
+    (known,) = sources._sources.values()
+    assert source.response_params is not None
+    match why:
+        case "it was passed on":
+            passed_on(source)
+        case "it is not whole":
+            source.response_params = retold(source.response_params, whole=False)
+        case "the source owes an answer":
+            known.awaited = time.monotonic() - PROMPT_S
+        case _:
+            known.error = PeerLostError("it was slow")
+    unanswered.decode(source)
+    assert unanswered.consumer.scheduler._loads["r"].state is LoadState.WAITING  # type: ignore[attr-defined]

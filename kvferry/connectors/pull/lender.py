@@ -278,6 +278,7 @@ class Lender:
             first_tokens=first_tokens if any(first_tokens) else (),
             content=dict(request.content_keys(num_tokens)),
             shared=lease.shared,
+            whole=not self.leases.readable([lease.lease_id]),
         )
 
     # ---- prompts that are lent while they are computed ----------------------------------------

@@ -267,17 +267,18 @@ class PullScheduler(SchedulerConnector):
             self._refused(record, error)
             raise
         self._lender.expect(request, transfer)
-        self._begin_load(record, ticket)
+        waits = not ticket.whole or bool(params.get("passed_on"))
+        self._begin_load(record, ticket, waits=waits)
 
-    def _begin_load(self, record: RequestRecord, ticket: Ticket) -> None:
-        """Goes for the lease of an accepted ticket."""
+    def _begin_load(self, record: RequestRecord, ticket: Ticket, *, waits: bool) -> None:
+        """Goes for the lease of an accepted ticket, see :meth:`Sources.add`."""
         if ticket.incarnation == self._context.incarnation:
             # It leads back here: what it lends is in our own prefix cache.
             self._tickets.retire(ticket)
             self._lender.withdraw_own(ticket)
             record.loads = False
             return
-        self._note_load(self._sources.add(record, ticket))
+        self._note_load(self._sources.add(record, ticket, waits=waits))
 
     def _note_load(self, load: Load) -> None:
         record, ticket = load.record, load.ticket

@@ -8,8 +8,9 @@ An engine that makes no step at all for ``progress_timeout_s`` loses the leases 
 read under.
 
 A load goes through ``WAITING`` (its source's handshake, then its lease, are awaited), ``READY``
-(the lease is ours), ``LOADING`` (the ranks read) and ``LOADED`` (they have reported; its lease is
-no longer ours). Before that it may become ``FAILED`` with an error that says why.
+(the lease is ours, or the ranks may read before we know), ``LOADING`` (the ranks read) and
+``LOADED`` (they have reported; its lease is no longer ours). Before that it may become ``FAILED``
+with an error that says why.
 """
 
 import enum
@@ -64,6 +65,9 @@ PENDING_RETRY_S = 0.01
 copying the blocks to host memory."""
 SILENT_RETRY_S = 2.0
 """Pause after an attempt to reach a source that is silent."""
+PROMPT_S = 1.0
+"""Seconds after which a source that owes an answer is not read from before it gives it: what such
+loads hold, others could use."""
 TIMES_ANEW = 3
 """How often a load whose lease is revoked while it is read begins anew."""
 LAST_CHUNKS = 3
@@ -100,6 +104,8 @@ class Source:
     """Its KV cache groups, paired with ours; set with the description."""
     error: KVFerryError | None = None
     """Why it did not answer well when it was last asked; ``None`` if it did."""
+    awaited: float | None = None
+    """Clock reading since which it owes the answer to a Renew; ``None`` while it owes none."""
     failed_at: float = 0.0
     """Clock reading of that error."""
     handshake: "Future[EngineDescription] | None" = None
@@ -131,6 +137,10 @@ class Source:
         """How people know it: its address, and its name once it told."""
         known = self.description
         return self.address if known is None else f"{known.engine_id} ({self.address})"
+
+    def is_prompt(self, now: float) -> bool:
+        """Whether it has answered well what it was asked, all but a moment ago."""
+        return self.error is None and (self.awaited is None or now - self.awaited < PROMPT_S)
 
     @property
     def knows_us(self) -> bool:
@@ -338,10 +348,23 @@ class Sources:
         self._stepped = self._clock()
 
     def add(
-        self, record: RequestRecord, ticket: Ticket, pending: PendingTicket | None = None
+        self,
+        record: RequestRecord,
+        ticket: Ticket,
+        pending: PendingTicket | None = None,
+        *,
+        waits: bool = True,
     ) -> Load:
         """Begins to obtain the lease of ``ticket`` for a request, and notes how it goes. Where the
         ticket was asked for (``pending``), on any thread.
+
+        Args:
+            record: of the request.
+            ticket: names the lease.
+            pending: the ask by which it came.
+            waits: whether the ranks must not read before the source has said that the lease is
+                ours. A whole ticket that only this request was given needs no such word from a
+                source that answers: should the lease have ended, the confirm says so.
         """
         now = self._clock()
         address = ticket.address
@@ -372,8 +395,11 @@ class Sources:
             elif source.silent is not None:
                 source.next_attempt = now
             elif load.is_renewable:
+                waits = waits or not (source.is_prompt(now) and self._client.is_connected(address))
                 self._ask(source, [load], now)
                 self._plan(source, now + LOOK_S)
+                if not waits and load.state is LoadState.WAITING:
+                    self._taken(load)
                 return load
             self._wake(source)
         return load
@@ -707,7 +733,7 @@ class Sources:
                 self._tell_released(ticket)
             elif ticket.shared or ticket.lease_id != pending.lost:
                 ticket = tickets.claim(ticket, pending.request_id)
-                self.add(pending.record, ticket, pending)
+                self.add(pending.record, ticket, pending, waits=not ticket.whole)
         except TicketError as error:
             self._asks.fail(pending, error, "ticket")
 
@@ -748,6 +774,8 @@ class Sources:
                 load.next_renewal = now + self._renew_interval(load.ticket)
                 load.is_asked = True
                 load.record.note("asked", now)
+        if fitting and source.awaited is None:
+            source.awaited = now
         for first in range(0, len(fitting), MAX_ITEMS):
             together = fitting[first : first + MAX_ITEMS]
             leases = {load.lease_id: load.ticket.secret for load in together}
@@ -779,6 +807,7 @@ class Sources:
         with self._lock:
             for load in loads:
                 load.is_asked = False
+            source.awaited = None
             error = future.exception()
             if error is None:
                 source.error = None
