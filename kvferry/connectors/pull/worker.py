@@ -270,6 +270,11 @@ class PullWorker(WorkerConnector):
         self._writes = metadata.writes
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the cache lies in host memory."""
+        return self._cache.stream is None
+
+    @property
     def awaits_device(self) -> bool:
         """Whether something was written that has to be looked at again."""
         return bool(self._unreported)

@@ -9,7 +9,6 @@ Methods of vLLM's API that are left to its base classes, and why:
 | `role` | the base class's own answers |
 | `supports_divergent_local_hybrid_hits` | a prefix hit counts as far as all groups have it |
 | `requires_kv_delivery` | the base class answers by the role |
-| `bind_connector_metadata` | the base class's own does |
 | `clear_connector_metadata` | the base class's own does |
 | `has_connector_metadata` | the base class's own does |
 | `get_mem_pool_context` | no transport needs memory of its own making |
@@ -185,8 +184,22 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         """This rank's description, for the scheduler's process."""
         return self._worker.handshake
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Starts this step's loads into host memory.
+
+        From 0.32 on vLLM calls :meth:`start_load_kv` behind the forward pass. A device runs that
+        meanwhile, the host has run it by then: the loads would lose a step.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker.is_on_host:
+            self._start()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Starts this step's loads."""
+        """Starts this step's loads into the memory of a device."""
+        if not self._worker.is_on_host:
+            self._start()
+
+    def _start(self) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, StepMetadata)  # our scheduler half made it
         if metadata.news is not None or metadata.refused:

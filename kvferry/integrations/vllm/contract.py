@@ -18,6 +18,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "__init__(vllm_config, role, kv_cache_config)",
         "_connector_metadata",
         "_kv_cache_config",
+        "bind_connector_metadata(connector_metadata)",
         "bind_gpu_block_pool(gpu_block_pool)",
         "bind_kv_cache_manager(kv_cache_manager)",
         "build_connector_meta(scheduler_output)",
