@@ -32,17 +32,23 @@ class Case(msgspec.Struct, frozen=True):
     """Of each prompt."""
     concurrency: int
     """Requests under way at once."""
+    beside: int = 0
+    """Other answers that the decode server draws meanwhile."""
 
     def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, {self.concurrency} at a time"
+        beside = f", beside {self.beside} answers" if self.beside else ""
+        return f"{self.tokens:,} tokens, {self.concurrency} at a time{beside}"
 
 
 REQUESTS = 8
 """In one round of a case."""
-CASES = tuple(
-    Case(tokens, concurrency) for concurrency in (1, 8) for tokens in (256, 1000, 2000, 4000)
+_TOKENS = (256, 1000, 2000, 4000)
+CASES = (
+    *(Case(tokens, 1) for tokens in _TOKENS),
+    *(Case(tokens, 1, beside=4) for tokens in (1000, 4000)),
+    *(Case(tokens, 8) for tokens in _TOKENS),
 )
-QUICK_CASES = (Case(256, 1), Case(256, 8))
+QUICK_CASES = (Case(256, 1), Case(256, 1, beside=1), Case(256, 8))
 
 KEY = "a key of the servers of one benchmark, and of nobody else"
 #: Who is compared with whom, and by how much ours is meant to be faster.

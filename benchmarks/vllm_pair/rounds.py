@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import random
 import statistics
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.vllm_pair.cases import GOALS, KEY, LOW_GOAL, REQUESTS, Case
-from benchmarks.vllm_servers.client import complete, stream
+from benchmarks.vllm_servers.client import complete, events, stream
 from benchmarks.vllm_servers.connectors import Connector
 from benchmarks.vllm_servers.models import Model
 from benchmarks.vllm_servers.pair import REMOTE_DECODE, Pair, Shape, pair_options, running
@@ -27,6 +28,8 @@ from kvferry.control.timeline import Stretch, gather, handover
 
 _TOKENS = 4
 """Generated per request."""
+_BESIDE_TOKENS = 7000
+"""Of an answer beside: more than a server draws while a round lasts."""
 _ANSWER_S = 30.0
 """For an engine to tell of a request."""
 _LOAD_METRICS = ("vllm:kvferry_load_seconds", "vllm:nixl_xfer_time_seconds")
@@ -153,13 +156,14 @@ class Prompts:
 
     def __init__(self, model: Model, cases: Sequence[Case], logs: Path) -> None:
         draw = random.Random(0)
-        self.of = {
-            case: [
-                [draw.randrange(8, model.vocab_size) for _ in range(case.tokens)]
-                for _ in range(REQUESTS)
-            ]
-            for case in cases
-        }
+
+        def some(count: int, tokens: int) -> list[list[int]]:
+            each = [draw.randrange(8, model.vocab_size) for _ in range(count * tokens)]
+            return [each[first : first + tokens] for first in range(0, len(each), tokens)]
+
+        self.of = {case: some(REQUESTS, case.tokens) for case in cases}
+        self.beside = some(max(case.beside for case in cases), 256)
+        """Of the answers that a decode server draws beside those."""
         options = ServerOptions(
             name="single", model=model, max_model_len=8192, kv_cache_bytes=_CACHE_BYTES
         )
@@ -246,11 +250,12 @@ def _round(way: _Way, prompts: Prompts, case: Case) -> tuple[Sample, int]:
     pair.resume()
     try:
         pair.ask(prompts.of[case][0][:32], 1)  # connections that a stop has ended come back
-        before = _Reading(pair)
         ids = [uuid.uuid4().hex for _ in prompts.of[case]]
-        with ThreadPoolExecutor(case.concurrency) as threads:
-            answers = list(threads.map(partial(way.request, pair), prompts.of[case], ids))
-        after = _Reading(pair)
+        with _answering(pair, prompts.beside[: case.beside]):
+            before = _Reading(pair)
+            with ThreadPoolExecutor(case.concurrency) as threads:
+                answers = list(threads.map(partial(way.request, pair), prompts.of[case], ids))
+            after = _Reading(pair)
         pair.idle()
         stretches = _stretches(pair, ids)
     finally:
@@ -266,6 +271,31 @@ def _round(way: _Way, prompts: Prompts, case: Case) -> tuple[Sample, int]:
         stretches=tuple(stretches),
     )
     return sample, wrong
+
+
+@contextlib.contextmanager
+def _answering(pair: Pair, prompts: Sequence[Sequence[int]]) -> Iterator[None]:
+    """The decode server draws an answer to each of these prompts until this ends."""
+    begun, enough = threading.Semaphore(0), threading.Event()
+
+    def answer(prompt: Sequence[int]) -> None:
+        with contextlib.closing(events(pair.decode.url, prompt, _BESIDE_TOKENS)) as drawn:
+            for _ in drawn:
+                begun.release()
+                if enough.is_set():
+                    return
+        raise RuntimeError(f"an answer beside has ended after {_BESIDE_TOKENS} tokens")
+
+    with ThreadPoolExecutor(max(1, len(prompts))) as threads:
+        answers = [threads.submit(answer, prompt) for prompt in prompts]
+        for _ in prompts:
+            begun.acquire()
+        try:
+            yield
+        finally:
+            enough.set()
+    for each in answers:
+        each.result()
 
 
 class _Reading:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -107,13 +107,7 @@ def less_likely(url: str, prompt: Sequence[int], token: int) -> float:
 
 
 def stream(
-    url: str,
-    prompt: Sequence[int],
-    max_tokens: int,
-    *,
-    kv_transfer_params: Mapping[str, Any] | None = None,
-    model: str = "model",
-    request_id: str | None = None,
+    url: str, prompt: Sequence[int], max_tokens: int, **options: Any
 ) -> tuple[float, list[int]]:
     """The same as a stream: when the first token arrived (``time.perf_counter``), and all.
 
@@ -121,9 +115,29 @@ def stream(
         RefusalError: the server answered with an error.
         httpx.HTTPError: it did not answer.
     """
-    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True, "model": model}
     first = 0.0
     tokens: list[int] = []
+    for drawn in events(url, prompt, max_tokens, **options):
+        first = first or time.perf_counter()
+        tokens += drawn
+    return first, tokens
+
+
+def events(
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    kv_transfer_params: Mapping[str, Any] | None = None,
+    model: str = "model",
+    request_id: str | None = None,
+) -> Generator[list[int], None, None]:
+    """The tokens of each event of a stream as it comes; closed early, it ends the request.
+
+    Raises:
+        RefusalError, httpx.HTTPError: see :func:`stream`.
+    """
+    body = _body(prompt, max_tokens, kv_transfer_params) | {"stream": True, "model": model}
     with _http.stream(
         "POST",
         f"{url}/v1/completions",
@@ -134,11 +148,8 @@ def stream(
             raise RefusalError(answer.status_code, answer.read().decode(errors="replace"))
         for line in answer.iter_lines():
             data = line.removeprefix("data: ")
-            if data in ("", "[DONE]"):
-                continue
-            first = first or time.perf_counter()
-            tokens += msgspec.json.decode(data, type=Completion).tokens
-    return first, tokens
+            if data not in ("", "[DONE]"):
+                yield msgspec.json.decode(data, type=Completion).tokens
 
 
 def _headers(request_id: str | None) -> dict[str, str]:

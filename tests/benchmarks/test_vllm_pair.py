@@ -98,6 +98,7 @@ def test_the_hand_over_is_shown_stretch_by_stretch_and_judged_without_transfer_a
 
     alone = results_of([compare("one host", Case(256, 1), ours, theirs)])
     crowd = results_of([compare("one host", Case(256, 8), ours, theirs)])
+    busy = results_of([compare("one host", Case(256, 1, beside=4), ours, theirs)])
 
     page = markdown(alone)
     for line in (
@@ -108,7 +109,9 @@ def test_the_hand_over_is_shown_stretch_by_stretch_and_judged_without_transfer_a
     ):
         assert line in page, page
     assert any("12.0 ms of it are neither" in line for line in missed(alone))
-    assert not any("are neither" in line for line in missed(crowd))
+    for results in (crowd, busy):
+        assert not any("are neither" in line for line in missed(results))
+    assert "| one host, 256 tokens, 1 at a time, beside 4 answers |" in markdown(busy)
 
 
 def test_requests_in_turn_and_at_once_have_rows_of_their_own():
