@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import fence, stream_64
-from kvferry.layouts.kernels import kernel
 
 
 @kernel

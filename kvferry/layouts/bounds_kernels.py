@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvferry.layouts.kernels import kernel
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.tiles import ADDRESS_LIMIT
 
 #: What :func:`find_problem` finds.

@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import atomic_add, atomic_load
-from kvferry.layouts.kernels import DIM_DTYPE, copy_table, count_tokens, kernel, token_bytes
+from kvferry.layouts.kernels import DIM_DTYPE, copy_table, count_tokens, token_bytes
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
 CHUNK_DTYPE = np.dtype(

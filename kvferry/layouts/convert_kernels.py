@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kvferry.layouts.kernels import kernel
+from kvferry.layouts.compiled import kernel
 
 
 @kernel

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import load_1, load_2, load_4, load_8
-from kvferry.layouts.kernels import kernel
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio, odd

@@ -1,7 +1,6 @@
 """Loads, stores and copies on raw addresses, as LLVM instructions for Numba kernels.
 
-Addresses and sizes are int64. Nothing is checked: callers have checked the bounds. Kernels that
-use these are cached on disk by their own file's age, so touch that file after a change here.
+Addresses and sizes are int64. Nothing is checked: callers have checked the bounds.
 """
 # ruff: noqa: ARG001  (Numba reads an intrinsic's signature; only the generated code has the values)
 

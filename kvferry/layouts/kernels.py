@@ -14,12 +14,11 @@ runs into one segment.
 Nothing here checks bounds; see :mod:`kvferry.layouts.bounds`.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import (
     fence,
     memcpy,
@@ -37,15 +36,6 @@ from kvferry.layouts.intrinsics import (
     transpose_4,
     transpose_8,
 )
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def kernel(function: _Function) -> _Function:
-    """Compiles a function for use without the interpreter lock; keeps the result on disk."""
-    compiled: _Function = numba.njit(nogil=True, cache=True)(function)
-    return compiled
-
 
 DIM_DTYPE = np.dtype(
     [("extent", np.int64), ("source_stride", np.int64), ("target_stride", np.int64)]

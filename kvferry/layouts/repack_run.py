@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvferry.layouts.kernels import DIM_DTYPE, copy_table, kernel
+from kvferry.layouts.compiled import kernel
+from kvferry.layouts.kernels import DIM_DTYPE, copy_table
 from kvferry.layouts.repack import Repack
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 

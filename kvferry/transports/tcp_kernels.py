@@ -26,11 +26,11 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import intrinsic
 from kvferry.layouts.kernels import (
     DIM_DTYPE,
     copy_table,
-    kernel,
     merge_dims,
     same_shape,
     source_at,

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
+from kvferry.layouts.compiled import kernel
 from kvferry.layouts.intrinsics import intrinsic
-from kvferry.layouts.kernels import DIM_DTYPE, kernel
+from kvferry.layouts.kernels import DIM_DTYPE
 from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles
 
 Int64s = npt.NDArray[np.int64]

@@ -17,14 +17,8 @@ two bytes of one region that the read asks for.
 from typing import Any
 
 from kvferry.layouts.chunks import end, enter, leave, take
-from kvferry.layouts.kernels import (
-    copy_table,
-    kernel,
-    merge_dims,
-    same_shape,
-    source_at,
-    target_at,
-)
+from kvferry.layouts.compiled import kernel
+from kvferry.layouts.kernels import copy_table, merge_dims, same_shape, source_at, target_at
 from kvferry.transports.vm_bounce import MAX_SHAPES, MAX_SPANS, PIECE_BYTES, SPAN_BYTES, call
 
 
