@@ -122,7 +122,8 @@ def _speed(results: PairResults) -> Iterator[str]:
         'answers": a decode server that draws those meanwhile, as it always does in service, has '
         "steps of some 10 ms, and each that a hand-over waits for shows. "
         f'"{AT_ONCE.removeprefix(", ")}": kvferry\'s servers get each request at the same time, as '
-        "`kvferry router --at-once` sends it, and NIXL's in turn, as they must."
+        "`kvferry router --at-once` sends it, and NIXL's in turn, as they must. Then the decode "
+        "server's first token may come before the prefill server's answer, in less than no time."
     )
     yield ""
     yield "| case | " + " | ".join(MEASURES.values()) + " | wrong answers |"
