@@ -189,7 +189,7 @@ def _plot(results: PairResults, path: Path) -> None:
 
     groups = list(dict.fromkeys(row.group for row in results.rows))
     figure, grid = plt.subplots(
-        len(groups), len(MEASURES), figsize=(13, 3.4 * len(groups)), squeeze=False
+        len(groups), len(MEASURES), figsize=(16, 4.4 * len(groups)), squeeze=False
     )
     for line, group in zip(grid, groups, strict=True):
         rows = [row for row in results.rows if row.group == group]
@@ -212,10 +212,12 @@ def _draw(axes: Any, rows: list[Row], measure: str) -> None:
             color=colour,
         )
     labels = [
-        f"{row.case.tokens}\n× {row.case.concurrency}" + (" busy" if row.case.beside else "")
+        f"{row.case.tokens} × {row.case.concurrency}"
+        + (" busy" if row.case.beside else "")
+        + (AT_ONCE if row.ours.name.endswith(AT_ONCE) else "")
         for row in rows
     ]
-    axes.set_xticks(range(len(rows)), labels, fontsize=7)
+    axes.set_xticks(range(len(rows)), labels, fontsize=7, rotation=90)
     axes.set_ylabel("ms")
     axes.set_yscale("log")
     axes.legend(fontsize=7, frameon=False)
