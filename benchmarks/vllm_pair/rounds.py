@@ -36,6 +36,8 @@ _LOAD_METRICS = ("vllm:kvferry_load_seconds", "vllm:nixl_xfer_time_seconds")
 """What either connector says of its own transfers, from post to completion."""
 _CACHE_BYTES = 1 << 30
 """Of a server: eight of the longest prompts fit twice."""
+_PREFILL_CACHE_BYTES = 3 << 30
+"""Of a prefill server: the prompts of all cases fit, so that each is computed once."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,6 +239,7 @@ def _stopped(model: Model, connector: Connector, logs: Path) -> Iterator[Pair]:
     folder = logs / connector.name
     folder.mkdir(parents=True, exist_ok=True)
     # Prompts are computed once; the decode server fetches them anew in every round.
+    prefill = dataclasses.replace(prefill, kv_cache_bytes=_PREFILL_CACHE_BYTES)
     decode = dataclasses.replace(decode, arguments=("--no-enable-prefix-caching",))
     with running([prefill, decode], folder) as servers:
         pair = Pair(*servers)
