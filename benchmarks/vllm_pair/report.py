@@ -146,7 +146,7 @@ def _handover(rows: Sequence[Row]) -> Iterator[str]:
         "What kvferry's went to, in milliseconds, as `kvferry trace` tells it: from the end of "
         "prefill on P to the step that has drawn D's first token. Of a round's requests the mean, "
         "of the rounds the median, so a column adds up only about. The last line is what is "
-        f"neither `read` nor `first token`; one at a time, with nothing beside, its goal is "
+        "neither `read` nor `first token`; one at a time, with nothing beside, its goal is "
         f"{1e3 * REST_GOAL_S:g}."
     )
     yield ""

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import random
 import statistics
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ _ANSWER_S = 30.0
 """For an engine to tell of a request."""
 _LOAD_METRICS = ("vllm:kvferry_load_seconds", "vllm:nixl_xfer_time_seconds")
 """What either connector says of its own transfers, from post to completion."""
+_RUNNING = "vllm:num_requests_running"
 _CACHE_BYTES = 1 << 30
 """Of a server: eight of the longest prompts fit twice."""
 _PREFILL_CACHE_BYTES = 3 << 30
@@ -160,8 +160,9 @@ class Prompts:
         draw = random.Random(0)
 
         def some(count: int, tokens: int) -> list[list[int]]:
-            each = [draw.randrange(8, model.vocab_size) for _ in range(count * tokens)]
-            return [each[first : first + tokens] for first in range(0, len(each), tokens)]
+            return [
+                [draw.randrange(8, model.vocab_size) for _ in range(tokens)] for _ in range(count)
+            ]
 
         self.of = {case: some(REQUESTS, case.tokens) for case in cases}
         self.beside = some(max(case.beside for case in cases), 256)
@@ -279,26 +280,15 @@ def _round(way: _Way, prompts: Prompts, case: Case) -> tuple[Sample, int]:
 @contextlib.contextmanager
 def _answering(pair: Pair, prompts: Sequence[Sequence[int]]) -> Iterator[None]:
     """The decode server draws an answer to each of these prompts until this ends."""
-    begun, enough = threading.Semaphore(0), threading.Event()
-
-    def answer(prompt: Sequence[int]) -> None:
-        with contextlib.closing(events(pair.decode.url, prompt, _BESIDE_TOKENS)) as drawn:
-            for _ in drawn:
-                begun.release()
-                if enough.is_set():
-                    return
-        raise RuntimeError(f"an answer beside has ended after {_BESIDE_TOKENS} tokens")
-
-    with ThreadPoolExecutor(max(1, len(prompts))) as threads:
-        answers = [threads.submit(answer, prompt) for prompt in prompts]
-        for _ in prompts:
-            begun.acquire()
-        try:
-            yield
-        finally:
-            enough.set()
-    for each in answers:
-        each.result()
+    with contextlib.ExitStack() as stack:
+        for prompt in prompts:
+            drawn = events(pair.decode.url, prompt, _BESIDE_TOKENS)
+            stack.enter_context(contextlib.closing(drawn))
+            next(drawn)  # the rest is drawn though nobody reads it
+        yield
+        if prompts:
+            running = pair.decode.metrics()[_RUNNING]
+            assert running >= len(prompts), "an answer beside has ended too early"
 
 
 class _Reading:

@@ -191,12 +191,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         meanwhile, the host has run it by then: the loads would lose a step.
         """
         super().bind_connector_metadata(connector_metadata)
-        if self._worker.is_on_host:
+        if self._worker.pull.is_on_host:
             self._start()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Starts this step's loads into the memory of a device."""
-        if not self._worker.is_on_host:
+        if not self._worker.pull.is_on_host:
             self._start()
 
     def _start(self) -> None:

@@ -127,11 +127,6 @@ class WorkerHalf:
             )
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the caches lie in host memory."""
-        return self.pull.is_on_host
-
-    @property
     def handshake(self) -> RankHandshake | None:
         """What the scheduler half must know of this rank."""
         return self._handshake
