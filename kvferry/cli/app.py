@@ -270,7 +270,7 @@ def router(
         AtOnce,
         typer.Option(
             help="Send a prompt to a prefill and a decode server at the same time, where --control "
-            "names the channels of both; auto: where that is expected to pay. Needs --tokenizer.",
+            "names the channels of both; auto: where that is expected to pay.",
         ),
     ] = AtOnce.NEVER,
     cluster_key_file: Annotated[

@@ -50,10 +50,6 @@ def router(
             an option is given without another one that it needs.
     """
     is_at_once = options["at_once"] != "never"
-    if is_at_once and tokenizer is None:
-        raise typer.BadParameter(
-            "both servers are sent tokens: give --tokenizer", param_hint="--at-once"
-        )
     key = _key(cluster_key, signs=is_at_once)
     named = _named(*servers)
     if all_addresses and servers[2]:

@@ -162,6 +162,14 @@ class Forwarded:
         self._open = True
         engine.pace.requests.add(1)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it says that the engine failed: by its status, or as a stream's first event."""
+        if not self.is_stream:
+            return self.status >= 500
+        line = self._first.partition(b"\n")[0]
+        return _said_error(line.removeprefix(b"data:")) is not None
+
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes.
 
@@ -328,6 +336,12 @@ class Engine:
     def take_back(self, kv_transfer_params: Mapping[str, Any], request_id: str) -> None:
         """Tells it, without waiting, that nobody will use what it lent; never raises."""
         self._go_on_with(self._take_back(kv_transfer_params, request_id))
+
+    def let_end(self, work: asyncio.Task[Any]) -> None:
+        """Ends what nobody waits for any more, unless it ends by itself in a moment, so that its
+        connection is kept.
+        """
+        self._go_on_with(_let_end(work))
 
     def _go_on_with(self, work: Coroutine[Any, Any, None]) -> None:
         """Does what nobody waits for."""
@@ -648,13 +662,25 @@ class Engine:
         return message if status < 500 else f"{self.role} engine {self.name!r}: {message}"
 
 
+async def _let_end(work: asyncio.Task[Any]) -> None:
+    try:
+        await asyncio.wait((work,), timeout=_REST_S)
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+
+def _said_error(content: bytes) -> _Error | None:
+    """What it says is wrong, in OpenAI's form; ``None`` where it does not."""
+    try:
+        return msgspec.json.decode(content, type=Reply).error
+    except msgspec.DecodeError:
+        return None
+
+
 def _error_in(content: bytes) -> _Error:
     """What an engine's answer says is wrong: OpenAI's form, or its first words."""
-    try:
-        error = msgspec.json.decode(content, type=Reply).error
-    except msgspec.DecodeError:
-        error = None
-    return error or _Error(message=content[:200].decode(errors="replace"))
+    return _said_error(content) or _Error(message=content[:200].decode(errors="replace"))
 
 
 def _health_in(content: bytes) -> _Health:

@@ -8,6 +8,10 @@ every token, the first one included, and its answer is relayed byte for byte::
                          │◀───────────── kv_transfer_params ──────────────┘
                          └───── body, kv_transfer_params ───────────▶ decode engine ──▶ client
 
+With ``at_once`` both engines get the body at the same time, with a transfer that the router has
+signed, for which the decode engine asks the prefill engine. Where one of them fails before the
+answer has begun, the request is run again, in turn.
+
 Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
 """
 
@@ -25,11 +29,23 @@ from kvferry.cluster import web
 from kvferry.cluster.engines import Engine, EngineDownError, Forwarded, Reply
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError
-from kvferry.cluster.tries import REMOTE_DECODE, StartAgainError, Tries, by_prefill, passes_on
+from kvferry.cluster.tries import (
+    LEAST_AT_ONCE,
+    REMOTE_DECODE,
+    StartAgainError,
+    Tries,
+    by_prefill,
+    passes_on,
+    pick_pair,
+)
+from kvferry.config import AtOnce
+from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
 
 _ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
 """Fields that shape an answer of which the prefill engine's part is thrown away."""
+_BYTES_PER_TOKEN = 4
+"""Of a body, about: nobody has made tokens of it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +77,10 @@ class PassThrough:
     decode: EnginePool
     timeout_s: float
     """For a whole answer."""
+    at_once: AtOnce = "never"
+    """See :class:`~kvferry.config.RouterConfig`."""
+    key: bytes | None = None
+    """The engines' cluster key, if they have one."""
 
     async def answer(
         self, request: Request, path: str, body: Mapping[str, Any], span: RequestSpan
@@ -112,6 +132,12 @@ class PassThrough:
 
     async def _open(self, request: _BodyRequest) -> Forwarded:
         """The decode engine's answer."""
+        pair = await self._pair(request)
+        if pair is not None:
+            try:
+                return await self._both(request, *pair)
+            except StartAgainError:
+                request.attempt += 1
         params = await self._prefill(request)
         while True:
             try:
@@ -145,36 +171,87 @@ class PassThrough:
                 if error.reached and not passes_on(params):
                     raise StartAgainError from error
 
+    async def _pair(self, request: _BodyRequest) -> tuple[Engine, Engine] | None:
+        """The two engines that get a request at once; ``None`` if one follows the other."""
+        if self.at_once == "never" or not _has_one_answer(request.body):
+            return None
+        if self.at_once == "auto":
+            nbytes = len(msgspec.json.encode(request.body))
+            if nbytes < _BYTES_PER_TOKEN * LEAST_AT_ONCE:
+                return None
+        return await pick_pair(self.prefill, self.decode, request.tried)
+
+    async def _both(self, request: _BodyRequest, prefill: Engine, decode: Engine) -> Forwarded:
+        """The decode engine's answer, where both work at the same time.
+
+        Raises:
+            StartAgainError: one of them went away, or the decode engine failed.
+        """
+        transfer = Transfer.begin(prefill.control, self.key).text
+        params = {"do_remote_prefill": True, "transfer": transfer}
+        request.lender = prefill
+        body = {**request.body, "kv_transfer_params": params}
+        computing = asyncio.create_task(_computed(request, prefill, transfer=transfer))
+        drawing = asyncio.create_task(
+            decode.forward(request.path, body, request.engine_request_id, request.span)
+        )
+        asked, forwarded = prefill, None
+        try:
+            with request.lending(params):
+                await asyncio.wait((computing, drawing), return_when=asyncio.FIRST_COMPLETED)
+                if not drawing.done():
+                    await computing
+                asked = decode
+                forwarded = await drawing
+                if forwarded.failed:
+                    raise StartAgainError
+        except BaseException as error:
+            request.give_back(params, prefill)
+            for task in (computing, drawing):
+                task.cancel()
+            ended = await asyncio.gather(computing, drawing, return_exceptions=True)
+            if isinstance(ended[1], Forwarded):
+                ended[1].close()
+            if not isinstance(error, EngineDownError):
+                raise
+            request.failed(asked, error)
+            raise StartAgainError from error
+        prefill.let_end(computing)
+        return forwarded
+
     async def _prefill(self, request: _BodyRequest) -> dict[str, Any] | None:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
         if not _has_one_answer(request.body):
             return None
-        body = {name: value for name, value in request.body.items() if name not in _ONLY_DECODE}
-        body |= {"max_tokens": 1, "stream": False}
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
-        if "min_tokens" in body:
-            body["min_tokens"] = 0
-        # The prefill engine's token does not count: it may not end the answer.
-        body["kv_transfer_params"] = {
-            name: value for name, value in REMOTE_DECODE.items() if name != "keep_first_token"
-        }
+        return await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
 
-        async def work(engine: Engine) -> dict[str, Any] | None:
-            forwarded = await engine.forward(
-                request.path, body, request.engine_request_id, request.span
-            )
-            content = await forwarded.read()
-            if forwarded.status != 200:
-                raise _RefusedError(forwarded.status, content)
-            try:
-                return msgspec.json.decode(content, type=Reply).kv_transfer_params
-            except msgspec.DecodeError as error:
-                raise ApiError(
-                    502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
-                ) from error
 
-        return await by_prefill(self.prefill, request, work)
+async def _computed(request: _BodyRequest, engine: Engine, **asks: str) -> dict[str, Any] | None:
+    """The transfer parameters of the prompt that this engine computes; its token does not count,
+    and may not end the answer. ``asks`` are more of the parameters that it gets.
+
+    Raises:
+        _RefusedError: it does not.
+        EngineDownError: it cannot be reached, went away or says 503.
+        ApiError: 502, it answers with something else.
+    """
+    body = {name: value for name, value in request.body.items() if name not in _ONLY_DECODE}
+    body |= {"max_tokens": 1, "stream": False}
+    if "max_completion_tokens" in body:
+        body["max_completion_tokens"] = 1
+    if "min_tokens" in body:
+        body["min_tokens"] = 0
+    body["kv_transfer_params"] = {**REMOTE_DECODE, **asks}
+    forwarded = await engine.forward(request.path, body, request.engine_request_id, request.span)
+    content = await forwarded.read()
+    if forwarded.status != 200:
+        raise _RefusedError(forwarded.status, content)
+    try:
+        return msgspec.json.decode(content, type=Reply).kv_transfer_params
+    except msgspec.DecodeError as error:
+        raise ApiError(
+            502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
+        ) from error
 
 
 def _has_one_answer(body: Mapping[str, Any]) -> bool:

@@ -37,7 +37,15 @@ from kvferry.cluster.choice import Chooser, Route
 from kvferry.cluster.engines import Engine, EngineDownError, Reply
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError, Generation
-from kvferry.cluster.tries import REMOTE_DECODE, StartAgainError, Tries, by_prefill, passes_on
+from kvferry.cluster.tries import (
+    LEAST_AT_ONCE,
+    REMOTE_DECODE,
+    StartAgainError,
+    Tries,
+    by_prefill,
+    passes_on,
+    pick_pair,
+)
 from kvferry.config import AtOnce
 from kvferry.control.tickets import Transfer
 from kvferry.engine.messages import SamplingParams
@@ -50,10 +58,10 @@ _Told: TypeAlias = "asyncio.Queue[Reply | Exception | None]"
 
 ONLY_CACHED: dict[str, Any] = {"do_remote_decode": True, "only_cached": True}
 """What asks an engine to lend what it has of a prompt in its cache, and to compute nothing."""
+_ASKS_IN_TURN = {**REMOTE_DECODE, "keep_first_token": True}
+"""Tells the prefill engine that its token counts: where that one ends the answer, nothing has to be
+kept."""
 
-
-LEAST_AT_ONCE = 512
-"""Tokens: of less, computed in one step, no part can be read before it is whole."""
 LEAST_SAVED_S = 0.01
 """Seconds of moving, and of computing meanwhile, from which on two requests at the same time pay:
 to send and to watch both takes the router a millisecond or two."""
@@ -251,7 +259,7 @@ class PrefillDecode:
         if route is not None and route.prefill is None:
             return None
         # With one token left nothing follows, so nothing has to be kept.
-        asks = REMOTE_DECODE if request.tokens_left > 1 else {}
+        asks = _ASKS_IN_TURN if request.tokens_left > 1 else {}
         is_used = False
 
         async def work(engine: Engine) -> Reply:
@@ -284,23 +292,16 @@ class PrefillDecode:
             return None
         if route is not None and route.prefill is None:
             return None
-        prefill = self.prefill.first(request.tried, route.prefill if route else None)
-        decode = self.decode.first(request.tried, route.decode if route else None)
-        if prefill is None or decode is None:
-            return None
-        knows = prefill.at_once and prefill.control and decode.at_once
-        if not knows or prefill.url == decode.url:
-            return None
-        if self.at_once == "auto" and not _pays_at_once(request, prefill, decode):
-            return None
-        if prefill.is_ours and decode.is_ours:
-            request.determine()
-        pair = (
-            await self.prefill.pick(request.tried, prefill),
-            await self.decode.pick(request.tried, decode),
+        pair = await pick_pair(
+            self.prefill,
+            self.decode,
+            request.tried,
+            (route.prefill, route.decode) if route is not None else (None, None),
+            lambda *pair: self.at_once == "always" or _pays_at_once(request, *pair),
         )
-        # Where all were slow another one may have come back meanwhile, which need not know how.
-        return pair if pair == (prefill, decode) else None
+        if pair is not None and all(engine.is_ours for engine in pair):
+            request.determine()
+        return pair
 
     async def _computed(
         self,
@@ -393,7 +394,7 @@ class PrefillDecode:
         it, or may draw another. A foreign engine's never is: vLLM may leave the prompt's last token
         to the decode engine.
         """
-        asks = {**REMOTE_DECODE, "keep_first_token": False, "transfer": transfer}
+        asks = {**REMOTE_DECODE, "transfer": transfer}
         with ExitStack() as borrowed:
             if loan is not None and lender is not None:
                 borrowed.enter_context(lender.lending())

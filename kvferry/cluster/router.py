@@ -97,7 +97,11 @@ class Router:
             key=settings.cluster_key,
         )
         self._pass_through = PassThrough(
-            members.prefill, members.decode, settings.request_timeout_s
+            members.prefill,
+            members.decode,
+            settings.request_timeout_s,
+            at_once=settings.at_once,
+            key=settings.cluster_key,
         )
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self._client, settings.curve, elsewhere)

@@ -1,7 +1,7 @@
 """What has been tried for a request that runs over a prefill and a decode engine."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -19,10 +19,12 @@ REMOTE_DECODE: dict[str, Any] = {
     "remote_block_ids": None,
     "remote_host": None,
     "remote_port": None,
-    "keep_first_token": True,
 }
-"""What asks a prefill engine to keep the prompt's KV for another engine. ``keep_first_token`` tells
-it that its token counts: where that one ends the answer, nothing has to be kept."""
+"""What asks a prefill engine to keep the prompt's KV for another engine."""
+
+LEAST_AT_ONCE = 512
+"""Tokens of the shortest prompt that both engines get at the same time, unless it is always so: of
+less, computed in one step, no part can be read before it is whole."""
 
 
 class StartAgainError(Exception):
@@ -128,6 +130,27 @@ async def by_prefill(
         else:
             request.prefilled = time.monotonic()
             return done
+
+
+async def pick_pair(
+    prefill: EnginePool,
+    decode: EnginePool,
+    tried: Collection[Engine],
+    chosen: tuple[Engine | None, Engine | None] = (None, None),
+    pays: Callable[[Engine, Engine], bool] = lambda *_: True,
+) -> tuple[Engine, Engine] | None:
+    """The two engines that get a request at once, the chosen ones if they can; ``None`` if one
+    follows the other, since they do not know how, or it does not pay.
+    """
+    source, target = prefill.first(tried, chosen[0]), decode.first(tried, chosen[1])
+    if source is None or target is None or source.url == target.url:
+        return None
+    knows = source.at_once and source.control and target.at_once
+    if not knows or not pays(source, target):
+        return None
+    picked = await prefill.pick(tried, source), await decode.pick(tried, target)
+    # Where all were slow another one may have come back meanwhile, which need not know how.
+    return picked if picked == (source, target) else None
 
 
 def passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:

@@ -77,7 +77,7 @@ def test_both_engines_are_sent_the_prompt_with_one_signed_transfer(at_once, clie
     assert (asked["max_tokens"], drawn["max_tokens"]) == (1, 5)
     lent, loaded = asked["kv_transfer_params"], drawn["kv_transfer_params"]
     assert lent["do_remote_decode"]
-    assert not lent["keep_first_token"]
+    assert "keep_first_token" not in lent
     assert loaded == {"do_remote_prefill": True, "transfer": lent["transfer"]}
     assert read_transfer(loaded["transfer"], KEY).address == CONTROL
     with pytest.raises(TicketForgedError):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,13 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvferry.cluster.engines import Engine
+from kvferry.cluster.engines import VLLM_LOAD_FAILED, Engine
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.pass_through import PassThrough
 from kvferry.cluster.router import Router
 from kvferry.cluster.web import ClientGoneError
+from kvferry.control.tickets import read_transfer
 from kvferry.control.tracing import RequestSpan
 from tests.cluster.conftest import WAIT_S, leave, until
 
@@ -44,6 +46,8 @@ class Server:
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
+    at_once: Callable[[], Response] | None = None
+    """What it answers to a body with a transfer."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -74,13 +78,15 @@ class Server:
         self.bodies.append(body)
         self.paths.append(request.scope["path"])
         self.headers.append(dict(request.headers))
+        if self.at_once and "transfer" in body.get("kv_transfer_params", {}):
+            return self.at_once()
         if self.status != 200:
             return JSONResponse({"error": {"message": "as told"}}, self.status)
-        if self.hang:
-            while not await request.is_disconnected():
-                await asyncio.sleep(0.01)
-            self.aborted.set()
-            return Response(status_code=499)
+        while self.hang:
+            if await request.is_disconnected():
+                self.aborted.set()
+                return Response(status_code=499)
+            await asyncio.sleep(0.01)
         if body.get("stream"):
             return StreamingResponse(self._events(), media_type="text/event-stream")
         params = body.get("kv_transfer_params") or {}
@@ -114,13 +120,16 @@ class Setup:
 def make(servers, codec) -> Iterator[Callable[..., Setup]]:
     clients = []
 
-    def build(prefill=1, decode=1, *, tokenizer=False, headers=None, **settings) -> Setup:
+    def build(
+        prefill=1, decode=1, *, tokenizer=False, headers=None, control="", **settings
+    ) -> Setup:
         fakes = [Server(f"p{i}") for i in range(prefill)], [Server(f"d{i}") for i in range(decode)]
         addresses = []
         for role, group in zip(("prefill", "decode"), fakes, strict=True):
             for fake in group:
                 fake.url = servers.start(fake.app())
-                addresses.append(EngineAddress(name=fake.name, role=role, url=fake.url))
+                address = EngineAddress(name=fake.name, role=role, url=fake.url, control=control)
+                addresses.append(address)
         config = RouterSettings(engines=tuple(addresses), foreign=True, **settings)
         url = servers.start(Router(config, codec if tokenizer else None).app())
         client = httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False, headers=headers)
@@ -429,3 +438,157 @@ def test_with_an_api_key_clients_must_show_it_and_servers_are_shown_it(make):
 
 def test_a_body_that_is_no_object_is_refused(make):
     assert make().client.post("/v1/completions", json=[1]).status_code == 400
+
+
+# ---- at once -------------------------------------------------------------------------------------
+
+KEY = b"k" * 32
+CONTROL = "127.0.0.1:14579"
+
+
+@pytest.fixture
+def at_once(make):
+    def build(prefill=1, decode=1, **settings) -> Setup:
+        settings = {"at_once": "always", "cluster_key": KEY, "control": CONTROL} | settings
+        return make(prefill, decode, **settings)
+
+    return build
+
+
+@pytest.fixture
+def clients():
+    with ThreadPoolExecutor(1) as clients:
+        yield clients
+
+
+def is_in_turn(setup: Setup) -> bool:
+    """Whether the last request that the decode servers got came with what the prefill one lent."""
+    (params,) = (server.bodies[-1]["kv_transfer_params"] for server in setup.decode)
+    return "ticket" in params
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, stream):
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.hang = decode.hang = True
+    answer = clients.submit(setup.post, stream=stream, logprobs=True)
+    until(lambda: prefill.bodies and decode.bodies)
+    prefill.hang = decode.hang = False
+
+    content = answer.result(WAIT_S).content
+
+    assert content == (b"".join(EVENTS) if stream else JSONResponse(ANSWER).body)
+    (asked,), (drawn,) = prefill.bodies, decode.bodies
+    assert (asked["max_tokens"], asked["stream"], "logprobs" in asked) == (1, False, False)
+    lent, loaded = asked["kv_transfer_params"], drawn.pop("kv_transfer_params")
+    assert lent["do_remote_decode"]
+    assert loaded == {"do_remote_prefill": True, "transfer": lent["transfer"]}
+    assert read_transfer(lent["transfer"], KEY).address == CONTROL
+    message = {"role": "user", "content": "?"}
+    assert drawn == {"messages": [message], "stream": stream, "logprobs": True}
+    _until_idle(setup.client)
+    assert not prefill.taken_back
+    assert not prefill.aborted.is_set()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"at_once": "never", "cluster_key": None}, {"control": ""}, {"at_once": "auto"}]
+)
+def test_without_the_setting_or_a_channel_and_where_it_is_short_it_goes_in_turn(at_once, settings):
+    setup = at_once(**settings)
+    assert setup.post().json() == ANSWER
+    assert is_in_turn(setup)
+
+
+def test_a_long_body_goes_at_once_with_auto(at_once):
+    setup = at_once(at_once="auto")
+    assert setup.post(messages=[{"role": "user", "content": "long " * 410}]).json() == ANSWER
+    assert not is_in_turn(setup)
+
+
+def test_a_prefill_server_that_is_not_needed_is_ended_and_the_answer_does_not_wait(at_once):
+    setup = at_once()
+    setup.prefill[0].hang = True
+    assert setup.post().json() == ANSWER
+    assert setup.prefill[0].aborted.wait(WAIT_S)
+
+
+def test_a_refusal_of_the_prefill_server_ends_the_decode_servers_wait(at_once):
+    setup = at_once()
+    setup.prefill[0].status = 400
+    setup.decode[0].hang = True
+
+    response = setup.post()
+
+    assert (response.status_code, response.json()) == (400, {"error": {"message": "as told"}})
+    assert setup.decode[0].aborted.wait(WAIT_S)
+    until(lambda: setup.prefill[0].taken_back)
+
+
+def test_a_refusal_of_the_decode_server_ends_the_prefill_servers_work(at_once):
+    setup = at_once()
+    setup.decode[0].status = 422
+    setup.prefill[0].hang = True
+
+    assert setup.post().status_code == 422
+    assert setup.prefill[0].aborted.wait(WAIT_S)
+
+
+def test_a_prefill_server_that_went_away_is_replaced_in_turn(at_once, clients):
+    setup = at_once(prefill=2)
+    setup.prefill[0].status = 503
+    setup.decode[0].hang = True
+    answer = clients.submit(setup.post)
+    assert setup.decode[0].aborted.wait(WAIT_S)
+    setup.decode[0].hang = False
+    assert answer.result(WAIT_S).json() == ANSWER
+    assert [len(server.bodies) for server in setup.prefill] == [1, 1]
+    assert is_in_turn(setup)
+    ids = [headers["x-request-id"] for headers in setup.decode[0].headers]
+    assert ids[1] == f"{ids[0]}-try2"
+
+
+FAILURES: dict[str, Callable[[], Response]] = {
+    "the load": lambda: JSONResponse({"error": {"message": VLLM_LOAD_FAILED, "code": 500}}, 500),
+    "the load, of a stream": lambda: StreamingResponse(
+        iter([b'data: {"error": {"message": "as told"}}\n\n']), headers=EVENT_STREAM
+    ),
+    "the server, busy": lambda: Response(status_code=503),
+    "the server, gone": lambda: StreamingResponse(_breaking_off(), headers=EVENT_STREAM),
+}
+
+
+async def _breaking_off():
+    raise ConnectionResetError("as told by the test")
+    yield
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_where_the_decode_server_fails_before_its_answer_all_begins_again_in_turn(at_once, failure):
+    """Its load, say, where the prefill server has gone and the router has not seen it yet."""
+    setup = at_once(decode=2 if "server" in failure else 1)
+    first, last = setup.decode[0], setup.decode[-1]
+    first.at_once = FAILURES[failure]
+
+    answer = setup.post(stream=True)
+
+    assert (answer.status_code, answer.content) == (200, b"".join(EVENTS))
+    assert len(setup.prefill[0].bodies) == 2
+    assert "transfer" in first.bodies[0]["kv_transfer_params"]
+    assert last.bodies[-1]["kv_transfer_params"] == {"ticket": "from p0"}
+    until(lambda: setup.prefill[0].taken_back)
+    _until_idle(setup.client)
+
+
+def test_a_client_that_goes_away_ends_the_work_of_both_servers(at_once):
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.hang = decode.hang = True
+
+    leave(setup.client, lambda: prefill.bodies and decode.bodies, prompt="a")
+
+    assert prefill.aborted.wait(WAIT_S)
+    assert decode.aborted.wait(WAIT_S)
+    until(lambda: prefill.taken_back)
+    _until_idle(setup.client)

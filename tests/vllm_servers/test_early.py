@@ -205,7 +205,10 @@ def test_many_at_once(pair, model, reference, prompt_of, clients):
     assert pair.idle()
 
 
-def test_behind_our_router(pair, model, reference, prompt_of, start_router, clients, tmp_path):
+@pytest.mark.parametrize("passes_through", [False, True])
+def test_behind_our_router(
+    pair, model, reference, prompt_of, start_router, clients, tmp_path, passes_through
+):
     key = tmp_path / "cluster.key"
     key.write_text(KEY)
     arguments = [
@@ -213,9 +216,9 @@ def test_behind_our_router(pair, model, reference, prompt_of, start_router, clie
         "always",
         "--cluster-key-file",
         str(key),
-        "--tokenizer",
-        str(model.folder),
     ]
+    if not passes_through:
+        arguments += ["--tokenizer", str(model.folder)]
     for server in (pair.prefill, pair.decode):
         arguments += ["--control", control(server)]
     prompts = [prompt_of(length) for length in LENGTHS]
