@@ -22,6 +22,8 @@ strides of any layout."""
 
 LAYOUTS = ("NHD", "HND")
 _NULL_BLOCKS = 1
+_LINE = 64
+"""Bytes of a cache line."""
 
 
 class WrongDataError(Exception):
@@ -171,6 +173,16 @@ def merged_blocks(
     firsts = np.flatnonzero(np.concatenate(([True], ~follows)))
     counts = np.diff(np.append(firsts, len(source)))
     return source[firsts], target[firsts], counts * size
+
+
+def blank_target(shape: CacheShape) -> npt.NDArray[np.uint8]:
+    """Private memory for a whole pool, touched and zero. It begins on a cache line, as the tensors
+    of engines do; NumPy's own arrays begin 16 bytes behind one.
+    """
+    memory = np.zeros(shape.region_bytes + _LINE, dtype=np.uint8)
+    memory[:] = 0
+    first = -memory.ctypes.data % _LINE
+    return memory[first : first + shape.region_bytes]
 
 
 def check_target(

@@ -22,6 +22,7 @@ from benchmarks.cases import (
     CacheShape,
     Case,
     WrongDataError,
+    blank_target,
     check_target,
     lowered,
     merged_blocks,
@@ -152,8 +153,7 @@ class KvferryReader:
     def __init__(self, shape: CacheShape, offer: Offer, threads: tuple[int, ...]) -> None:
         self._shape = shape
         self._known = shape.known_cells()
-        self._target = np.zeros(shape.region_bytes, dtype=np.uint8)
-        self._target[:] = 0
+        self._target = blank_target(shape)
         self._segments = offer.attach()
         self._vm = msgspec.msgpack.decode(offer.vm, type=VmEndpoint)
         self._open: dict[tuple[str, int], tuple[Transport, Peer]] = {}

@@ -23,7 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.cases import LAYOUTS, CacheShape, Case, check_target, merged_blocks
+from benchmarks.cases import (
+    LAYOUTS,
+    CacheShape,
+    Case,
+    blank_target,
+    check_target,
+    merged_blocks,
+)
 from benchmarks.kvferry_side import Offer
 from benchmarks.samples import Sample
 
@@ -97,8 +104,7 @@ class NixlReader:
     ) -> None:
         self._shape = shape
         self._known = shape.known_cells()
-        self._target = np.zeros(shape.region_bytes, dtype=np.uint8)
-        self._target[:] = 0
+        self._target = blank_target(shape)
         self._agent = make_agent("reader", num_threads, progress_thread=False)
         rows = descriptor_rows(np.array([self._target.ctypes.data]), self._target.nbytes)
         self._registered = self._agent.register_memory(rows, "DRAM")

@@ -58,7 +58,7 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time in which no rank of ours reports progress of a load, or in which the engine makes no
     step and so begins none; then its lease is given up, as what hangs must not keep the source's
     blocks."""
-    mover_threads: int = 1
+    mover_threads: int = 2
     """Threads that copy, per rank."""
     staging_bytes: int = 256 << 20
     """Staging memory per rank, in bytes, for cells that a transport does not put in place itself;
