@@ -50,7 +50,7 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Port of the data endpoint; 0 takes a free one."""
     chunk_bytes: int = 4 << 20
     """Bytes per chunk of a read."""
-    max_readers: int = 256
+    max_readers: int = 512
     """Connections that are served; beyond them the one silent longest is dropped."""
 
     def __post_init__(self) -> None:

@@ -476,7 +476,7 @@ def test_a_connection_that_broke_is_made_again(open_engine: OpenEngine, transpor
 
 
 def test_a_reader_that_had_to_make_room_for_another_comes_back(open_engine: OpenEngine) -> None:
-    tcp = {"transport": "tcp", "transport_config": {"tcp": {"max_readers": 2}}}
+    tcp = {"transport": "tcp", "transport_config": {"tcp": {"max_readers": 6}}}
     producer = open_engine("p", SOURCE, **tcp, **SHORT)
     one, two = open_engine("d1", TARGET, **tcp), open_engine("d2", TARGET, **tcp)
     for number, consumer in enumerate((one, two, one, two)):
