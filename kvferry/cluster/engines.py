@@ -57,7 +57,8 @@ NOT_REACHED = "not reached yet"
 """What there is to say of an engine before its first health check has ended."""
 
 _REST_S = 1.0
-"""Seconds in which the rest of an answer must come that was heard to its end."""
+"""Seconds in which an answer must end of which nobody wants to hear more."""
+_EVENT_END = b"\n\n"
 
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
@@ -162,13 +163,22 @@ class Forwarded:
         self._open = True
         engine.pace.requests.add(1)
 
-    @property
-    def failed(self) -> bool:
-        """Whether it says that the engine failed: by its status, or as a stream's first event."""
+    async def has_failed(self, events: int) -> bool:
+        """Whether it says that the engine failed: by its status, or in the first ``events`` of a
+        stream, which are waited for.
+
+        Raises:
+            EngineDownError: the engine went away.
+        """
         if not self.is_stream:
             return self.status >= 500
-        line = self._first.partition(b"\n")[0]
-        return _said_error(line.removeprefix(b"data:")) is not None
+        try:
+            while self._first.count(_EVENT_END) < events and (more := await self._response.some()):
+                self._first += more
+        except ClientError as error:
+            raise self._engine.down(_reason(error), reached=True) from error
+        first = self._first.split(_EVENT_END)[:events]
+        return any(_said_error(event.removeprefix(b"data:")) is not None for event in first)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The answer as it comes.

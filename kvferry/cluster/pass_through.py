@@ -61,7 +61,7 @@ class _BodyRequest(Tries):
 
 
 class _RefusedError(Exception):
-    """A prefill engine refused the request: its words are the answer."""
+    """An engine refused the request: its words are the answer."""
 
     def __init__(self, status: int, content: bytes) -> None:
         self.status = status
@@ -185,7 +185,8 @@ class PassThrough:
         """The decode engine's answer, where both work at the same time.
 
         Raises:
-            StartAgainError: one of them went away, or the decode engine failed.
+            StartAgainError: one of them went away, or failed.
+            _RefusedError: one of them refused the request.
         """
         transfer = Transfer.begin(prefill.control, self.key).text
         params = {"do_remote_prefill": True, "transfer": transfer}
@@ -195,7 +196,7 @@ class PassThrough:
         drawing = asyncio.create_task(
             decode.forward(request.path, body, request.engine_request_id, request.span)
         )
-        asked, forwarded = prefill, None
+        asked = prefill
         try:
             with request.lending(params):
                 await asyncio.wait((computing, drawing), return_when=asyncio.FIRST_COMPLETED)
@@ -203,18 +204,23 @@ class PassThrough:
                     await computing
                 asked = decode
                 forwarded = await drawing
-                if forwarded.failed:
+                # A chat's first event says nothing but whose turn it is.
+                if await forwarded.has_failed(
+                    2 if request.path.endswith("/chat/completions") else 1
+                ):
                     raise StartAgainError
+                if forwarded.status != 200:
+                    raise _RefusedError(forwarded.status, await forwarded.read())
         except BaseException as error:
             request.give_back(params, prefill)
             for task in (computing, drawing):
                 task.cancel()
-            ended = await asyncio.gather(computing, drawing, return_exceptions=True)
-            if isinstance(ended[1], Forwarded):
-                ended[1].close()
-            if not isinstance(error, EngineDownError):
+            drawing.add_done_callback(_close)  # also where the client goes away just now as well
+            await asyncio.gather(computing, drawing, return_exceptions=True)
+            if isinstance(error, EngineDownError):
+                request.failed(asked, error)
+            elif not (isinstance(error, _RefusedError) and error.status >= 500):
                 raise
-            request.failed(asked, error)
             raise StartAgainError from error
         prefill.let_end(computing)
         return forwarded
@@ -252,6 +258,12 @@ async def _computed(request: _BodyRequest, engine: Engine, **asks: str) -> dict[
         raise ApiError(
             502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
         ) from error
+
+
+def _close(drawn: asyncio.Task[Forwarded]) -> None:
+    """Closes an answer that nobody wants any more, if there is one."""
+    if not drawn.cancelled() and drawn.exception() is None:
+        drawn.result().close()
 
 
 def _has_one_answer(body: Mapping[str, Any]) -> bool:

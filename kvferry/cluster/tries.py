@@ -140,7 +140,11 @@ async def pick_pair(
     pays: Callable[[Engine, Engine], bool] = lambda *_: True,
 ) -> tuple[Engine, Engine] | None:
     """The two engines that get a request at once, the chosen ones if they can; ``None`` if one
-    follows the other, since they do not know how, or it does not pay.
+    follows the other: they do not know how, are one and the same, or it does not pay; or there is
+    nobody of a role now.
+
+    Raises:
+        NoEngineError: 503; nobody of a role is left.
     """
     source, target = prefill.first(tried, chosen[0]), decode.first(tried, chosen[1])
     if source is None or target is None or source.url == target.url:

@@ -48,6 +48,8 @@ class Server:
     hang: bool = False
     at_once: Callable[[], Response] | None = None
     """What it answers to a body with a transfer."""
+    after: "Server | None" = None
+    """Who must have been asked before it answers."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -78,6 +80,8 @@ class Server:
         self.bodies.append(body)
         self.paths.append(request.scope["path"])
         self.headers.append(dict(request.headers))
+        while self.after is not None and not self.after.bodies:
+            await asyncio.sleep(0.01)
         if self.at_once and "transfer" in body.get("kv_transfer_params", {}):
             return self.at_once()
         if self.status != 200:
@@ -474,9 +478,9 @@ def test_both_servers_get_a_body_with_one_signed_transfer(at_once, clients, stre
     prefill.hang = decode.hang = True
     answer = clients.submit(setup.post, stream=stream, logprobs=True)
     until(lambda: prefill.bodies and decode.bodies)
-    prefill.hang = decode.hang = False
-
+    decode.hang = False  # the other one is about to be done
     content = answer.result(WAIT_S).content
+    prefill.hang = False
 
     assert content == (b"".join(EVENTS) if stream else JSONResponse(ANSWER).body)
     (asked,), (drawn,) = prefill.bodies, decode.bodies
@@ -516,7 +520,7 @@ def test_a_prefill_server_that_is_not_needed_is_ended_and_the_answer_does_not_wa
 
 def test_a_refusal_of_the_prefill_server_ends_the_decode_servers_wait(at_once):
     setup = at_once()
-    setup.prefill[0].status = 400
+    setup.prefill[0].status, setup.prefill[0].after = 400, setup.decode[0]
     setup.decode[0].hang = True
 
     response = setup.post()
@@ -527,36 +531,53 @@ def test_a_refusal_of_the_prefill_server_ends_the_decode_servers_wait(at_once):
 
 
 def test_a_refusal_of_the_decode_server_ends_the_prefill_servers_work(at_once):
+    """It may be of a field that the prefill server is not told."""
     setup = at_once()
-    setup.decode[0].status = 422
+    setup.decode[0].status, setup.decode[0].after = 422, setup.prefill[0]
     setup.prefill[0].hang = True
 
-    assert setup.post().status_code == 422
+    response = setup.post()
+
+    assert (response.status_code, response.json()) == (422, {"error": {"message": "as told"}})
     assert setup.prefill[0].aborted.wait(WAIT_S)
+    until(lambda: setup.prefill[0].taken_back)
+    _until_idle(setup.client)
 
 
-def test_a_prefill_server_that_went_away_is_replaced_in_turn(at_once, clients):
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_prefill_server_that_fails_is_asked_again_or_replaced_in_turn(at_once, clients, status):
     setup = at_once(prefill=2)
-    setup.prefill[0].status = 503
+    first, other = setup.prefill
+    first.at_once, first.after = lambda: Response(status_code=status), setup.decode[0]
     setup.decode[0].hang = True
     answer = clients.submit(setup.post)
     assert setup.decode[0].aborted.wait(WAIT_S)
     setup.decode[0].hang = False
     assert answer.result(WAIT_S).json() == ANSWER
-    assert [len(server.bodies) for server in setup.prefill] == [1, 1]
+    assert (len(first.bodies), len(other.bodies)) == (1, 1)
     assert is_in_turn(setup)
     ids = [headers["x-request-id"] for headers in setup.decode[0].headers]
     assert ids[1] == f"{ids[0]}-try2"
 
 
+ERROR = b'data: {"error": {"message": "as told"}}\n\n'
 FAILURES: dict[str, Callable[[], Response]] = {
     "the load": lambda: JSONResponse({"error": {"message": VLLM_LOAD_FAILED, "code": 500}}, 500),
-    "the load, of a stream": lambda: StreamingResponse(
-        iter([b'data: {"error": {"message": "as told"}}\n\n']), headers=EVENT_STREAM
+    "the load, of a stream": lambda: StreamingResponse(iter([ERROR]), headers=EVENT_STREAM),
+    "the load, of a chat": lambda: StreamingResponse(
+        _slowly(b'data: {"choices": [{"delta": {"role": "assistant", "content": ""}}]}\n\n', ERROR),
+        headers=EVENT_STREAM,
     ),
     "the server, busy": lambda: Response(status_code=503),
     "the server, gone": lambda: StreamingResponse(_breaking_off(), headers=EVENT_STREAM),
 }
+
+
+async def _slowly(*events):
+    for event in events:
+        yield event[:9]
+        await asyncio.sleep(0.05)
+        yield event[9:]
 
 
 async def _breaking_off():
@@ -569,9 +590,10 @@ def test_where_the_decode_server_fails_before_its_answer_all_begins_again_in_tur
     """Its load, say, where the prefill server has gone and the router has not seen it yet."""
     setup = at_once(decode=2 if "server" in failure else 1)
     first, last = setup.decode[0], setup.decode[-1]
-    first.at_once = FAILURES[failure]
+    first.at_once, first.after = FAILURES[failure], setup.prefill[0]
+    path = "/v1/completions" if failure == "the load, of a stream" else "/v1/chat/completions"
 
-    answer = setup.post(stream=True)
+    answer = setup.post(path, stream=True)
 
     assert (answer.status_code, answer.content) == (200, b"".join(EVENTS))
     assert len(setup.prefill[0].bodies) == 2
@@ -579,6 +601,58 @@ def test_where_the_decode_server_fails_before_its_answer_all_begins_again_in_tur
     assert last.bodies[-1]["kv_transfer_params"] == {"ticket": "from p0"}
     until(lambda: setup.prefill[0].taken_back)
     _until_idle(setup.client)
+
+
+def test_a_chat_is_relayed_as_it_comes(at_once):
+    """Of other streams the first event alone is looked at before it is passed on."""
+    setup = at_once()
+    with setup.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as r:
+        assert r.read() == b"".join(EVENTS)
+    setup.decode[0].at_once = lambda: StreamingResponse(
+        _slowly(*EVENTS, *EVENTS), headers=EVENT_STREAM
+    )
+    assert setup.post(stream=True).content == b"".join(EVENTS * 2)
+
+
+def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behind():
+    """The decode server has failed; the prefill server's work takes its time to end."""
+
+    async def run():
+        failed = PlayedClient()
+        failed.status, failed.content_type = 500, "application/json"
+        passing = PassThrough(EnginePool("prefill", 1.0), EnginePool("decode", 1.0), 5.0, "always")
+        slow, told, gone = PlayedClient(), asyncio.Event(), asyncio.Event()
+
+        async def until_told(*_, **__):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                told.set()
+                await gone.wait()
+
+        slow.post = until_told
+        engines = [
+            Engine(
+                name, f"http://{name}", role, client, control=CONTROL, at_once=True, healthy=True
+            )
+            for name, role, client in (("p0", "prefill", slow), ("d0", "decode", failed))
+        ]
+        passing.prefill.engines.append(engines[0])
+        passing.decode.engines.append(engines[1])
+
+        async def receive():
+            await told.wait()
+            asyncio.get_running_loop().call_later(0.05, gone.set)
+            return {"type": "http.disconnect"}
+
+        request = Request({"type": "http"}, receive)
+        span = RequestSpan(None, "/v1/completions", "")
+        with pytest.raises(ClientGoneError):
+            await passing.answer(request, "/v1/completions", {}, span)
+        await asyncio.sleep(0.1)
+        return [engine.outstanding for engine in engines], failed.is_closed
+
+    assert asyncio.run(run()) == ([0, 0], True)
 
 
 def test_a_client_that_goes_away_ends_the_work_of_both_servers(at_once):

@@ -12,7 +12,7 @@ from kvferry.control.proofs import veil
 from kvferry.control.tickets import Transfer, verify
 from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
-from kvferry.testing.fake_rank import Stage
+from kvferry.testing.fake_rank import FakeRequest, Stage
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
 from tests.load import until
 
@@ -199,6 +199,33 @@ def test_a_ticket_that_nobody_wants_any_more_is_given_back(source, target, begin
         source.add("r", TOKENS, lends(transfer))
     run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
     assert source.scheduler._lender.leases.counters() == {"released": 1}
+
+
+@pytest.mark.parametrize("when", ["unknown", "lent"])
+def test_a_request_that_the_engines_front_refused_gives_the_ticket_back(
+    source, target, begin, when
+):
+    """All that is told of it is what the router has sent; the source was sent the request too."""
+    transfer = begin()
+    if when == "lent":
+        source.add("at the source", TOKENS, lends(transfer))
+        run([source], lambda: "at the source" in source.held, timeout_s=WAIT_S, what="the lease")
+    target.scheduler.on_rejected_request(FakeRequest("r", (0,), loads(transfer)))
+    if when == "unknown":
+        until_asked(target, source, "requests.Ask")
+        source.add("at the source", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the end of the lease")
+    assert source.scheduler._lender.leases.counters() == {"released": 1}
+    assert not target.scheduler._asks
+
+
+def test_a_refused_request_does_not_give_back_what_another_one_asks_for(source, target, begin):
+    transfer = begin()
+    request = target.add("r", (*TOKENS, 7), loads(transfer))
+    target.scheduler.on_rejected_request(FakeRequest("other", (0,), loads(transfer)))
+    source.add("at the source", TOKENS, lends(transfer))
+    run([source, target], both_over(source, target), timeout_s=WAIT_S, what="the load")
+    assert (request.error, request.failed, request.external_tokens) == (None, False, len(TOKENS))
 
 
 def test_a_target_that_has_all_of_it_gives_the_ticket_back(source, target, begin):

@@ -1,6 +1,7 @@
 """The copier equals a copy in plain loops, in one call, in chunks, over threads, and expanded."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
@@ -108,6 +109,47 @@ def test_long_segments_are_copied_whole_and_nothing_beside_them(stream, order, n
     for from_, to in zip(runs["source_block"], runs["target_block"], strict=True):
         first, other = from_ * step + source_offset, to * step + base + target_offset
         wanted[other : other + nbytes] = source[first : first + nbytes]
+    copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
+    np.testing.assert_array_equal(target, wanted)
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16, 48])
+@pytest.mark.parametrize("nbytes", [48, 64, 80, 128, 160, 256, 4080, 4096])
+@pytest.mark.parametrize("gap", [0, 16, 64], ids="{} bytes between".format)
+@pytest.mark.parametrize("heads_first", ["source", "target"])
+def test_short_segments_are_copied_whole_and_nothing_beside_them(
+    stream, heads_first, gap, nbytes, offset
+):
+    """NHD to HND and back: the pieces of tokens and heads change places, in blocks filled in part.
+    The target begins anywhere in a line.
+    """
+    heads, tokens, step = 3, 4, nbytes + gap
+    block = heads * tokens * step
+    rng = np.random.default_rng(nbytes)
+    source = rng.integers(0, 256, 3 * block + 200, dtype=np.uint8)
+    target = rng.integers(0, 256, 3 * block + 200, dtype=np.uint8)
+    base = (-target.ctypes.data & 63) + offset
+    tiles, runs = np.zeros(1, TILE_DTYPE), blank_runs(3)
+    tiles["heads"], tiles["elements"], tiles["itemsize"] = heads, nbytes, 1
+    tiles["target_offset"] = base
+    strides = {}
+    for side in ("source", "target"):
+        by_head = (tokens * step, step) if side == heads_first else (step, heads * step)
+        strides[side] = by_head
+        tiles[f"{side}_head_stride"], tiles[f"{side}_token_stride"] = by_head
+        tiles[f"{side}_block_stride"], tiles[f"{side}_element_stride"] = block, 1
+    runs["tokens"], runs["source_token"], runs["target_token"] = [4, 1, 2], [0, 3, 1], [0, 2, 2]
+    runs["source_block"], runs["target_block"] = [0, 1, 2], [2, 0, 1]
+    wanted = target.copy()
+    for run in runs:
+        for token, head in product(range(run["tokens"]), range(heads)):
+            first, other = (
+                run[f"{side}_block"] * block
+                + (run[f"{side}_token"] + token) * strides[side][1]
+                + head * strides[side][0]
+                for side in ("source", "target")
+            )
+            wanted[base + other : base + other + nbytes] = source[first : first + nbytes]
     copy_tiles([source.ctypes.data], [target.ctypes.data], tiles, runs)
     np.testing.assert_array_equal(target, wanted)
 

@@ -1,5 +1,6 @@
 """The deciding half of the PullConnector: obtains leases for loads, and has prompts lent."""
 
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -360,8 +361,13 @@ class PullScheduler(SchedulerConnector):
     def _drop_ask(self, request_id: str) -> None:
         """No ticket is needed for a request any more, but that of its load, if it has one."""
         pending = self._asks.pop(request_id, None)
-        load = None if pending is None else self._sources.drop_ask(pending)
-        if load is not None and load is not self._loads.get(request_id):
+        if pending is not None:
+            self._unwant(pending, self._loads.get(request_id))
+
+    def _unwant(self, pending: PendingTicket, own: Load | None = None) -> None:
+        """A ticket is given back as soon as it has come, unless it is that of ``own``."""
+        load = self._sources.drop_ask(pending)
+        if load is not None and load is not own:
             self._tickets.retire(load.ticket)
             self._sources.release(load)
 
@@ -420,22 +426,31 @@ class PullScheduler(SchedulerConnector):
         self._server.note_error("ticket", f"request {request_id}: {type(error).__name__}: {error}")
 
     def on_rejected_request(self, request: RequestView) -> None:
-        """Gives back the lease of a request that the engine's front refused: of what it brought
-        only ``kv_transfer_params`` are known, and no other method will hear of it.
+        """Gives back the lease of a request that the engine's front refused, also one that has to
+        be asked for: of what it brought only ``kv_transfer_params`` are known, and no other method
+        will hear of it.
 
         A ticket that is refused is left alone: its lease is another request's, or will expire.
         """
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_prefill"):
             return
+        text, asked = params.get("ticket"), None
         try:
-            ticket = self._tickets.accept_rejected(params.get("ticket"), request.request_id)
+            if text is None and "transfer" in params:
+                asked = self._tickets.accept_transfer(params["transfer"])
+            else:
+                ticket = self._tickets.accept_rejected(text, request.request_id)
         except TicketError:
             return
         self._sources.stepped()
         record = self._records.begin(request, loads=True)
-        self._note_load(self._sources.add(record, ticket))
-        self._give_back(request.request_id)
+        if asked is None:
+            self._note_load(self._sources.add(record, ticket))
+            self._give_back(request.request_id)
+        else:
+            with contextlib.suppress(TicketExpiredError):  # another request has brought it
+                self._unwant(self._sources.ask(record, asked, self._tickets))
         self._records.end(record, "refused by the engine's front")
 
     def get_num_new_matched_tokens(
