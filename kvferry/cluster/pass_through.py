@@ -196,6 +196,8 @@ class PassThrough:
         drawing = asyncio.create_task(
             decode.forward(request.path, body, request.engine_request_id, request.span)
         )
+        # A chat's first event says nothing but whose turn it is.
+        events = 2 if request.path.endswith("/chat/completions") else 1
         asked = prefill
         try:
             with request.lending(params):
@@ -204,10 +206,7 @@ class PassThrough:
                     await computing
                 asked = decode
                 forwarded = await drawing
-                # A chat's first event says nothing but whose turn it is.
-                if await forwarded.has_failed(
-                    2 if request.path.endswith("/chat/completions") else 1
-                ):
+                if await forwarded.has_failed(events):
                     raise StartAgainError
                 if forwarded.status != 200:
                     raise _RefusedError(forwarded.status, await forwarded.read())
