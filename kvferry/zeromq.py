@@ -40,6 +40,10 @@ KEEPALIVE = (
 """Options of a plain TCP socket, with which the kernel notices in 12 s that the other host is gone,
 while one that is only slow keeps its connection: its kernel answers."""
 
+BACKLOG = 4096
+"""Connections that wait to be taken, as far as the system allows: of engines that all come back at
+once, which the kernel would else have try again a second later, or three."""
+
 Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
@@ -174,6 +178,7 @@ def listen(socket: Socket, host: str, port: int, key: str) -> int:
         HostError: the address is not of this machine, or the port needs privileges.
     """
     socket.setsockopt(zmq.IPV6, ":" in host)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     with listen_errors(host, port, key):
         socket.bind(tcp_address(host, port or "*"))
     last = socket.getsockopt(zmq.LAST_ENDPOINT)

@@ -24,7 +24,7 @@ from kvferry.layouts.tiles import RUN_DTYPE, TILE_DTYPE, Runs, Tiles, as_rows
 from kvferry.lifetimes import Closing
 from kvferry.transports import tcp_kernels as kernels
 from kvferry.transports.wire_messages import HEADER, MESSAGE, encode
-from kvferry.zeromq import KEEPALIVE, error_of, join_address, listen_errors
+from kvferry.zeromq import BACKLOG, KEEPALIVE, error_of, join_address, listen_errors
 
 READABLE, WRITABLE = select.POLLIN, select.POLLIN | select.POLLOUT
 """What to watch a connection for: what comes; also, until what is queued can be sent."""
@@ -52,7 +52,7 @@ def listen(host: str, port: int) -> socket.socket:
         with listen_errors(host, port, "port"):
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("" if host == "*" else host, port))
-            listener.listen(1024)
+            listener.listen(BACKLOG)
     except KVFerryError:
         listener.close()
         raise

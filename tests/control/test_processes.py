@@ -1,7 +1,10 @@
 """A source in a process of its own: killed, or stopped for longer than its leases last."""
 
+import contextlib
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 
@@ -101,3 +104,21 @@ def test_a_source_that_is_killed_is_lost_at_once(source, describe):
         process.wait()
         with pytest.raises(PeerLostError):
             client.renew(address, "p1", {"lease": b""}).result(WAIT)
+
+
+def test_engines_that_all_come_back_at_once_are_not_told_to_try_again(source):
+    """The kernel takes their connections while the source has no time; else they would wait for a
+    second, or three.
+    """
+    process, address, _ = source
+    host, port = address.split(":")
+    os.kill(process.pid, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        connecting = select.poll()
+        for _ in range(400):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex((host, int(port)))
+            connecting.register(one, select.POLLOUT)
+        assert len(connecting.poll(500)) == 400
+    os.kill(process.pid, signal.SIGCONT)
