@@ -673,11 +673,8 @@ class Engine:
 
 
 async def _let_end(work: asyncio.Task[Any]) -> None:
-    try:
-        await asyncio.wait((work,), timeout=_REST_S)
-    finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
+    with contextlib.suppress(Exception):  # whatever it is, nobody waits for it
+        await asyncio.wait_for(work, _REST_S)
 
 
 def _said_error(content: bytes) -> _Error | None:

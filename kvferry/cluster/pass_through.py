@@ -34,12 +34,12 @@ from kvferry.cluster.tries import (
     REMOTE_DECODE,
     StartAgainError,
     Tries,
+    begin_transfer,
     by_prefill,
     passes_on,
     pick_pair,
 )
 from kvferry.config import AtOnce
-from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
 
 _ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "prompt_logprobs")
@@ -175,11 +175,12 @@ class PassThrough:
         """The two engines that get a request at once; ``None`` if one follows the other."""
         if self.at_once == "never" or not _has_one_answer(request.body):
             return None
-        if self.at_once == "auto":
-            nbytes = len(msgspec.json.encode(request.body))
-            if nbytes < _BYTES_PER_TOKEN * LEAST_AT_ONCE:
-                return None
-        return await pick_pair(self.prefill, self.decode, request.tried)
+        return await pick_pair(
+            self.prefill,
+            self.decode,
+            request.tried,
+            lambda *_: self.at_once == "always" or _is_long(request.body),
+        )
 
     async def _both(self, request: _BodyRequest, prefill: Engine, decode: Engine) -> Forwarded:
         """The decode engine's answer, where both work at the same time.
@@ -188,11 +189,10 @@ class PassThrough:
             StartAgainError: one of them went away, or failed.
             _RefusedError: one of them refused the request.
         """
-        transfer = Transfer.begin(prefill.control, self.key).text
-        params = {"do_remote_prefill": True, "transfer": transfer}
+        lends, params = begin_transfer(prefill, self.key)
         request.lender = prefill
         body = {**request.body, "kv_transfer_params": params}
-        computing = asyncio.create_task(_computed(request, prefill, transfer=transfer))
+        computing = asyncio.create_task(_computed(request, prefill, lends))
         drawing = asyncio.create_task(
             decode.forward(request.path, body, request.engine_request_id, request.span)
         )
@@ -231,9 +231,11 @@ class PassThrough:
         return await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
 
 
-async def _computed(request: _BodyRequest, engine: Engine, **asks: str) -> dict[str, Any] | None:
+async def _computed(
+    request: _BodyRequest, engine: Engine, lends: Mapping[str, Any] = REMOTE_DECODE
+) -> dict[str, Any] | None:
     """The transfer parameters of the prompt that this engine computes; its token does not count,
-    and may not end the answer. ``asks`` are more of the parameters that it gets.
+    and may not end the answer. ``lends`` are the parameters that it gets.
 
     Raises:
         _RefusedError: it does not.
@@ -246,7 +248,7 @@ async def _computed(request: _BodyRequest, engine: Engine, **asks: str) -> dict[
         body["max_completion_tokens"] = 1
     if "min_tokens" in body:
         body["min_tokens"] = 0
-    body["kv_transfer_params"] = {**REMOTE_DECODE, **asks}
+    body["kv_transfer_params"] = lends
     forwarded = await engine.forward(request.path, body, request.engine_request_id, request.span)
     content = await forwarded.read()
     if forwarded.status != 200:
@@ -263,6 +265,11 @@ def _close(drawn: asyncio.Task[Forwarded]) -> None:
     """Closes an answer that nobody wants any more, if there is one."""
     if not drawn.cancelled() and drawn.exception() is None:
         drawn.result().close()
+
+
+def _is_long(body: Mapping[str, Any]) -> bool:
+    """Whether its prompt may have as many tokens as pay."""
+    return len(msgspec.json.encode(body)) >= _BYTES_PER_TOKEN * LEAST_AT_ONCE
 
 
 def _has_one_answer(body: Mapping[str, Any]) -> bool:

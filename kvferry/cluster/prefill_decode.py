@@ -42,12 +42,12 @@ from kvferry.cluster.tries import (
     REMOTE_DECODE,
     StartAgainError,
     Tries,
+    begin_transfer,
     by_prefill,
     passes_on,
     pick_pair,
 )
 from kvferry.config import AtOnce
-from kvferry.control.tickets import Transfer
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
 
@@ -296,8 +296,8 @@ class PrefillDecode:
             self.prefill,
             self.decode,
             request.tried,
-            (route.prefill, route.decode) if route is not None else (None, None),
             lambda *pair: self.at_once == "always" or _pays_at_once(request, *pair),
+            (route.prefill, route.decode) if route is not None else (None, None),
         )
         if pair is not None and all(engine.is_ours for engine in pair):
             request.determine()
@@ -344,15 +344,14 @@ class PrefillDecode:
             request.give_back(loan)  # the one for which it was is down
             loan = None
         lender = request.lender
-        transfer = Transfer.begin(prefill.control, self.key).text
-        params = {"do_remote_prefill": True, "transfer": transfer}
+        lends, params = begin_transfer(prefill, self.key)
         told: asyncio.Queue[Reply | Exception | None] = asyncio.Queue()
         request.lender = prefill
         fetched = asyncio.Event()
         with request.lending(params) as lent:
             lent.callback(fetched.set)
             works = (
-                self._compute(request, prefill, transfer, told, loan, lender),
+                self._compute(request, prefill, lends, told, loan, lender),
                 _draw(self._decode(request, params, decode), told, lent),
             )
             tasks = [asyncio.create_task(_telling(work, told)) for work in works]
@@ -385,7 +384,7 @@ class PrefillDecode:
         self,
         request: TokenRequest,
         prefill: Engine,
-        transfer: str,
+        lends: Mapping[str, Any],
         told: _Told,
         loan: dict[str, Any] | None,
         lender: Engine | None,
@@ -394,12 +393,11 @@ class PrefillDecode:
         it, or may draw another. A foreign engine's never is: vLLM may leave the prompt's last token
         to the decode engine.
         """
-        asks = {**REMOTE_DECODE, "transfer": transfer}
         with ExitStack() as borrowed:
             if loan is not None and lender is not None:
                 borrowed.enter_context(lender.lending())
             try:
-                reply = await self._computed(request, prefill, asks, loan)
+                reply = await self._computed(request, prefill, lends, loan)
             except BaseException as error:
                 request.give_back(loan, lender)
                 if not isinstance(error, ApiError):

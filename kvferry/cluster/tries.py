@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kvferry.cluster.engines import Engine, EngineDownError
 from kvferry.cluster.members import EnginePool, NoEngineError
+from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
 
 T = TypeVar("T")
@@ -136,8 +137,8 @@ async def pick_pair(
     prefill: EnginePool,
     decode: EnginePool,
     tried: Collection[Engine],
+    pays: Callable[[Engine, Engine], bool],
     chosen: tuple[Engine | None, Engine | None] = (None, None),
-    pays: Callable[[Engine, Engine], bool] = lambda *_: True,
 ) -> tuple[Engine, Engine] | None:
     """The two engines that get a request at once, the chosen ones if they can; ``None`` if one
     follows the other: they do not know how, are one and the same, or it does not pay; or there is
@@ -155,6 +156,15 @@ async def pick_pair(
     picked = await prefill.pick(tried, source), await decode.pick(tried, target)
     # Where all were slow another one may have come back meanwhile, which need not know how.
     return picked if picked == (source, target) else None
+
+
+def begin_transfer(prefill: Engine, key: bytes | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Has the decode engine ask the prefill engine for what it is to load: the parameters of the
+    one that lends, and of the one that loads. ``key`` is the cluster's, which signs them.
+    """
+    transfer = Transfer.begin(prefill.control, key).text
+    lends = {**REMOTE_DECODE, "transfer": transfer}
+    return lends, {"do_remote_prefill": True, "transfer": transfer}
 
 
 def passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:

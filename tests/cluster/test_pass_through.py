@@ -518,28 +518,18 @@ def test_a_prefill_server_that_is_not_needed_is_ended_and_the_answer_does_not_wa
     assert setup.prefill[0].aborted.wait(WAIT_S)
 
 
-def test_a_refusal_of_the_prefill_server_ends_the_decode_servers_wait(at_once):
+@pytest.mark.parametrize(("refusing", "status"), [("prefill", 400), ("decode", 422)])
+def test_a_refusal_of_one_server_is_the_answer_and_ends_the_others_work(at_once, refusing, status):
+    """That of the decode server may be of a field that the prefill server is not told."""
     setup = at_once()
-    setup.prefill[0].status, setup.prefill[0].after = 400, setup.decode[0]
-    setup.decode[0].hang = True
+    servers = setup.prefill + setup.decode
+    one, other = servers if refusing == "prefill" else servers[::-1]
+    one.status, one.after, other.hang = status, other, True
 
     response = setup.post()
 
-    assert (response.status_code, response.json()) == (400, {"error": {"message": "as told"}})
-    assert setup.decode[0].aborted.wait(WAIT_S)
-    until(lambda: setup.prefill[0].taken_back)
-
-
-def test_a_refusal_of_the_decode_server_ends_the_prefill_servers_work(at_once):
-    """It may be of a field that the prefill server is not told."""
-    setup = at_once()
-    setup.decode[0].status, setup.decode[0].after = 422, setup.prefill[0]
-    setup.prefill[0].hang = True
-
-    response = setup.post()
-
-    assert (response.status_code, response.json()) == (422, {"error": {"message": "as told"}})
-    assert setup.prefill[0].aborted.wait(WAIT_S)
+    assert (response.status_code, response.json()) == (status, {"error": {"message": "as told"}})
+    assert other.aborted.wait(WAIT_S)
     until(lambda: setup.prefill[0].taken_back)
     _until_idle(setup.client)
 
