@@ -258,6 +258,8 @@ class Servers:
             asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(10)
             server.should_exit = True
             future.result(10)
+            # Those too that were made meanwhile.
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(10)
             listener.close()
             self._running.remove(entry)
 
