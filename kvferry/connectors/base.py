@@ -33,6 +33,7 @@ import numpy.typing as npt
 from kvferry.config import KVTransferConfig
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.group import GroupGeometry
+from kvferry.topology.heads import HeadDigests
 
 
 class KVConnectorMetadata(msgspec.Struct):
@@ -407,6 +408,12 @@ class WorkerConnector(ABC):
 
         Each is a torch tensor or NumPy array shaped ``geometry.cache_shape(rank, num_blocks)``;
         its strides and address are taken as they are.
+        """
+
+    def set_head_digests(self, heads: HeadDigests) -> None:
+        """Digests of the weights behind the rank's KV heads, by which two engines prove that they
+        mean the same heads. Called before :meth:`handshake_metadata`, by engines that have weights.
+        Default: nothing.
         """
 
     def handshake_metadata(self) -> bytes:

@@ -15,6 +15,7 @@ caller has given it up, and nothing reconnects in the background.
 """
 
 import itertools
+import logging
 import math
 import select
 import threading
@@ -29,7 +30,7 @@ from msgspec.structs import replace
 
 from kvferry.control.asks import ask_proof
 from kvferry.control.connection import Call, Connection, Ended, News, expect, finish_answers
-from kvferry.control.handshake import compare, validate
+from kvferry.control.handshake import compare, unproved_heads, validate
 from kvferry.control.links import Network, ZmqNetwork
 from kvferry.control.messages import (
     Ask,
@@ -68,6 +69,8 @@ from kvferry.lifetimes import Closing
 from kvferry.mailbox import Mailbox
 from kvferry.topology.description import EngineDescription
 from kvferry.zeromq import is_address, join_address, split_address
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -158,6 +161,8 @@ class ControlClient(Closing):
             mismatches = compare(theirs, description)  # we read
             if mismatches:
                 raise IncompatibleError(theirs.engine_id, mismatches)
+            for unproved in unproved_heads(theirs, description):
+                logger.warning("%s", unproved)
             if self._peers is not None:
                 self._peers.admit(theirs, asked=True)
             return theirs

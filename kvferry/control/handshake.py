@@ -19,6 +19,7 @@ from kvferry.topology.description import (
     RankDescription,
 )
 from kvferry.topology.group import GroupGeometry
+from kvferry.topology.heads import ComparedHeads, compare_heads
 from kvferry.topology.pairing import group_mismatches, repeated_layers
 from kvferry.topology.sharding import ranges_text
 from kvferry.topology.states import StateGeometry
@@ -39,6 +40,8 @@ MAX_NAME_CHARS = 256
 """Characters of the longest engine id or incarnation."""
 MAX_ERROR_CHARS = 1000
 """Characters of the longest error that a description can cause."""
+MAX_WRONG_PAIRS = 8
+"""Pairs of ranks that are named where their heads differ."""
 MAX_BYTES = 1 << 60
 """Bytes of the largest region, offset or stride; sums of them stay inside 64 bits."""
 
@@ -86,11 +89,26 @@ def compare(source: EngineDescription, target: EngineDescription) -> list[str]:
         source: the valid description of the engine that is read from.
         target: that of the engine that reads.
     """
+    groups = _compare_groups(source, target)
     return [
         *_compare_engines(source, target),
         *_compare_models(source, target),
-        *_compare_groups(source, target),
+        *groups,
+        *([] if groups else _compare_heads(source, target)),  # heads of groups that match
         *_compare_transports(source, target),
+    ]
+
+
+def unproved_heads(source: EngineDescription, target: EngineDescription) -> list[str]:
+    """Which ranks of two engines that fit move KV heads that no digest has proved, and why.
+
+    A sentence per reason; empty where every pair of ranks shares a layer that both digested.
+    """
+    return [
+        f"KV heads of {len(pairs)} pairs of ranks between engines {source.engine_id!r} and "
+        f"{target.engine_id!r} are not proved by their weights (ranks {pairs[0][0]} and "
+        f"{pairs[0][1]}, for one): {reason}"
+        for reason, pairs in _heads(source, target).unproved.items()
     ]
 
 
@@ -201,6 +219,11 @@ def _check_rank(rank: RankDescription, number: int, geometries: Sequence[GroupGe
         )
     for group, (memory, geometry) in enumerate(zip(rank.memory, geometries, strict=True)):
         _check_memory(memory, geometry, number, f"{where}: group {group}")
+    if rank.heads is not None:
+        try:
+            rank.heads.check(geometries, number)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
 
 def _check_memory(memory: RankMemory, geometry: GroupGeometry, rank: int, where: str) -> None:
@@ -334,6 +357,32 @@ def _compare_groups(source: EngineDescription, target: EngineDescription) -> lis
         names=(f"engine {source.engine_id!r}", f"engine {target.engine_id!r}"),
         convert=target.convert_dtype,
     )
+
+
+def _heads(source: EngineDescription, target: EngineDescription) -> ComparedHeads:
+    return compare_heads(
+        source.geometries,
+        [rank.heads for rank in source.ranks],
+        target.geometries,
+        [rank.heads for rank in target.ranks],
+        target.engine_id,
+    )
+
+
+def _compare_heads(source: EngineDescription, target: EngineDescription) -> Iterator[str]:
+    if not all(any(rank.heads for rank in each.ranks) for each in (source, target)):
+        return  # nothing to compare with
+    found = _heads(source, target).wrong
+    for (ours, theirs), heads in list(found.items())[:MAX_WRONG_PAIRS]:
+        head, layers = next(iter(heads.items()))
+        yield (
+            f"KV heads: rank {ours} of engine {source.engine_id!r} and rank {theirs} of engine "
+            f"{target.engine_id!r} both have a head {head} in layers {ranges_text(layers)}, but "
+            "its weights differ: one of them counts its heads wrongly; report it, with the model "
+            "and the tensor parallel sizes of both"
+        )
+    if len(found) > MAX_WRONG_PAIRS:
+        yield f"KV heads: {len(found) - MAX_WRONG_PAIRS} more pairs of ranks differ in this way"
 
 
 def common_transports(ours: EngineDescription, theirs: EngineDescription) -> set[str]:

@@ -30,6 +30,8 @@ from kvferry.engine.communicator import Communicator
 from kvferry.engine.model_config import DecoderConfig, DeepseekConfig, LlamaConfig, RopeParameters
 from kvferry.engine.shard import ModelShard, PagedKVCache, WeightReader, scaled, split_range
 from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of, probed_columns
+from kvferry.topology.tensors import dtype_name
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -126,6 +128,13 @@ class GroupedQueryAttention:
         k_BNHD, v_BNHD = cache
         return F.linear(attend(q_THD, (k_BNHD, v_BNHD), batch).view(count, -1), self._o)
 
+    def digest_heads(self) -> tuple[str, bytes]:
+        """Form and digests of the rows that make K and V of this rank's heads."""
+        form = form_of(dtype_name(self._kv.dtype))
+        columns = self._kv[:, torch.from_numpy(probed_columns(self._kv.shape[1]))].float()
+        k_HDC, v_HDC = columns.view(2, -1, self._size, columns.shape[1]).numpy()
+        return form, digest_heads(k_HDC, v_HDC, form)
+
 
 #: transformers and vLLM take RMSNorm's default here, whatever the config says of the other norms.
 _LATENT_EPS = 1e-6
@@ -190,6 +199,10 @@ class LatentAttention:
         found_THC = attend(q_THC, parts, batch, scale=config.qk_head_dim**-0.5)
         out_THD = torch.einsum("thc,hdc->thd", found_THC, self._v_HDC)
         return F.linear(out_THD.reshape(count, -1), self._o)
+
+    def digest_heads(self) -> tuple[str, bytes]:
+        """Why there are no digests: every rank holds the whole latent."""
+        return LATENT, b""
 
     def _queries(self, normed_TM: torch.Tensor) -> torch.Tensor:
         if self._q_a is None or self._q_norm is None:
@@ -308,6 +321,12 @@ class DecoderModel:
             self._communicator.send(hidden_TM)
             return None
         return self._logits(hidden_TM, batch)
+
+    def head_digests(self) -> HeadDigests:
+        """Digests of the weights behind this rank's KV heads, for the handshake."""
+        return HeadDigests.of(
+            {layer: share.attention.digest_heads() for layer, share in self._layers.items()}
+        )
 
     def _mlp(self, share: DecoderLayer, hidden_TM: torch.Tensor) -> torch.Tensor:
         """This rank's summand of a layer's MLP, ``[T, M]``."""

@@ -124,6 +124,7 @@ class Worker:
             )
             if self._connector is not None:
                 self._connector.register_kv_caches(self.cache.tensors)
+                self._connector.set_head_digests(self.model.head_digests())
             self._opened = opened.pop_all()
 
     def _allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:

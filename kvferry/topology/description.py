@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
+from kvferry.topology.heads import HeadDigests
 from kvferry.topology.states import StateGeometry
 from kvferry.topology.tensors import RankMemory
 
@@ -93,6 +94,9 @@ class RankDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Whether some transport serves copies of lent blocks, which are made when they are lent."""
     host: str = ""
     """Equal for ranks on one host, whose shared memory they have in common; empty if not told."""
+    heads: HeadDigests | None = None
+    """Digests of the weights behind the rank's KV heads; ``None`` from an engine that has no
+    weights to digest, and from releases before."""
 
 
 class EngineDescription(msgspec.Struct, frozen=True, kw_only=True):

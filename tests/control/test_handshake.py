@@ -12,6 +12,7 @@ from kvferry.control.handshake import (
     MAX_REGIONS,
     MAX_TENSORS,
     compare,
+    unproved_heads,
     validate,
 )
 from kvferry.decoding import decode
@@ -25,6 +26,7 @@ from kvferry.topology.description import (
 )
 from kvferry.topology.geometry import EngineGeometry
 from kvferry.topology.group import GroupGeometry
+from kvferry.topology.heads import HeadDigests
 from kvferry.topology.pairing import pair_groups
 from kvferry.topology.sharding import ParallelShape
 from kvferry.topology.states import StateGeometry, state_part
@@ -666,3 +668,67 @@ def test_names_that_would_write_on_a_terminal_are_refused(describe, fingerprint,
     with pytest.raises(ProtocolError, match="characters that do not print") as refused:
         validate(describe(**names))
     assert str(refused.value).isprintable()
+
+
+# ---- KV heads, by their weights ----------------------------------------------------------------
+
+
+def with_heads(description, told):
+    """A description whose ranks tell of their heads: rank → layer → what is told."""
+    ranks = tuple(
+        replace(rank, heads=HeadDigests.of(told(rank.rank))) for rank in description.ranks
+    )
+    return replace(description, ranks=ranks)
+
+
+def one_head_per_rank(heads):
+    """What the ranks of three heads with TP 3 tell of six layers: the heads in this order."""
+    return lambda rank: dict.fromkeys(range(6), ("bfloat16", f"-head {heads[rank]}-".encode()))
+
+
+def all_heads(rank):
+    return dict.fromkeys(range(6), ("bfloat16", b"-head 0--head 1--head 2-"))
+
+
+def test_heads_with_equal_weights_fit(describe):
+    source = with_heads(describe("p", tp=3), one_head_per_rank([0, 1, 2]))
+    target = with_heads(describe("d"), all_heads)
+    for description in (source, target):
+        validate(description)
+    assert compare(source, target) == compare(target, source) == []
+    assert unproved_heads(source, target) == []
+
+
+def test_heads_with_other_weights_are_refused_with_both_ranks_and_the_layers(describe):
+    source = with_heads(describe("p", tp=3), one_head_per_rank([0, 2, 1]))
+    target = with_heads(describe("d"), all_heads)
+    assert [message.partition(",")[0] for message in compare(source, target)] == [
+        "KV heads: rank 1 of engine 'p' and rank 0 of engine 'd' both have a head 1 in layers 0-5",
+        "KV heads: rank 2 of engine 'p' and rank 0 of engine 'd' both have a head 2 in layers 0-5",
+    ]
+
+
+def test_many_pairs_with_wrong_heads_are_counted_and_not_all_named(describe):
+    source = with_heads(describe("p", tp=3), one_head_per_rank([1, 2, 0]))
+    wrong = lambda rank: dict.fromkeys(range(6), ("bfloat16", b"-other -"))  # noqa: E731
+    target = with_heads(describe("d", tp=12), wrong)
+    messages = compare(source, target)
+    assert len(messages) == 9
+    assert messages[-1] == "KV heads: 4 more pairs of ranks differ in this way"
+
+
+def test_heads_that_nobody_proved_are_named_with_the_reason(describe):
+    source = describe("p", tp=3)
+    target = with_heads(describe("d"), all_heads)
+    assert compare(source, target) == []
+    (message,) = unproved_heads(source, target)
+    assert message == (
+        "KV heads of 3 pairs of ranks between engines 'p' and 'd' are not proved by their weights "
+        "(ranks 0 and 0, for one): an engine, or a release, that digests no weights"
+    )
+
+
+def test_digests_of_layers_that_a_rank_does_not_hold_are_refused(describe):
+    told = with_heads(describe("p"), lambda rank: {7: ("bfloat16", b"x" * 8)})
+    with pytest.raises(ProtocolError, match="rank 0: heads: layers 7 are told of, the rank holds"):
+        validate(told)

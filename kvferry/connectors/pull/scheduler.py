@@ -43,6 +43,8 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
+from kvferry.topology.heads import LATENT, HeadDigests
+from kvferry.topology.sharding import ranges_text
 from kvferry.zeromq import is_everywhere, is_loopback, split_address
 
 logger = logging.getLogger(__name__)
@@ -170,6 +172,7 @@ class PullScheduler(SchedulerConnector):
         """Completes this engine's description: from now on it answers and makes handshakes."""
         config = self._context.config
         ranks = tuple(_ranks.decode(handshake) for handshake in handshakes)
+        _log_heads(ranks)
         self._lender.mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
         self._describe(
             EngineDescription(
@@ -191,7 +194,12 @@ class PullScheduler(SchedulerConnector):
 
     # ---- weights that change ------------------------------------------------------------------
 
-    def set_weights(self, digest: str, outdated: Iterable[str] | None) -> None:
+    def set_weights(
+        self,
+        digest: str,
+        outdated: Iterable[str] | None,
+        heads: Sequence[HeadDigests | None] | None = None,
+    ) -> None:
         """The engine has other weights now: KV of the older ones is neither lent nor loaded.
 
         Leases end, and loads under way fail. To be called between two steps.
@@ -200,6 +208,8 @@ class PullScheduler(SchedulerConnector):
             digest: of the weights.
             outdated: ids of the requests with KV of the older ones; ``None`` where that will never
                 be known again, so that nothing more is lent.
+            heads: what each rank tells of its KV heads with these weights; ``None`` where that is
+                not known.
         """
         assert self._description is not None  # requests come after the ranks
         model = self._description.model
@@ -217,7 +227,10 @@ class PullScheduler(SchedulerConnector):
             if request_id not in self._loads:
                 self._refuse_ask(pending, error)
         model = replace(model, weights_digest=digest)
-        self._describe(replace(self._description, model=model))
+        ranks = self._description.ranks
+        told = [None] * len(ranks) if heads is None else heads
+        ranks = tuple(replace(rank, heads=each) for rank, each in zip(ranks, told, strict=True))
+        self._describe(replace(self._description, model=model, ranks=ranks))
 
     def is_loading(self, request_id: str) -> bool:
         """Whether the ranks read for a request."""
@@ -928,6 +941,26 @@ def _check_reach(extra: PullConfig, *, is_producer: bool) -> None:
             "do not reach this one; set host to an address at which they do",
             extra.host,
             ", ".join(away),
+        )
+
+
+def _log_heads(ranks: Sequence[RankDescription]) -> None:
+    """Says once which KV heads the digests of their weights will not prove, and why."""
+    untold: dict[str, set[int]] = {}
+    alike: set[int] = set()
+    for rank in ranks:
+        if rank.heads is not None:
+            alike.update(rank.heads.alike())
+            for reason, layers in rank.heads.untold.items():
+                untold.setdefault(reason, set()).update(layers)
+    for reason, found in untold.items():
+        log = logger.info if reason == LATENT else logger.warning
+        log("KV heads of layers %s are not proved: %s", ranges_text(sorted(found)), reason)
+    if alike:
+        logger.warning(
+            "KV heads of layers %s: two of a rank's heads have equal weights, so that digests do "
+            "not tell these heads apart",
+            ranges_text(sorted(alike)),
         )
 
 

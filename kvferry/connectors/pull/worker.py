@@ -36,6 +36,7 @@ from kvferry.layouts.device import CopyStream
 from kvferry.layouts.digest import warm as warm_digest
 from kvferry.topology import GroupGeometry
 from kvferry.topology.description import RankDescription
+from kvferry.topology.heads import HeadDigests
 from kvferry.topology.memory import locate_memory
 from kvferry.topology.tensors import RankMemory
 from kvferry.transports.base import DeviceTransport, Transport, TransportOptions
@@ -88,6 +89,7 @@ class PullWorker(WorkerConnector):
         self._client = client
         self._regions = RankRegions(transports)
         self._registered: _Cache | None = None
+        self._heads: HeadDigests | None = None
         self._reported = StagingNumbers()
         self._records: list[TransferRecord] = []
         self._released: set[str] = set()
@@ -230,6 +232,10 @@ class PullWorker(WorkerConnector):
         assert self._registered is not None  # the engine registers its caches first
         return self._registered
 
+    def set_head_digests(self, heads: HeadDigests) -> None:
+        """See :meth:`WorkerConnector.set_head_digests`."""
+        self._heads = heads
+
     def handshake_metadata(self) -> bytes:
         """The rank's description, for the handshake."""
         endpoints = {name: transport.endpoint() for name, transport in self._transports.items()}
@@ -239,6 +245,7 @@ class PullWorker(WorkerConnector):
             memory=self._cache.target.memory,
             mirrored=self._cache.mirror is not None,
             host=host_digest(),
+            heads=self._heads,
         )
         return msgspec.msgpack.encode(description)
 

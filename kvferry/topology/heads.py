@@ -1,0 +1,322 @@
+"""Digests of the weights behind each KV head: the proof that two ranks mean the same head.
+
+Geometries say which heads a rank holds, and plans rest on that. Whoever made a geometry may be
+wrong: a head that counts as a replica of its neighbour is read from the wrong rank, and every token
+after that is wrong while every shape fits. So each rank digests the rows of its own weights that
+make K and V of each head, and the handshake compares the digests of every pair of ranks that moves
+cells. Weights are digested, since they are known before the first request and do not depend on a
+prompt.
+
+A rank may hold its weights in a kernel's own form, and two ranks may hold them in different forms.
+So a digest covers a few columns of a head's rows (:func:`probed_columns`), which any kernel answers
+exactly when it is given unit vectors, and the values are brought to a common form before they are
+digested (:func:`form_of`).
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from kvferry.topology.geometry import EngineGeometry
+from kvferry.topology.group import GroupGeometry
+from kvferry.topology.lowering import Piece
+from kvferry.topology.pairing import pair_groups
+from kvferry.topology.plan import plan_transfer
+from kvferry.topology.sharding import ranges_text
+
+DIGEST_BYTES = 8
+"""Bytes of the digest of one head of one layer."""
+NUM_COLUMNS = 8
+"""Columns of a head's rows that are digested."""
+MAX_LAYERS = 4096
+"""Layers of which one rank may tell anything."""
+MAX_REASONS = 16
+"""Different reasons for which layers of one rank may be without digests."""
+
+LATENT = "a latent has no heads to tell apart"
+"""Why a layer of MLA has no digest; such a layer needs none."""
+
+_NOTHING = ("an engine, or a release, that digests no weights", b"")
+"""What a rank tells of a layer that does not tell of its heads at all."""
+
+Layers: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=MAX_LAYERS)]
+
+
+class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of the weights that make K and V of each KV head that one rank holds.
+
+    Every attention layer of the rank is in one of the two: it is digested, or a reason is given.
+    """
+
+    digests: Annotated[
+        dict[str, Annotated[dict[int, bytes], Meta(max_length=MAX_LAYERS)]],
+        Meta(max_length=MAX_REASONS),
+    ]
+    """Form of the weights → the model's index of a layer → the digests of the rank's heads of that
+    layer, :data:`DIGEST_BYTES` each, in the order of the heads."""
+    untold: Annotated[dict[str, Layers], Meta(max_length=MAX_REASONS)] = {}
+    """Reason → the layers that have no digests for that reason."""
+
+    @classmethod
+    def of(cls, told: Mapping[int, tuple[str, bytes]]) -> "HeadDigests":
+        """What a rank tells of each layer; see :meth:`told`."""
+        digests: dict[str, dict[int, bytes]] = {}
+        untold: dict[str, tuple[int, ...]] = {}
+        for layer, (text, found) in sorted(told.items()):
+            if found:
+                digests.setdefault(text, {})[layer] = found
+            else:
+                untold[text] = (*untold.get(text, ()), layer)
+        return cls(digests=digests, untold=untold)
+
+    def told(self) -> dict[int, tuple[str, bytes]]:
+        """Layer → the form of its weights and its digests; or the reason, and no digests."""
+        found = {
+            layer: (form, digests)
+            for form, layers in self.digests.items()
+            for layer, digests in layers.items()
+        }
+        return found | {
+            layer: (reason, b"") for reason, layers in self.untold.items() for layer in layers
+        }
+
+    def alike(self) -> tuple[int, ...]:
+        """Layers in which two of the rank's heads have equal weights, so that the digests do not
+        tell these heads apart. Checkpoints with copied or pruned heads exist.
+        """
+        return tuple(
+            layer
+            for layers in self.digests.values()
+            for layer, digests in sorted(layers.items())
+            if len(set(split_digests(digests))) * DIGEST_BYTES < len(digests)
+        )
+
+    def check(self, groups: Sequence[GroupGeometry], rank: int) -> None:
+        """Checks that every attention layer of a rank is told of, once, with one digest per head.
+
+        Args:
+            groups: the geometries of the engine's groups.
+            rank: the rank that tells.
+
+        Raises:
+            ValueError: the message names the layer, what is told and what is expected.
+        """
+        held = {
+            layer: len(group.heads(rank))
+            for group in attention_of(groups)
+            for layer in group.layers(rank)
+        }
+        told: dict[int, int | None] = {}
+        for layers in self.digests.values():
+            for layer, digests in layers.items():
+                if layer in told:
+                    raise ValueError(f"heads: layer {layer} is told of twice; tell of it once")
+                told[layer] = len(digests)
+        for reason, untold in self.untold.items():
+            if not reason or not reason.isprintable():
+                raise ValueError(f"heads: untold: {reason[:80]!r} is no text that can be printed")
+            told |= dict.fromkeys(untold, None)
+        if told.keys() != held.keys():
+            raise ValueError(
+                f"heads: layers {ranges_text(sorted(told)) or 'none'} are told of, the rank holds "
+                f"{ranges_text(sorted(held)) or 'none'}; give each layer digests or a reason"
+            )
+        for layer, size in told.items():
+            if size is not None and size != held[layer] * DIGEST_BYTES:
+                raise ValueError(
+                    f"heads: layer {layer}: {size} bytes of digests, expected {DIGEST_BYTES} for "
+                    f"each of its {held[layer]} heads"
+                )
+
+
+def attention_of(groups: Sequence[GroupGeometry]) -> Iterator[EngineGeometry]:
+    """The groups that have KV heads; those of recurrent layers have none."""
+    return (group for group in groups if isinstance(group, EngineGeometry))
+
+
+def split_digests(digests: bytes) -> list[bytes]:
+    """The digests of a layer's heads, one by one.
+
+    >>> split_digests(b"-head 0--head 1-")
+    [b'-head 0-', b'-head 1-']
+    """
+    return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+
+
+# ---- digests of weights ------------------------------------------------------------------------
+
+
+def probed_columns(width: int) -> npt.NDArray[np.int64]:
+    """The columns of a projection's weights that are digested: few, and spread over all of them.
+
+    >>> probed_columns(576).tolist()
+    [0, 72, 144, 216, 288, 360, 432, 504]
+
+    Args:
+        width: columns of the weights, which is the size of the hidden state.
+    """
+    return np.unique(np.arange(NUM_COLUMNS) * width // NUM_COLUMNS)
+
+
+def form_of(dtype: str) -> str:
+    """The dtype to which weights are rounded before they are digested.
+
+    An engine that computes in float32 and one that computes in bfloat16 hold the same checkpoint
+    in two ways that are equal once both are rounded to bfloat16.
+
+    >>> form_of("float32"), form_of("bfloat16"), form_of("float16")
+    ('bfloat16', 'bfloat16', 'float16')
+
+    Args:
+        dtype: of the weights that are loaded, without ``torch.``.
+
+    Raises:
+        ValueError: weights of that dtype are not digested.
+    """
+    if dtype in ("float64", "float32", "bfloat16"):
+        return "bfloat16"
+    if dtype == "float16":
+        return dtype
+    raise ValueError(f"dtype: {dtype!r} is none of float64, float32, bfloat16 and float16")
+
+
+def digest_heads(
+    k_HDC: npt.NDArray[np.float32], v_HDC: npt.NDArray[np.float32], form: str
+) -> bytes:
+    """The digests of a layer's heads on one rank, in the order of the heads.
+
+    >>> rows = np.arange(2 * 4 * 8, dtype=np.float32).reshape(2, 4, 8)
+    >>> one, two = split_digests(digest_heads(rows, rows, "bfloat16"))
+    >>> one == digest_heads(rows[:1], rows[:1], "bfloat16"), one == two
+    (True, False)
+
+    Args:
+        k_HDC: float32 ``[heads, head size, columns]``: the probed columns of the rows that make K,
+            exactly as they are loaded.
+        v_HDC: the rows that make V, ``[heads, head size of V, columns]``.
+        form: see :func:`form_of`.
+    """
+    return b"".join(
+        hashlib.blake2b(
+            _bits(k_DC, form).tobytes() + _bits(v_DC, form).tobytes(), digest_size=DIGEST_BYTES
+        ).digest()
+        for k_DC, v_DC in zip(k_HDC, v_HDC, strict=True)
+    )
+
+
+def _bits(values: npt.NDArray[np.float32], form: str) -> npt.NDArray[np.uint16]:
+    """The values in a form of two bytes, as little-endian integers."""
+    values = np.ascontiguousarray(values, np.float32) + np.float32(0)  # -0.0 becomes 0.0
+    if form == "float16":
+        return values.astype("<f2").view("<u2")
+    bits = values.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # ties to even
+    return (rounded >> np.uint32(16)).astype("<u2")
+
+
+# ---- two engines -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedHeads:
+    """What the digests of two engines say of the pairs of ranks that move cells."""
+
+    wrong: Mapping[tuple[int, int], Mapping[int, tuple[int, ...]]]
+    """(source rank, target rank) → a head of the model → the layers in which the two ranks do not
+    hold the same head under that number."""
+    unproved: Mapping[str, tuple[tuple[int, int], ...]]
+    """Reason → the pairs of ranks that share no layer with digests on both sides. Pairs that move
+    latents only are not named: these have no heads to tell apart."""
+
+
+def compare_heads(
+    sources: Sequence[GroupGeometry],
+    source_heads: Sequence[HeadDigests | None],
+    targets: Sequence[GroupGeometry],
+    target_heads: Sequence[HeadDigests | None],
+    target_engine_id: str = "",
+) -> ComparedHeads:
+    """Compares the digests of every head that moves, on the rank that gives it and on the other.
+
+    Args:
+        sources: the groups of the engine that is read from.
+        source_heads: what each of its ranks tells; ``None`` for a rank that tells nothing.
+        targets: the groups of the engine that reads.
+        target_heads: what each of its ranks tells.
+        target_engine_id: decides the choice among replicas, as in
+            :func:`~kvferry.topology.plan.plan_transfer`.
+
+    Raises:
+        ValueError: the groups can never match.
+    """
+    wrong: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+    proved: set[tuple[int, int]] = set()
+    reasons: dict[tuple[int, int], str] = {}
+    ours, theirs = (
+        [{} if rank is None else rank.told() for rank in heads]
+        for heads in (source_heads, target_heads)
+    )
+    for source, target, target_rank, piece in _moves(sources, targets, target_engine_id):
+        ranks = piece.source_rank, target_rank
+        one = ours[ranks[0]].get(piece.layer, _NOTHING)
+        two = theirs[ranks[1]].get(piece.layer, _NOTHING)
+        if one[0] != two[0] or not (one[1] and two[1]):
+            reasons.setdefault(ranks, _why_unproved(one, two))
+            continue
+        proved.add(ranks)
+        first = source.heads(ranks[0]).start, target.heads(ranks[1]).start
+        for head in piece.heads:
+            digest = _digest_at(one[1], head - first[0])
+            if not digest or digest != _digest_at(two[1], head - first[1]):
+                wrong[ranks][head].add(piece.layer)
+    unproved: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for ranks, reason in reasons.items():
+        if ranks not in proved:
+            unproved[reason].append(ranks)
+    return ComparedHeads(
+        {
+            ranks: {head: tuple(sorted(layers)) for head, layers in heads.items()}
+            for ranks, heads in wrong.items()
+        },
+        {reason: tuple(pairs) for reason, pairs in unproved.items()},
+    )
+
+
+def _moves(
+    sources: Sequence[GroupGeometry], targets: Sequence[GroupGeometry], target_engine_id: str
+) -> Iterator[tuple[EngineGeometry, EngineGeometry, int, Piece]]:
+    """Every piece of every plan that moves KV heads, with both groups and the target rank."""
+    for pair in pair_groups(sources, targets, convert=True):
+        source, target = sources[pair.source_group], targets[pair.target_group]
+        if not (isinstance(source, EngineGeometry) and isinstance(target, EngineGeometry)):
+            continue
+        for target_rank in range(0 if target.use_mla else target.world_size):
+            plan = plan_transfer(
+                source=source,
+                target=target,
+                target_rank=target_rank,
+                target_engine_id=target_engine_id,
+                layers=pair.layers,
+                convert=True,
+            )
+            for piece in plan.pieces:
+                yield source, target, target_rank, piece
+
+
+def _why_unproved(one: tuple[str, bytes], two: tuple[str, bytes]) -> str:
+    """Why what two ranks tell of a layer cannot be compared."""
+    if one[1] and two[1]:
+        return f"digests of weights in {one[0]} and in {two[0]} cannot be compared"
+    return two[0] if one[1] else one[0]
+
+
+def _digest_at(digests: bytes, place: int) -> bytes:
+    """The digest of the head at a place of a rank's heads; empty if the rank has no such head."""
+    return digests[place * DIGEST_BYTES :][:DIGEST_BYTES] if place >= 0 else b""
