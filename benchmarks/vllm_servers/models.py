@@ -10,7 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.vllm_servers.recurrent import VOCABULARY, write_falcon_h1, write_qwen3_next
+from benchmarks.vllm_servers.checkpoints import (
+    VOCABULARY,
+    write_falcon_h1,
+    write_gemma4,
+    write_qwen3_next,
+)
 from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig, TinyLatent
 
@@ -92,7 +97,7 @@ def delta_net_model() -> Model:
 
     Its tokens may differ where requests are batched otherwise, as those of any model in bfloat16.
     """
-    return _recurrent_model("gdn", write_qwen3_next, ("--dtype", "bfloat16"))
+    return _drawn_model("gdn", write_qwen3_next, ("--dtype", "bfloat16"))
 
 
 @functools.cache
@@ -102,13 +107,21 @@ def mamba2_model() -> Model:
     With a prefix cache vLLM 0.32 asks for states in the midst of a prompt, which its Mamba2 of
     CPUs does not give: the engine ends.
     """
-    return _recurrent_model("mamba2", write_falcon_h1, ("--no-enable-prefix-caching",))
+    return _drawn_model("mamba2", write_falcon_h1, ("--no-enable-prefix-caching",))
 
 
-def _recurrent_model(name: str, write: Callable[[Path], Path], arguments: tuple[str, ...]) -> Model:
+@functools.cache
+def gemma4_model(full_heads: int = 2) -> Model:
+    """A random Gemma 4: 4 KV heads of size 32 in layers with a window, fewer of 64 in others."""
+    write = functools.partial(write_gemma4, full_heads=full_heads)
+    return _drawn_model(f"gemma4-{full_heads}", write, ())
+
+
+def _drawn_model(name: str, write: Callable[[Path], Path], arguments: tuple[str, ...]) -> Model:
     """A model in a folder that lives as long as this process, with the tokenizer of the tiny one.
 
-    vLLM gives such a model blocks of so many tokens that a page of attention has room for a state.
+    To one with recurrent layers vLLM gives blocks of so many tokens that a page of attention has
+    room for a state.
     """
     folder = write(Path(tempfile.mkdtemp(prefix=f"{name}-")) / name)
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)

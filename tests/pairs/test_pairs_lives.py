@@ -1,7 +1,7 @@
 """The lives of requests between two engines: prefix hits, aborts, failures, many at once."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from kvferry.control.leases import LeaseTable
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketError
+from kvferry.topology import geometry
 
 PREFILL = {"tp": 2, "block_size": 8, "layout": "HND"}
 DECODE = {"pp": 2, "block_size": 12, "layout": "NHD"}
@@ -213,3 +214,22 @@ def test_a_decode_engine_with_too_few_blocks_waits_and_serves_all(
     questions = [prompt(60, seed=seed) for seed in range(5)]
     answers = pair.generate(questions, MAX_TOKENS)
     assert [answer.token_ids for answer in answers] == undivided(questions, MAX_TOKENS)
+
+
+def test_a_planner_that_reads_a_head_from_the_wrong_rank_is_refused_by_the_weights(
+    open_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = geometry.split_heads
+
+    def turned(heads: range, tp: int, num_kv_heads: int) -> Iterator[tuple[range, range]]:
+        for some, ranks in right(heads, tp, num_kv_heads):
+            yield some, range(tp - ranks.stop, tp - ranks.start)
+
+    pair = open_pair({**PREFILL, "tp": 3}, DECODE, lease_duration_s=1.0)
+    monkeypatch.setattr(geometry, "split_heads", turned)
+    answer = pair.generate([prompt(60)], MAX_TOKENS)[0]
+    assert answer.finish_reason == "error"
+    assert "KV heads: rank 2 of engine 'p' and rank 0 of engine 'd' both have a head 0" in (
+        answer.error
+    )
+    pair.settle()

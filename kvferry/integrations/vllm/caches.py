@@ -38,7 +38,7 @@ _SERVED = (
 _INDEXER_BLOCK = 128
 """Elements of an indexer's key that share a scale, which is a float32 of :data:`_SCALE_BYTES`."""
 _SCALE_BYTES = 4
-_INDEXER_LAYOUT = "BH(k=ND,v=ND)"
+INDEXER_LAYOUT = "BH(k=ND,v=ND)"
 """Of a block of an indexer: the values of all its tokens, called k, then their scales, called v."""
 _LATENT_BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Bytes of a latent that is packed with its scales into one row."""
@@ -106,14 +106,20 @@ def cache_views(
 
 
 def layer_caches(
-    vllm_config: Any, kv_cache_config: Any, kv_caches: Mapping[str, torch.Tensor]
+    vllm_config: Any,
+    kv_cache_config: Any,
+    kv_caches: Mapping[str, torch.Tensor],
+    projections: Mapping[str, Any],
 ) -> list[LayerCache | StateCache]:
     """The caches of this rank's layers, in the order of vLLM's groups.
+
+    A layer that reads the cache of another one has none of its own, and is left out.
 
     Args:
         vllm_config: the engine's config.
         kv_cache_config: this rank's ``KVCacheConfig``.
         kv_caches: layer name → tensor, logically ``[B, H, N, C]``.
+        projections: see :func:`~kvferry.integrations.vllm.compat.qkv_projections`.
 
     Raises:
         ConfigError: a kind of cache that the adapter does not serve.
@@ -138,7 +144,10 @@ def layer_caches(
             if type(spec).__name__ == "MambaSpec":
                 found.append(state_cache(vllm_config, name, table, spec))
                 continue
-            found.append(_layer_cache(vllm_config, name, table, spec, kv_caches[name], packings))
+            if compat.owner_of_cache(compat.attention_layer(vllm_config, name)) is not None:
+                continue
+            parts = spec, kv_caches[name], projections.get(name)
+            found.append(_layer_cache(vllm_config, name, table, *parts, packings))
     if not found:
         raise ConfigError("KV cache: no layer of this model has a cache that can be transferred")
     return found
@@ -150,6 +159,7 @@ def _layer_cache(
     table: int,
     spec: Any,
     tensor: torch.Tensor,
+    projection: Any,
     packings: dict[tuple[Any, ...], Packing],
 ) -> LayerCache:
     kind = type(spec).__name__
@@ -176,7 +186,9 @@ def _layer_cache(
         name=name,
         table=table,
         split=spec.block_size // block_size,
-        num_kv_heads=1 if is_latent else _num_kv_heads(vllm_config, name, spec.num_kv_heads),
+        num_kv_heads=(
+            1 if is_latent else _num_kv_heads(vllm_config, name, spec.num_kv_heads, projection)
+        ),
         block_size=block_size,
         dcp_sharded=compat.release.is_dcp_sharded(spec),
         sliding_window=getattr(spec, "sliding_window", None) if windowed else None,
@@ -215,7 +227,7 @@ def _packed_content(
                     "head_size": scales * _INDEXER_BLOCK,
                     "head_size_v": scales * _SCALE_BYTES,
                     "dtype": compat.fp8_dtype(),
-                    "layout": _INDEXER_LAYOUT,
+                    "layout": INDEXER_LAYOUT,
                 }
         if size is not None and size == _LATENT_BYTES.get(getattr(spec, "cache_dtype_str", "")):
             dtype = compat.fp8_dtype()
@@ -232,22 +244,39 @@ def _packed_content(
     )
 
 
-def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int) -> int:
+def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int, projection: Any) -> int:
     """KV heads of a layer over all ranks.
 
+    One head on one of several ranks may be one of as many heads as there are ranks, or a replica of
+    a neighbour's. The model's config has one number for layers that may differ, so the projection
+    that makes the layer's K and V says it.
+
+    Args:
+        vllm_config: the engine's config.
+        name: the layer.
+        on_this_rank: its KV heads on this rank.
+        projection: see :func:`~kvferry.integrations.vllm.compat.qkv_projections`; or ``None``.
+
     Raises:
-        ConfigError: this rank's number does not say.
+        ConfigError: the number on this rank does not say it, and neither does a projection; or each
+            rank holds all of several heads.
     """
-    tp = vllm_config.parallel_config.tensor_parallel_size
-    total = int(compat.model_of_layer(vllm_config, name).get_total_num_kv_heads())
-    if max(1, total // tp) == on_this_rank:
-        return total
-    if tp == 1 or on_this_rank > 1:  # another number than most layers have
-        return on_this_rank * int(tp)
-    raise ConfigError(
-        f"KV cache of {name}: 1 KV head on this rank of {tp}, but the model has {total}; the "
-        f"adapter cannot tell how the layer's heads are shared. Take tensor_parallel_size 1"
-    )
+    tp = int(vllm_config.parallel_config.tensor_parallel_size)
+    total = None if projection is None else compat.total_kv_heads(projection, on_this_rank)
+    if total is None and (tp == 1 or on_this_rank > 1):
+        total = on_this_rank * tp
+    if total is None:
+        raise ConfigError(
+            f"KV cache of {name}: 1 KV head on this rank of {tp}, and no QKV projection of this "
+            "layer alone was found that says how many heads all ranks have together; take "
+            "tensor_parallel_size 1, and report the model"
+        )
+    if max(1, total // tp) != on_this_rank:
+        raise ConfigError(
+            f"KV cache of {name}: {on_this_rank} KV heads on this rank, but its QKV projection has "
+            f"{total} over {tp} ranks; this adapter serves layers whose ranks share their heads"
+        )
+    return total
 
 
 def _packing(

@@ -180,6 +180,24 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.kv_cache_interface:KVQuantMode": ("FP8_PER_TENSOR", "NONE"),
     "vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs": ("kv_cache_specs",),
     "vllm.v1.attention.backend:AttentionBackend": ("get_name",),
+    # Weights.
+    "vllm.model_executor.layers.attention:Attention": (
+        "head_size",
+        "head_size_v",
+        "kv_sharing_target_layer_name",
+        "num_kv_heads",
+    ),
+    "vllm.model_executor.layers.linear:QKVParallelLinear": (
+        "head_size",
+        "input_size",
+        "num_heads",
+        "num_kv_heads",
+        "quant_method",
+        "total_num_kv_heads",
+        "v_head_size",
+    ),
+    "vllm.model_executor.layers.linear:ReplicatedLinear": ("input_size", "quant_method"),
+    "vllm.model_executor.layers.linear:UnquantizedLinearMethod": ("apply(layer, x, bias)",),
     # Configuration.
     "vllm.config:VllmConfig": (
         "cache_config",
@@ -206,7 +224,6 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
         "architectures",
         "dtype",
         "get_total_num_hidden_layers()",
-        "get_total_num_kv_heads()",
         "hf_config",
         "hf_text_config",
         "model",

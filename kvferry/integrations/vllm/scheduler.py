@@ -144,7 +144,7 @@ class SchedulerHalf:
                 )
         self._groups = first.groups
         self._prompts = Prompts(first.groups)
-        weights = self._weights.open()
+        weights = self._weights.open(first.groups)
         if self._extra.weights_check != "config":
             self._content.weights = weights
         context = ConnectorContext(
@@ -216,7 +216,7 @@ class SchedulerHalf:
             len(outdated),
         )
         self._content.weights = after
-        self.pull.set_weights(after, outdated)
+        self.pull.set_weights(after, outdated, self._weights.heads)
         self._beside.forget(outdated)
         for request_id, request in self._loaded.items():
             if self.pull.is_loading(request_id):

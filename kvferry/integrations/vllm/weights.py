@@ -16,13 +16,14 @@ import functools
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.caches import CacheGroup
 from kvferry.integrations.vllm.config import WeightsCheck
 from kvferry.integrations.vllm.fingerprint import (
     DIGEST_CHARS,
@@ -31,6 +32,8 @@ from kvferry.integrations.vllm.fingerprint import (
     named_weights,
     slices,
 )
+from kvferry.integrations.vllm.heads import head_digests
+from kvferry.topology.heads import HeadDigests
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ class RankWeights:
     """Name in the checkpoint → digest of the tensor that was last loaded under it."""
     memory: str
     """Digest of the live parameters."""
+    heads: HeadDigests | None = None
+    """Digests of the weights behind the rank's KV heads."""
 
 
 class _RankWatch:
@@ -140,12 +145,13 @@ class _RankWatch:
         return live
 
 
-def look_at_rank(worker: Any, full: bool) -> RankWeights:
+def look_at_rank(worker: Any, full: bool, groups: Sequence[CacheGroup]) -> RankWeights:
     """What a rank computes with; from the first call on its loading is watched. Runs on the rank.
 
     Args:
         worker: vLLM's.
         full: read every byte, not slices.
+        groups: the engine's groups.
     """
     models = compat.models_of(worker)
     watch = getattr(worker, _WATCH, None)
@@ -153,7 +159,16 @@ def look_at_rank(worker: Any, full: bool) -> RankWeights:
         watch = _RankWatch(models, full, is_first=watch is None)
         setattr(worker, _WATCH, watch)
     found: RankWeights = watch.look()
-    return found
+    config = worker.vllm_config
+    heads = head_digests(
+        config,
+        models,
+        groups,
+        compat.rank_of_this_worker(config),
+        # Dummies that a trainer has replaced are weights as others.
+        are_dummy=are_dummy(config.load_config.load_format) and bool(found.beneath),
+    )
+    return replace(found, heads=heads)
 
 
 def tensor_digest(tensor: torch.Tensor, full: bool) -> str:
@@ -179,10 +194,12 @@ class EngineWeights:
         """
         self._config = vllm_config
         self._check: WeightsCheck = check
-        self._question = functools.partial(look_at_rank, full=check == "full")
+        self._question: Callable[[Any], RankWeights] | None = None
         self._changing = changing
         self._executor: Any = None
         self._base: Mapping[str, str] = {}
+        self.heads: list[HeadDigests | None] | None = None
+        """What each rank tells of its KV heads since the last look; ``None`` if that failed."""
         self.in_question = False
         """Whether there was a call since the last look that may have changed them."""
         if check != "config":
@@ -196,12 +213,16 @@ class EngineWeights:
         harmless = method is self._question or name in compat.KEEPS_WEIGHTS
         self.in_question = self.in_question or not harmless
 
-    def open(self) -> str:
+    def open(self, groups: Sequence[CacheGroup]) -> str:
         """Digest of the weights that were loaded at the start.
+
+        Args:
+            groups: the engine's groups.
 
         Raises:
             ConfigError: the model's files cannot be read.
         """
+        self._question = functools.partial(look_at_rank, full=self._check == "full", groups=groups)
         load_format = self._config.load_config.load_format
         named = named_weights(self._config.model_config, load_format, self._check)
         if self._executor is None:
@@ -228,9 +249,11 @@ class EngineWeights:
         """
         if compat.weights_sleep(self._executor):
             return None
-        self.in_question = False
+        self.in_question, self.heads = False, None
         try:
-            return weights_digest(self._base, self._ask())
+            ranks = self._ask()
+            self.heads = [rank.heads for rank in ranks]
+            return weights_digest(self._base, ranks)
         except Exception:
             logger.exception("the weights in memory could not be read; nothing pairs with them")
             return f"unknown {secrets.token_hex(8)}"

@@ -21,7 +21,8 @@ from kvferry.integrations.vllm.caches import (
     tensors_of,
 )
 from kvferry.integrations.vllm.config import transfer_config
-from kvferry.integrations.vllm.fingerprint import fingerprint
+from kvferry.integrations.vllm.fingerprint import are_dummy, fingerprint
+from kvferry.integrations.vllm.heads import head_digests
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport, Written
 from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
@@ -76,8 +77,11 @@ class WorkerHalf:
             ConfigError: caches of a kind that is not served, or transports that cannot be opened.
             PortInUseError: a configured data port is taken.
         """
+        worker = compat.calling_worker()
+        models = {} if worker is None else compat.models_of(worker)
+        projections = compat.qkv_projections(self._vllm_config, models.values())
         kv_caches = cache_views(self._kv_cache_config, kv_caches)
-        caches = layer_caches(self._vllm_config, self._kv_cache_config, kv_caches)
+        caches = layer_caches(self._vllm_config, self._kv_cache_config, kv_caches, projections)
         groups = cache_groups(compat.of_all_stages(caches), self._vllm_config)
         self._check_failures_can_be_told(groups)
         self._groups = groups
@@ -95,6 +99,15 @@ class WorkerHalf:
         )
         self._pull = PullWorker.open(context, self._rank)
         self._pull.register_kv_caches(tensors_of(groups, kv_caches))
+        self._pull.set_head_digests(
+            head_digests(
+                self._vllm_config,
+                models,
+                groups,
+                self._rank,
+                are_dummy=are_dummy(self._vllm_config.load_config.load_format),
+            )
+        )
         self._handshake = RankHandshake(
             rank=self._rank,
             incarnation=self._incarnation,

@@ -47,8 +47,11 @@ def latent(block_size=64, **changes):
     return MLAAttentionSpec(block_size=block_size, **values | changes)
 
 
-def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1, draft_heads=None):
-    """The parts of vLLM's config that are looked at."""
+def engine(*, tp=1, dcp=1, turn=1, owners=()):
+    """The parts of vLLM's config that are looked at.
+
+    ``owners``: layer → the layer whose cache it reads.
+    """
     layer = SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: "FLASHMLA"))
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
@@ -58,26 +61,33 @@ def engine(*, tp=1, dcp=1, turn=1, num_kv_heads=1, draft_heads=None):
             cp_kv_cache_interleave_size=turn,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        model_config=SimpleNamespace(
-            get_total_num_kv_heads=lambda: num_kv_heads, get_total_num_hidden_layers=lambda: 1
-        ),
-        speculative_config=draft_heads
-        and SimpleNamespace(
-            draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: draft_heads)
-        ),
         compilation_config=SimpleNamespace(
             static_forward_context=dict.fromkeys((ATTENTION, *DRAFTS), layer)
+            | {
+                name: SimpleNamespace(kv_sharing_target_layer_name=owner, **vars(layer))
+                for name, owner in dict(owners).items()
+            }
         ),
     )
 
 
-def describe(config, specs, *, kernel_block=None):
-    """Our groups of an engine with one KV cache group of these layers."""
+def projection(total, tp):
+    """The numbers of a QKV projection whose ranks share ``total`` KV heads."""
+    return SimpleNamespace(total_num_kv_heads=total, num_kv_heads=max(1, total // tp))
+
+
+def describe(config, specs, *, kernel_block=None, totals=()):
+    """Our groups of an engine with one KV cache group of these layers.
+
+    ``totals``: layer → KV heads that its projection says all ranks have.
+    """
+    tp = config.parallel_config.tensor_parallel_size
+    projections = {name: projection(total, tp) for name, total in dict(totals).items()}
     first = next(iter(specs.values()))
     spec = first if len(specs) == 1 else UniformTypeKVCacheSpecs(first.block_size, specs)
     caches = {name: cache_of(each, kernel_block) for name, each in specs.items()}
     theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(specs), spec)])
-    return cache_groups([layer_caches(config, theirs, caches)], config)
+    return cache_groups([layer_caches(config, theirs, caches, projections)], config)
 
 
 def cache_of(spec, kernel_block=None, dtype=torch.float32):
@@ -113,17 +123,111 @@ def test_a_kernel_may_see_a_block_as_several():
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_heads_of_a_draft_are_divided_as_its_own_model_says(draft, tp):
-    config = engine(tp=tp, num_kv_heads=4, draft_heads=2)
-    specs = {
-        name: FullAttentionSpec(
-            block_size=16, num_kv_heads=max(1, heads // tp), head_size=64, dtype=torch.bfloat16
-        )
-        for name, heads in ((ATTENTION, 4), (draft, 2))
-    }
-    groups = describe(config, specs)
+def test_heads_of_a_draft_are_divided_as_its_own_projection_says(draft, tp):
+    totals = {ATTENTION: 4, draft: 2}
+    groups = describe(engine(tp=tp), specs_of(totals, tp), totals=totals)
     heads = {group.geometry.layer_names: group.geometry.num_kv_heads for group in groups}
     assert heads == {(ATTENTION,): 4, (draft,): 2}
+
+
+# ---- layers whose heads differ -----------------------------------------------------------------
+
+
+def layer(index):
+    return f"model.layers.{index}.self_attn.attn"
+
+
+def specs_of(totals, tp):
+    """What a rank's caches hold of layers with these KV heads, as vLLM divides them."""
+    return {
+        name: FullAttentionSpec(
+            block_size=16, num_kv_heads=max(1, total // tp), head_size=64, dtype=torch.bfloat16
+        )
+        for name, total in totals.items()
+    }
+
+
+def named_layers(tp, totals):
+    config = engine(tp=tp)
+    config.compilation_config.static_forward_context |= dict.fromkeys(
+        totals, config.compilation_config.static_forward_context[ATTENTION]
+    )
+    return describe(config, specs_of(totals, tp), totals=totals)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    "totals",
+    [
+        pytest.param((1, 2), id="the smallest"),
+        pytest.param((4, 8), id="MiMo-V2-Flash"),
+        pytest.param((2, 8), id="Gemma 4 26B-A4B"),
+        pytest.param((4, 16), id="Gemma 4 31B"),
+    ],
+)
+def test_heads_of_each_layer_are_those_of_its_own_projection(tp, totals):
+    totals = {layer(index): total for index, total in enumerate(totals)}
+    found = {
+        group.geometry.layer_names: group.geometry.num_kv_heads
+        for group in named_layers(tp, totals)
+    }
+    assert found == {(name,): total for name, total in totals.items()}
+
+
+@pytest.mark.parametrize(
+    ("totals", "tps", "expected"),
+    [
+        ((1, 2), (2, 4), {0: [0], 1: [0], 2: [1], 3: [1]}),
+        ((4, 8), (8, 16), {0: [0], 1: [0], 2: [1], 15: [7]}),
+        ((4, 8), (8, 4), {0: [0, 1], 1: [2, 3], 3: [6, 7]}),
+    ],
+)
+def test_windowed_layers_are_read_from_the_ranks_that_hold_their_heads(totals, tps, expected):
+    """Target rank → the source ranks from which it reads the layer with more heads."""
+    totals = {layer(index): total for index, total in enumerate(totals)}
+    (_, source), (_, target) = (named_layers(tp, totals) for tp in tps)
+    found = {
+        rank: list(
+            plan_transfer(
+                source=source.geometry, target=target.geometry, target_rank=rank
+            ).source_ranks
+        )
+        for rank in expected
+    }
+    assert found == expected
+
+
+def test_one_head_on_a_rank_of_several_without_a_projection_is_refused_by_its_layer():
+    specs = specs_of({ATTENTION: 1}, 4)
+    with pytest.raises(ConfigError, match=rf"KV cache of {ATTENTION}: 1 KV head on this rank of 4"):
+        describe(engine(tp=4), specs)
+
+
+@pytest.mark.parametrize(("tp", "on_rank"), [(1, 1), (1, 3), (4, 2)])
+def test_where_the_number_on_a_rank_says_it_no_projection_is_needed(tp, on_rank):
+    specs = {
+        ATTENTION: FullAttentionSpec(
+            block_size=16, num_kv_heads=on_rank, head_size=64, dtype=torch.bfloat16
+        )
+    }
+    (group,) = describe(engine(tp=tp), specs)
+    assert group.geometry.num_kv_heads == on_rank * tp
+
+
+def test_a_layer_whose_ranks_all_hold_all_of_several_heads_is_refused():
+    specs = specs_of({ATTENTION: 2}, 1)  # two heads on each of two ranks
+    config = engine(tp=2)
+    theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(specs), specs[ATTENTION])])
+    undivided = {ATTENTION: projection(2, 1)}
+    with pytest.raises(ConfigError, match="2 KV heads on this rank, but its QKV projection has 2"):
+        layer_caches(config, theirs, {ATTENTION: cache_of(specs[ATTENTION])}, undivided)
+
+
+def test_a_layer_that_reads_the_cache_of_another_has_none_of_its_own():
+    totals = {ATTENTION: 2, DRAFTS[1]: 2}
+    config = engine(owners={DRAFTS[1]: ATTENTION})
+    (group,) = describe(config, specs_of(totals, 1))
+    assert group.geometry.layer_names == (ATTENTION,)
 
 
 # ---- decode context parallelism ---------------------------------------------------------------
@@ -250,8 +354,9 @@ def test_tokens_are_spread_as_vllm_spreads_them(
         dtype=torch.float32,
         dcp_sharded=sharded,
     )
-    spread = engine(tp=tp, dcp=dcp, turn=turn, num_kv_heads=num_kv_heads)
-    (group,) = describe(spread, {ATTENTION: spec}, kernel_block=kernel_block)
+    spread = engine(tp=tp, dcp=dcp, turn=turn)
+    totals = {ATTENTION: num_kv_heads}
+    (group,) = describe(spread, {ATTENTION: spec}, kernel_block=kernel_block, totals=totals)
     ids = [5, 2, 7, 3, 11, 9][: -(-NUM_TOKENS // (block_size * (dcp if sharded else 1)))]
     caches = {}
     for rank in range(tp):
@@ -259,7 +364,7 @@ def test_tokens_are_spread_as_vllm_spreads_them(
         slots = RUNNERS[runner](monkeypatch, spec, ids, dcp, rank % dcp, turn)
         caches[rank] = filled(spec, kernel_block, slots, rank * num_kv_heads // tp)
 
-    one = engine(num_kv_heads=num_kv_heads)
+    one = engine()
     whole = kind(block_size=16, num_kv_heads=num_kv_heads, head_size=4, dtype=torch.float32)
     (single,) = describe(one, {ATTENTION: whole})
     expected = cache_of(whole)

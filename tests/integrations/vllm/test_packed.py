@@ -198,9 +198,7 @@ class Engine:
             ),
             speculative_config=None,
             attention_config=SimpleNamespace(hisparse_config=None),
-            model_config=SimpleNamespace(
-                dtype=torch.bfloat16, get_total_num_kv_heads=lambda: num_kv_heads
-            ),
+            model_config=SimpleNamespace(dtype=torch.bfloat16),
         )
         self.layers = make_layers(self)
         self.config.compilation_config = SimpleNamespace(
@@ -221,8 +219,12 @@ class Engine:
             for _ in range(tp)
         ]
         self.theirs.kv_cache_groups[0].host_resident = host_resident
+        projection = SimpleNamespace(
+            total_num_kv_heads=num_kv_heads, num_kv_heads=max(1, num_kv_heads // tp)
+        )
+        projections = dict.fromkeys(self.layers, projection)
         described = [
-            cache_groups([layer_caches(self.config, self.theirs, caches)], self.config)
+            cache_groups([layer_caches(self.config, self.theirs, caches, projections)], self.config)
             for caches in self.ranks
         ]
         assert all(each == described[0] for each in described)
@@ -477,8 +479,11 @@ def test_kinds_that_are_not_served_are_refused_at_start(kind, more):
         block_size=64, num_kv_heads=1, head_size=64, dtype=torch.bfloat16, **more
     )
     theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layers.0.attn"], spec)])
+    config = SimpleNamespace(
+        compilation_config=SimpleNamespace(static_forward_context={"layers.0.attn": None})
+    )
     with pytest.raises(ConfigError, match=f"layers.0.attn: {kind} with"):
-        layer_caches(None, theirs, {"layers.0.attn": torch.zeros(NUM_BLOCKS, 1, 64, 128)})
+        layer_caches(config, theirs, {"layers.0.attn": torch.zeros(NUM_BLOCKS, 1, 64, 128)}, {})
 
 
 def test_an_indexer_that_only_its_backend_knows_is_refused(monkeypatch):

@@ -130,7 +130,7 @@ class Engine:
         )
         self.ranks = [self._pages(page) for _ in range(tp)]
         theirs = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(list(LAYERS), spec)])
-        caches = layer_caches(self.config, theirs, self.ranks[0])
+        caches = layer_caches(self.config, theirs, self.ranks[0], {})
         (self.group,) = cache_groups([caches], self.config)
 
     def _pages(self, page):

@@ -7,7 +7,7 @@ pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm`
 import torch
 from vllm.distributed import parallel_state
 
-from benchmarks.vllm_servers.recurrent import write_falcon_h1, write_qwen3_next
+from benchmarks.vllm_servers.checkpoints import write_falcon_h1, write_qwen3_next
 from kvferry.errors import TransferError
 from kvferry.integrations.vllm.compat import release
 from tests.integrations.vllm.conftest import assert_all_arrived

@@ -1,7 +1,7 @@
-"""Small random models with recurrent layers, as the checkpoints that vLLM reads.
+"""Small random models whose layers differ, as the checkpoints that vLLM reads.
 
-Transformers draws them. Their weights are larger than usual, so that a wrong state gives other
-tokens.
+Transformers draws them. Their weights are larger than usual, so that wrong KV or a wrong state
+gives other tokens.
 """
 
 import json
@@ -77,6 +77,40 @@ def write_falcon_h1(folder: Path) -> Path:
     return _write(FalconH1ForCausalLM(config), folder, "FalconH1ForCausalLM")
 
 
+def write_gemma4(folder: Path, *, full_heads: int = 2, shared: int = 0, seed: int = _SEED) -> Path:
+    """Six layers in turns: a window over 4 KV heads of 32 elements, and all tokens over fewer heads
+    of 64, whose keys are their values.
+
+    Args:
+        folder: where the checkpoint is written.
+        full_heads: KV heads of the layers that attend to all tokens.
+        shared: how many of the last layers read the caches of layers before them.
+        seed: of the weights.
+    """
+    import torch
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    torch.manual_seed(seed)
+    config = Gemma4TextConfig(
+        **_COMMON | {"tie_word_embeddings": True, "pad_token_id": 0},
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        sliding_window=100,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_global_key_value_heads=full_heads,
+        global_head_dim=64,
+        attention_k_eq_v=True,
+        num_kv_shared_layers=shared,
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=VOCABULARY,
+    )
+    return _write(Gemma4ForCausalLM(config), folder, "Gemma4ForCausalLM")
+
+
 def _write(model: Any, folder: Path, architecture: str) -> Path:
     """Writes a checkpoint with its experts one by one, as such models are published."""
     from safetensors.torch import save_file
@@ -93,6 +127,8 @@ def _write(model: Any, folder: Path, architecture: str) -> Path:
                 tensors[f"{stem}.experts.{expert}.down_proj.weight"] = down.contiguous()
         else:
             tensors[name] = tensor.contiguous()
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     values = json.loads(model.config.to_json_string())
