@@ -13,7 +13,7 @@ from kvferry.cli.console import make_console, print_json
 from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.status import load_keys, parse_address
 from kvferry.control.client import fetch_descriptions
-from kvferry.control.handshake import common_transports, compare
+from kvferry.control.handshake import common_transports, compare, unproved_heads
 from kvferry.control.messages import DescriptionReply
 from kvferry.errors import (
     ConfigError,
@@ -45,6 +45,11 @@ class _Verdict:
     def transports(self) -> tuple[str, ...]:
         """Names of those that the decode engine tries, in its order; it uses the first."""
         return tuple(reaching(self.prefill, self.decode))
+
+    @property
+    def unproved_heads(self) -> list[str]:
+        """Why KV heads that move are not proved by their weights; empty where all are."""
+        return [] if self.mismatches else unproved_heads(self.prefill, self.decode)
 
 
 def check(
@@ -178,6 +183,7 @@ def _as_json(verdict: _Verdict) -> dict[str, Any]:
         "mismatches": verdict.mismatches,
         "transport": next(iter(verdict.transports), None),
         "transports": verdict.transports,
+        "unproved_heads": verdict.unproved_heads,
         "plan": None if verdict.pair is None else pair_as_json(verdict.pair),
     }
 
@@ -196,6 +202,8 @@ def _show(verdicts: Sequence[_Verdict], console: Console) -> None:
         first, *others = verdict.transports
         over = f"over {first}" + "".join(f", else {name}" for name in others)
         console.print(Text(f"{names}: will work, {over}", style="bold green"), soft_wrap=True)
+        for unproved in verdict.unproved_heads:
+            console.print(Text(f"  {unproved}", style="yellow"), soft_wrap=True)
         show_explained(verdict.pair, console)
     failed = sum(bool(verdict.mismatches) for verdict in verdicts)
     console.print()

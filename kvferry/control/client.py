@@ -162,7 +162,7 @@ class ControlClient(Closing):
             if mismatches:
                 raise IncompatibleError(theirs.engine_id, mismatches)
             for unproved in unproved_heads(theirs, description):
-                logger.warning("%s", unproved)
+                logger.info("%s", unproved)
             if self._peers is not None:
                 self._peers.admit(theirs, asked=True)
             return theirs

@@ -100,6 +100,14 @@ def test_engines_that_fit_are_explained_and_end_with_0(kvferry, engine):
     assert "1 of 1 pairs will work" in outcome.out
 
 
+def test_heads_that_no_weights_prove_are_told_with_the_reason(kvferry, engine):
+    prefill, decode = engine("p0", "kv_producer"), engine("d0", "kv_consumer")
+    outcome = kvferry("check", address(decode), address(prefill))
+    assert outcome.code == 0, outcome.err
+    assert "are not proved by their weights (ranks 0 and 0, for one)" in outcome.out
+    assert "an engine, or a release, that digests no weights" in outcome.out
+
+
 def test_every_mismatch_of_every_pair_is_listed_and_ends_with_1(kvferry, engine):
     engines = [
         engine("p0", "kv_producer"),

@@ -630,6 +630,8 @@ def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor]
     else:
         first = len(found) - heads * (size + size_v)
     middle, end = first + heads * size, first + heads * (size + size_v)
+    if len(found) < end:
+        return f"its QKV projection makes {len(found)} rows, of which K and V would end at {end}"
     k, v = (rows.float().cpu() for rows in (found[first:middle], found[middle:end]))
     return k.view(heads, size, -1), v.view(heads, size_v, -1)
 
