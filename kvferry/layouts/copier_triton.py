@@ -86,10 +86,10 @@ def copy_tiles_device(
     most = _most_units(boxes, int(runs["tokens"].max()))
     works = len(tiles) * len(runs)
     splits = max(1, min(-(-most // UNITS), _PROGRAMS // works))
-    with _on(device, stream):
+    with on_device(device, stream):
         tables = [boxes.view(np.int64), as_rows(runs, RUN_DTYPE).view(np.int64)]
         copy_kernel[(works, splits)](
-            _to_device(np.concatenate(tables), device), len(tiles), len(runs),
+            to_device(np.concatenate(tables), device), len(tiles), len(runs),
             BOX_WORDS=BOX_WORDS, RUN_WORDS=RUN_WORDS, UNITS=UNITS,
             num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
@@ -170,29 +170,30 @@ def _most_units(boxes: npt.NDArray[np.void], tokens: int) -> int:
     return most
 
 
-def _on(device: torch.device, stream: "torch.cuda.Stream | None") -> Any:
+def on_device(device: torch.device, stream: "torch.cuda.Stream | None" = None) -> Any:
+    """A context in which launches go to a device, and to a stream of it if one is given."""
     if stream is not None:
         return torch.cuda.stream(stream)
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _to_device(table: Int64s, device: torch.device) -> torch.Tensor:
+def to_device(table: Int64s, device: torch.device) -> torch.Tensor:
     """The numbers on the device, without waiting for what its stream holds."""
     found = torch.from_numpy(table)
     return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
-def _kernel(function: Callable[..., Any], **options: Any) -> Any:
+def triton_kernel(function: Callable[..., Any], **options: Any) -> Any:
     """``triton.jit``, which has no types and would read those of a kernel as code."""
     return triton.jit(function, **options)
 
 
-def _kernel_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+def triton_kernel_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
     """A kernel that is not compiled again for special values of these numbers."""
-    return partial(_kernel, do_not_specialize=numbers)
+    return partial(triton_kernel, do_not_specialize=numbers)
 
 
-@_kernel
+@triton_kernel
 def _move_units(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
     """Copies units of ``WORDS`` words each, from addresses to addresses."""
     words = tl.arange(0, WORDS)
@@ -201,7 +202,7 @@ def _move_units(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, A
     tl.store(to_UW, tl.load(from_UW, mask=mask_U[:, None]), mask=mask_U[:, None])
 
 
-@_kernel
+@triton_kernel
 def _extent_and_strides(dim, tokens, source_step, target_step):
     """Extent, source and target stride of one dim of a box; its extent 0 is the run's tokens."""
     extent, source, target = tl.load(dim), tl.load(dim + 1), tl.load(dim + 2)
@@ -212,7 +213,7 @@ def _extent_and_strides(dim, tokens, source_step, target_step):
     return extent.to(tl.int32), source, target
 
 
-@_kernel_for_any("num_tiles", "num_runs")
+@triton_kernel_for_any("num_tiles", "num_runs")
 def copy_kernel(
     tables,  # num_tiles rows of BOX_DTYPE, then num_runs rows of RUN_DTYPE, as int64
     num_tiles,

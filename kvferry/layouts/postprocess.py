@@ -9,8 +9,8 @@ target geometry, for all layers and for all requests that completed together. Th
 method    memory  how
 ========  ======  ====================================================================
 numba     host    the copier, through a buffer that stays in the core's cache
-triton    GPU     the device's copier: all layers to a scratch buffer, and back
-torch     any     the same with torch's own operations
+triton    GPU     one pass in place; where that cannot be, to a scratch buffer and back
+torch     any     torch's own operations, to a scratch buffer and back
 ========  ======  ====================================================================
 """
 
@@ -24,7 +24,6 @@ import numpy as np
 
 from kvferry.layouts.layout import CellStrides, Layout
 from kvferry.layouts.repack import HeldSlice, Place, Repack, Unit, check_ids, make_repack
-from kvferry.layouts.tiles import Runs, Tiles
 
 Method: TypeAlias = Literal["numba", "triton", "torch"]
 
@@ -83,20 +82,13 @@ def run_repack(
     if any(isinstance(region, np.ndarray) for region in regions):
         raise ValueError(f"method: {method} moves torch tensors, got NumPy arrays; write numba")
     if method == "triton":
-        repack_run.repack_on_device(repack, regions, ids, _copy_with_triton)
+        from kvferry.layouts.repack_triton import repack_with_triton
+
+        repack_with_triton(repack, regions, ids)
     else:
         from kvferry.layouts.copier_torch import copy_tiles_torch
 
         repack_run.repack_on_device(repack, regions, ids, copy_tiles_torch)
-
-
-def _copy_with_triton(
-    sources: Sequence[Any], targets: Sequence[Any], tiles: Tiles, runs: Runs
-) -> None:
-    from kvferry.layouts.copier_triton import copy_tiles_device
-
-    from_, to = ([_address(region) for region in regions] for regions in (sources, targets))
-    copy_tiles_device(from_, to, tiles, runs, device=sources[0].device)
 
 
 def default_method(device: str) -> Method:

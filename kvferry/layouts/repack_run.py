@@ -6,8 +6,8 @@ only to be overwritten. As batches are scattered, the memory of the next ones is
 the core does not wait for it. Streaming stores are slower here, measured: the lines are in the
 cache already.
 
-On a device the frames of all units go to a scratch buffer in one launch of the device's copier and
-come back in another.
+On a device Triton's kernel does it in one pass (``repack_triton.py``). What it leaves goes to a
+scratch buffer in one launch of the device's copier and comes back in another.
 """
 
 import threading
@@ -31,9 +31,9 @@ BUFFER_BYTES = 128 << 10
 """Bytes of the buffer unless one frame needs more: with the frames themselves a core's share of
 the second-level cache."""
 
-SCRATCH_BYTES = 64 << 20
-"""Bytes of scratch on a device unless one frame of all units needs more: two launches then move
-enough to keep a GPU busy, and it is little beside a KV cache."""
+SCRATCH_BYTES = 1 << 30
+"""Bytes of scratch on a device unless one frame of all units needs more: nearly always all frames
+go in two launches, and it is little beside a KV cache."""
 
 
 def repack_on_host(

@@ -247,7 +247,7 @@ print(" ".join(re.findall(r"(?:ld|st)[.]global[.]v2[.]b64", made.asm["ptx"])))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["80", "90"])
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_compiled_for_a_gpu_a_thread_moves_16_bytes_at_a_time(architecture, tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

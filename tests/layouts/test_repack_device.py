@@ -1,4 +1,9 @@
-"""A repack on a device: through bounded scratch, with either copier, as on the host."""
+"""A repack on a device, in one pass or through bounded scratch: as on the host."""
+
+import dataclasses
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -22,7 +27,7 @@ def method(request):
     return request.param
 
 
-def repack_of(caches, held_tokens):
+def repack_of(caches, held_tokens, slots=NHD):
     _, tokens, heads, elements = caches[0].shape
     itemsize = caches[0].element_size()
     strides = [stride * itemsize for stride in caches[0].stride()]
@@ -32,7 +37,7 @@ def repack_of(caches, held_tokens):
         itemsize=itemsize,
         heads=heads,
         block_size=tokens,
-        slots=NHD,
+        slots=slots,
         held=[HeldSlice(HND, heads)],
         held_block_size=held_tokens,
     )
@@ -70,6 +75,8 @@ def test_all_layers_and_all_requests_go_together(method, held_tokens):
 def test_the_scratch_is_bounded_and_holds_at_least_one_frame(
     method, monkeypatch, frames_of_scratch
 ):
+    if method == "triton":  # which needs none where a program can hold a frame
+        monkeypatch.setattr("kvferry.layouts.repack_triton.MOST_UNITS", 8)
     caches = caches_of(2, (9, 8, 3, 16))
     repack = repack_of(caches, 8)
     ids = [1, 3, 4, 6, 7]
@@ -88,6 +95,92 @@ def test_the_scratch_is_bounded_and_holds_at_least_one_frame(
     run_repack(repack, caches, ids, 9, method=method)
     assert max(taken) == max(1, int(frames_of_scratch)) * frame
     assert_same(caches, wanted)
+
+
+@pytest.fixture
+def triton_method(monkeypatch):
+    """Triton's, where a test counts launches and scratch."""
+    pytest.importorskip("triton")
+    from kvferry.layouts import repack_triton
+
+    seen = {"launches": 0, "copies": 0}
+    kernel, copy = repack_triton.permute_frames, repack_triton.copy_tiles_device
+
+    class Counted:
+        def __getitem__(self, grid):
+            seen["launches"] += 1
+            return kernel[grid]
+
+    def counted(*arguments, **options):
+        seen["copies"] += 1
+        return copy(*arguments, **options)
+
+    monkeypatch.setattr(repack_triton, "permute_frames", Counted())
+    monkeypatch.setattr(repack_triton, "copy_tiles_device", counted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held", "slots"), [(8, 8, NHD), (8, 2, HND), (4, 6, NHD), (6, 4, HND), (2, 16, NHD)]
+)
+def test_all_frames_of_all_layers_go_in_one_launch_without_scratch(
+    triton_method, tokens, held, slots
+):
+    caches = caches_of(3, (13, tokens, 5, 24))
+    repack = repack_of(caches, held, slots)
+    ids = [3, 12, 1, 7, 9, 2, 11, 5][: 8 // repack.frame_blocks * repack.frame_blocks]
+    wanted = by_numba(repack, caches, ids)
+    run_repack(repack, caches, ids, 13, method="triton")
+    assert triton_method == {"launches": 1, "copies": 0}
+    assert_same(caches, wanted)
+
+
+def test_a_frame_that_no_program_holds_goes_through_scratch_in_two_launches(
+    triton_method, monkeypatch
+):
+    monkeypatch.setattr("kvferry.layouts.repack_triton.MOST_UNITS", 8)
+    caches = caches_of(3, (9, 8, 3, 16))
+    repack = repack_of(caches, 8)
+    wanted = by_numba(repack, caches, [5, 2, 8, 1])
+    run_repack(repack, caches, [5, 2, 8, 1], 9, method="triton")
+    assert triton_method == {"launches": 0, "copies": 2}
+    assert_same(caches, wanted)
+
+
+def test_a_program_takes_a_slice_of_each_cell_where_a_frame_is_large(triton_method, monkeypatch):
+    monkeypatch.setattr("kvferry.layouts.repack_triton.MOST_UNITS", 8 * 3 * 2)
+    caches = caches_of(2, (9, 8, 3, 64))  # cells of 8 units, of which a program takes 2
+    repack = repack_of(caches, 8)
+    wanted = by_numba(repack, caches, [5, 2])
+    run_repack(repack, caches, [5, 2], 9, method="triton")
+    assert triton_method == {"launches": 1, "copies": 0}
+    assert_same(caches, wanted)
+
+
+@pytest.mark.parametrize("defect", ["BY_TOKENS", "HELD_BY_TOKENS", "TOKEN_STRIDE", "SLICE"])
+def test_a_defect_of_the_kernels_numbers_is_caught(monkeypatch, defect):
+    pytest.importorskip("triton")
+    if DEVICE == "cuda":
+        pytest.skip("a wrong address would end the CUDA context of the tests that follow")
+    from kvferry.layouts import repack_triton
+
+    right = repack_triton._plan
+
+    def wrong(*arguments):
+        plan = right(*arguments)
+        value = plan.constants[defect]
+        smaller = value - 1 if defect == "SLICE" else value // 2
+        changed = not value if isinstance(value, bool) else smaller
+        constants = plan.constants | {defect: changed}
+        return dataclasses.replace(plan, constants=constants)
+
+    monkeypatch.setattr(repack_triton, "_plan", wrong)
+    caches = caches_of(2, (9, 8, 3, 16))
+    repack = repack_of(caches, 8)
+    wanted = by_numba(repack, caches, [5, 2])
+    run_repack(repack, caches, [5, 2], 9, method="triton")
+    with pytest.raises(AssertionError):
+        assert_same(caches, wanted)
 
 
 @pytest.mark.parametrize("lead", [1, 2, 4, 8])
@@ -167,3 +260,64 @@ def test_parts_of_two_sizes_are_one_unit(method):
     wanted = by_numba(repack, caches, [2, 3])
     run_repack(repack, caches, [2, 3], 4, method=method)
     assert_same(caches, wanted)
+
+
+#: Run without the interpreter: compiles as for a GPU, which needs none, and prints what matters.
+COMPILE = """
+import re, subprocess, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+from kvferry.layouts.repack_triton import permute_frames
+
+capability = int(sys.argv[1])
+for heads, block, held, size in ((8, 16, 16, 256), (8, 64, 16, 256), (16, 48, 32, 384)):
+    frame = 96 if block == 48 else block
+    cell = size // 16
+    part = next(each for each in (cell, 8, 4) if frame * heads * each <= 8192)
+    units = triton.next_power_of_2(frame * heads * part)
+    constants = dict(
+        HEADS=heads, FRAME=frame, BLOCK=block, HELD=held, TOKEN_STRIDE=heads * size,
+        HEAD_STRIDE=size, UNIT_BYTES=16, SLICE=part, SLICES=cell // part, UNITS=units,
+        BY_TOKENS=True, HELD_BY_TOKENS=False,
+    )
+    signature = {"bases": "*i64", "block_ids": "*i64", "block_stride": "i64"}
+    signature |= dict.fromkeys(constants, "constexpr")
+    made = triton.compile(
+        ASTSource(permute_frames, signature=signature, constexprs=constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 8 if units >= 4096 else 4, "enable_fp_fusion": False},
+    )
+    ptx = made.asm["ptx"]
+    with open("kernel.ptx", "w") as file:
+        file.write(ptx)
+    name = re.search("[.]target (sm_[0-9a-z]+)", ptx)[1]
+    command = [get_ptxas(capability).path, "-v", "--gpu-name", name, "kernel.ptx", "-o", "kernel"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    wide = len(re.findall("st[.]global[.]v2[.]b64", ptx))
+    print(
+        re.search("([0-9]+) bytes spill stores", report)[1],
+        wide == units // (32 * (8 if units >= 4096 else 4)) == len(re.findall("st[.]global", ptx)),
+        len(re.findall("ld[.]global[.]v2[.]b64", ptx)) == wide,
+        len(re.findall("bar[.]sync", ptx)),
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90", "100"])
+def test_compiled_for_a_gpu_it_spills_nothing_and_moves_16_bytes_at_a_time(capability, tmp_path):
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILE, capability],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environment,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "0 True True 1\n" * 3

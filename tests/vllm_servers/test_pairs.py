@@ -51,7 +51,8 @@ CASES = {
     "hybrid, block 64 to 128": Case(Shape(64), Shape(128), model=hybrid_model),
     "mla, tp 1 to 2": Case(PLAIN, Shape(tp=2), model=latent_model),
     "unequal heads, tp 1 to 2": Case(PLAIN, Shape(tp=2), model=gemma4_model),
-    "unequal heads, tp 2 to 1": Case(Shape(64, tp=2), PLAIN, model=lambda: gemma4_model(1)),
+    "one full head, tp 1 to 2": Case(PLAIN, Shape(tp=2), model=lambda: gemma4_model(1)),
+    "unequal heads, tp 2 to 1": Case(Shape(tp=2), PLAIN, model=gemma4_model),
     "SmolLM2": Case(Shape(64), Shape(128), model=demo_model),
     "through tcp": Case(Shape(64), Shape(128), connector=KVFerry(extra={"transport": "tcp"})),
     # What stands around the connector is right if vLLM's own one passes.

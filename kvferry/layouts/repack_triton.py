@@ -1,0 +1,214 @@
+"""A repack on a GPU in one pass: each frame is read once and written once, in place.
+
+A program owns a frame of one unit, or a slice of the elements of all its cells, which is a
+permutation of its own. It loads all of that into registers, waits until all its threads have
+loaded, and stores each cell where it belongs. Nothing else touches these bytes, so no scratch is
+needed::
+
+    as it was filled   | cell 0 | cell 1 | cell 2 | ...   slots of the cache, in their order
+                           │ load                         barrier
+    as it must be      | head 0 of token 0 | ...          store
+
+One launch moves all frames of all units. A repack of another kind (several parts or sources, units
+that differ, elements with gaps), and a frame of more than :data:`MOST_UNITS` units, goes through
+scratch and the device's copier.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kvferry.layouts.copier import Int64s
+from kvferry.layouts.copier_triton import (
+    copy_tiles_device,
+    on_device,
+    to_device,
+    triton_kernel,
+    triton_kernel_for_any,
+)
+from kvferry.layouts.repack import Repack
+from kvferry.layouts.repack_run import repack_on_device
+from kvferry.layouts.tiles import Runs, Tiles
+
+MOST_UNITS = 8192
+"""Units of up to 16 bytes that one program holds: half of the registers of a multiprocessor."""
+
+_PLACE = ("block_stride", "token_stride", "head_stride", "element_stride")
+
+
+def repack_with_triton(repack: Repack, regions: Sequence[torch.Tensor], block_ids: Int64s) -> None:
+    """Repacks blocks in place, on the device's current stream.
+
+    Args:
+        repack: what to do.
+        regions: tensors that begin where the regions begin, all on one device.
+        block_ids: as :func:`~kvferry.layouts.repack.check_ids` gives them.
+
+    Raises:
+        ValueError: host memory without the interpreter.
+    """
+    device = regions[0].device
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("device: Triton reaches host memory with TRITON_INTERPRET=1 alone")
+    plan = _plan(repack, tuple(region.data_ptr() for region in regions), device)
+    if plan is None:
+        repack_on_device(repack, regions, block_ids, _copy)
+        return
+    frames = len(block_ids) // repack.frame_blocks
+    with on_device(device):
+        permute_frames[(frames * plan.slices, len(plan.bases))](
+            plan.bases, to_device(block_ids, device), plan.block_stride,
+            **plan.constants, num_warps=8 if plan.constants["UNITS"] >= 4096 else 4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _copy(
+    sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], tiles: Tiles, runs: Runs
+) -> None:
+    from_, to = ([region.data_ptr() for region in regions] for regions in (sources, targets))
+    copy_tiles_device(from_, to, tiles, runs, device=sources[0].device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Plan:
+    """What all launches for one repack of one set of tensors share."""
+
+    bases: torch.Tensor
+    """int64 on the device: address of the cells of block 0, of each unit."""
+    block_stride: int
+    """Bytes from one block to the next."""
+    slices: int
+    """Programs per frame."""
+    constants: dict[str, Any]
+    """Of the kernel."""
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(repack: Repack, addresses: tuple[int, ...], device: torch.device) -> _Plan | None:
+    """How a repack is done in one pass; ``None`` where it cannot be."""
+    gather, scatter = repack.gather, repack.scatter
+    fields = [f"source_{name}" for name in _PLACE] + ["heads", "elements", "itemsize"]
+    first = gather[0]
+    size = int(first["itemsize"])
+    alike = all((gather[name] == first[name]).all() for name in fields)
+    dense = all(
+        int(row[f"{side}_element_stride"]) == size
+        for row, side in ((first, "source"), (first, "target"), (scatter[0], "source"))
+    )
+    if repack.tiles_per_unit != (1, 1) or not alike or not dense:
+        return None
+    heads, cell = int(first["heads"]), int(first["elements"]) * size
+    places = [int(first[f"source_{name}"]) for name in _PLACE[:3]]
+    bases = np.array(addresses, np.int64)[gather["source_region"]] + gather["source_offset"]
+    unit = math.gcd(16, cell, *places, *map(int, bases))
+    cells, words = repack.frame_tokens * heads, cell // unit
+    fits = [
+        each for each in (words, 8, 4, 2, 1) if words % each == 0 and cells * each <= MOST_UNITS
+    ]
+    if not fits:
+        return None
+    constants = {
+        "HEADS": heads,
+        "FRAME": repack.frame_tokens,
+        "BLOCK": repack.block_size,
+        "HELD": repack.held_block_size,
+        "TOKEN_STRIDE": places[1],
+        "HEAD_STRIDE": places[2],
+        "UNIT_BYTES": unit,
+        "SLICE": fits[0],
+        "SLICES": words // fits[0],
+        "UNITS": triton.next_power_of_2(cells * fits[0]),
+        # With one head or one token either order is right.
+        "BY_TOKENS": int(first["target_token_stride"]) > int(first["target_head_stride"]),
+        "HELD_BY_TOKENS": int(scatter[0]["source_token_stride"])
+        > int(scatter[0]["source_head_stride"]),
+    }
+    return _Plan(torch.from_numpy(bases).to(device), places[0], words // fits[0], constants)
+
+
+@triton_kernel
+def _split(cell_U, HEADS: tl.constexpr, TOKENS: tl.constexpr, BY_TOKENS: tl.constexpr):
+    """Block, token and head of cells that lie block by block, each by tokens or by heads."""
+    within_U = cell_U % (TOKENS * HEADS)
+    if BY_TOKENS:
+        token_U, head_U = within_U // HEADS, within_U % HEADS
+    else:
+        token_U, head_U = within_U % TOKENS, within_U // TOKENS
+    return cell_U // (TOKENS * HEADS), token_U, head_U
+
+
+@triton_kernel
+def _words(address_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the words of units at some addresses."""
+    pointer_U = tl.multiple_of(address_U.to(tl.pointer_type(WORD)), ALIGN)
+    return pointer_U[:, None] + tl.arange(0, WORDS)[None, :]
+
+
+@triton_kernel
+def _permute(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
+    """Moves units from addresses to addresses of the same bytes: loads all, then stores."""
+    values_UW = tl.load(_words(from_U, WORD, WORDS, ALIGN), mask=mask_U[:, None])
+    tl.debug_barrier()  # every load of this program before any store
+    tl.store(_words(to_U, WORD, WORDS, ALIGN), values_UW, mask=mask_U[:, None])
+
+
+@triton_kernel_for_any("block_stride")
+def permute_frames(
+    bases,  # int64 per unit: address of its cells of block 0
+    block_ids,  # int64 per block, the blocks of a frame next to each other
+    block_stride,  # bytes
+    HEADS: tl.constexpr,
+    FRAME: tl.constexpr,  # tokens of a frame
+    BLOCK: tl.constexpr,  # tokens of a block of the cache
+    HELD: tl.constexpr,  # tokens of a block as it was filled
+    TOKEN_STRIDE: tl.constexpr,  # bytes, in the cache
+    HEAD_STRIDE: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,  # bytes that one thread moves with a load and a store
+    SLICE: tl.constexpr,  # units of a cell that one program moves
+    SLICES: tl.constexpr,  # programs per frame
+    UNITS: tl.constexpr,  # units of a program, rounded up to a power of two
+    BY_TOKENS: tl.constexpr,  # whether slots of the cache were filled token by token
+    HELD_BY_TOKENS: tl.constexpr,  # whether the cells came token by token
+):
+    """Permutes one slice of one frame of one unit: ``U`` unit of the program."""
+    BLOCKS: tl.constexpr = FRAME // BLOCK
+    ids = block_ids + (tl.program_id(0) // SLICES).to(tl.int64) * BLOCKS
+    base = tl.load(bases + tl.program_id(1))
+    base += (tl.program_id(0) % SLICES) * (SLICE * UNIT_BYTES)
+    unit_U = tl.arange(0, UNITS)
+    mask_U = unit_U < FRAME * HEADS * SLICE
+    cell_U = unit_U // SLICE
+    at_U = base + (unit_U % SLICE) * UNIT_BYTES
+    # The slot in which a cell lies, and the token and head whose cell it is.
+    number_U, slot_U, slot_head_U = _split(cell_U, HEADS, BLOCK, BY_TOKENS)
+    held_U, token_U, head_U = _split(cell_U, HEADS, HELD, HELD_BY_TOKENS)
+    token_U += held_U * HELD
+    if BLOCKS == 1:
+        block_U = tl.load(ids) * block_stride
+        target_block_U = block_U
+    else:
+        block_U = tl.load(ids + number_U, mask=mask_U) * block_stride
+        target_block_U = tl.load(ids + token_U // BLOCK, mask=mask_U) * block_stride
+    slot_at_U = slot_U.to(tl.int64) * TOKEN_STRIDE + slot_head_U.to(tl.int64) * HEAD_STRIDE
+    token_at_U = (token_U % BLOCK).to(tl.int64) * TOKEN_STRIDE + head_U.to(tl.int64) * HEAD_STRIDE
+    from_U = at_U + block_U + slot_at_U
+    to_U = at_U + target_block_U + token_at_U
+    if UNIT_BYTES == 16:
+        _permute(from_U, to_U, mask_U, tl.int64, 2, 16)
+    elif UNIT_BYTES == 8:
+        _permute(from_U, to_U, mask_U, tl.int64, 1, 8)
+    elif UNIT_BYTES == 4:
+        _permute(from_U, to_U, mask_U, tl.int32, 1, 4)
+    elif UNIT_BYTES == 2:
+        _permute(from_U, to_U, mask_U, tl.int16, 1, 2)
+    else:
+        _permute(from_U, to_U, mask_U, tl.int8, 1, 1)
