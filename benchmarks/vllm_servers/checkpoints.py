@@ -5,6 +5,7 @@ gives other tokens.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +109,24 @@ def write_gemma4(folder: Path, *, full_heads: int = 2, shared: int = 0, seed: in
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=VOCABULARY,
     )
-    return _write(Gemma4ForCausalLM(config), folder, "Gemma4ForCausalLM")
+    # Published checkpoints have norms that layers without a cache do not use; vLLM 0.28 wants them.
+    unused = {
+        f"model.layers.{layer}.self_attn.k_norm.weight": torch.ones(64 if layer % 2 else 32)
+        for layer in range(6 - shared, 6)
+    }
+    return _write(Gemma4ForCausalLM(config), folder, "Gemma4ForCausalLM", unused)
 
 
-def _write(model: Any, folder: Path, architecture: str) -> Path:
-    """Writes a checkpoint with its experts one by one, as such models are published."""
+def _write(
+    model: Any, folder: Path, architecture: str, more: Mapping[str, Any] | None = None
+) -> Path:
+    """Writes a checkpoint with its experts one by one, as such models are published.
+
+    ``more`` are tensors beside those of the model.
+    """
     from safetensors.torch import save_file
 
-    tensors = {}
+    tensors = dict(more or {})
     for name, tensor in model.state_dict().items():
         stem, _, last = name.rpartition(".experts.")
         if last == "gate_up_proj":
