@@ -440,6 +440,21 @@ def demo(
 
 
 @app.command()
+def prepare(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[CLUSTER.toml]", help="Convert the model of this cluster.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Do what takes long at a first start: compile the kernels. For the build of an image."""
+    from kvferry.cli.prepare import prepare as command
+
+    command(file)
+
+
+@app.command()
 def plan(
     file: Annotated[
         Path | None,

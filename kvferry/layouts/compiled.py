@@ -1,15 +1,22 @@
 """How kernels are compiled, and kept on disk."""
 
+import contextlib
 import hashlib
 import inspect
+import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.compiler import CompileResult
+
+logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -21,11 +28,90 @@ def kernel(function: _Function) -> _Function:
     return compiled  # type: ignore[no-any-return]
 
 
+def is_kept() -> bool:
+    """Whether all that this process has compiled was found on disk or is there now."""
+    return not _Cache.failed
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
-    """Numba's own looks at the file of a function, and not at those of what is compiled into it."""
+    """What is kept of one kernel: found in any of its folders, written to the first that allows it.
+
+    It differs from Numba's own in three ways. A process that may write no folder goes on without;
+    Numba's raises as soon as the function is defined. A folder that cannot be written is read, so
+    that what was compiled while an image was built is of use to any user. A result counts as long
+    as the sources say the same: Numba's own does not look at what is compiled into the function,
+    and looks at the time of the file, which changes when the layers of an image are unpacked.
+    """
+
+    failed: ClassVar[bool] = False
+    """Whether this process compiled what it cannot keep, and has said so."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        # Numba's own is left out: it looks for a folder that can be written, and raises.
+        self._py_func = function
+        code, version = function.__code__, sys.version_info
+        name = (
+            f"{Path(code.co_filename).stem}.{function.__qualname__.replace('<locals>', 'locals')}-"
+            f"{code.co_firstlineno}.py{version.major}{version.minor}{sys.abiflags}"
+        )
+        stamp = _text_digest(function.__module__)
+        self._files = {
+            folder: IndexDataCacheFile(folder, name, stamp)
+            for folder in _folders(Path(code.co_filename))
+        }
+        self._cache_path = next(iter(self._files))  # for the kernel's `stats`
+
+    def _load_overload(self, signature: Any, target: Any) -> Any:
+        key = self._index_key(signature, target.codegen())
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # another user's, say
+                kept = file.load(key)
+                if kept is not None:
+                    return CompileResult._rebuild(target, *kept)  # noqa: SLF001 - see Numba's own
+        return None
+
+    def _save_overload(self, signature: Any, result: Any) -> None:
+        if result.library.has_dynamic_globals:  # addresses of this process
+            return
+        key, kept = self._index_key(signature, result.codegen), result._reduce()  # noqa: SLF001
+        failures = []
+        for folder, file in self._files.items():
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                file.save(key, kept)
+            except OSError as error:
+                failures.append(f"{folder}: {error.strerror}")
+            else:
+                return
+        self._warn(failures)
+
+    @classmethod
+    def _warn(cls, failures: list[str]) -> None:
+        if cls.failed:
+            return
+        cls.failed = True
+        logger.warning(
+            "compiled kernels cannot be kept (%s), so each start of a process such as this one "
+            "compiles them again, for 10 to 60 seconds of one core; set NUMBA_CACHE_DIR to a "
+            "folder that the process can write, or to one that `kvferry prepare` has filled",
+            "; ".join(failures),
+        )
 
     def _index_key(self, *args: Any) -> tuple[object, ...]:
         return (*super()._index_key(*args), _digest(self._py_func.__module__))
+
+
+def _folders(source: Path) -> Iterator[str]:
+    """Where results of the kernels in a file may lie, in Numba's order and with its names."""
+    folder = source.absolute().parent
+    hashed = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
+    name = f"{folder.name}_{hashed}"
+    if numba.config.CACHE_DIR:  # NUMBA_CACHE_DIR
+        yield str(Path(numba.config.CACHE_DIR, name))
+    yield str(folder / "__pycache__")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        yield str(user.expanduser() / "numba" / name)
 
 
 @cache
@@ -36,8 +122,14 @@ def _digest(module: str) -> str:
     while new:
         found |= new
         new = {name for each in new for name in _called(each)} - found
-    texts = [inspect.getsource(sys.modules[name]) for name in sorted(found)]
+    texts = [_text_digest(name) for name in sorted(found)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+@cache
+def _text_digest(module: str) -> str:
+    """Of the source of one module."""
+    return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
 
 
 def _called(module: str) -> Iterator[str]:

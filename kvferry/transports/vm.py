@@ -152,7 +152,7 @@ class VmTransport(LocalTransport[VmPeer]):
         """
         extra = parse_struct(VmExtraConfig, options.extra, "vm")
         check_host()
-        _warm()
+        warm()
         return cls(options, extra)
 
     def allocate(self, nbytes: int) -> tuple[int, ByteArray]:
@@ -232,7 +232,7 @@ def _decode(endpoint: bytes) -> VmEndpoint:
     return described
 
 
-def _warm() -> None:
+def warm() -> None:
     """Compiles the kernels, or loads them from disk, and compares the two kinds of stores, so that
     the first read does not wait.
     """

@@ -312,6 +312,23 @@ def test_an_interrupt_during_the_start_ends_cleanly(kvferry, cluster_file, monke
     assert outcome.out == "stopping\n"
 
 
+def test_prepare_compiles_and_converts_what_a_start_would_wait_for(
+    kvferry, cluster_file, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
+    outcome = kvferry("prepare", cluster_file())
+    assert outcome.code == 0, outcome.err
+    assert "the kernels are compiled" in outcome.out
+    assert list((tmp_path / "cache/models").glob("tiny-0-*/model.safetensors"))
+
+
+def test_prepare_fails_where_nothing_can_be_kept(kvferry, monkeypatch):
+    monkeypatch.setattr("kvferry.layouts.compiled.is_kept", lambda: False)
+    outcome = kvferry("prepare")
+    assert outcome.code == 2
+    assert "compiled kernels cannot be kept" in outcome.err
+
+
 @pytest.mark.slow
 def test_serve_answers_and_ends_cleanly_on_sigterm(cluster_file, tmp_path):
     import openai
