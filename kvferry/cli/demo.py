@@ -26,6 +26,7 @@ from kvferry.cluster.answer import TextCodec
 from kvferry.cluster.demo import Answer, Prompt, Reference, Result, Turn, TurnResult
 from kvferry.cluster.launcher import Cluster
 from kvferry.cluster.preflight import convert
+from kvferry.cluster.process import output_folder
 from kvferry.config import ClusterConfig
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine.messages import RequestTimings
@@ -55,7 +56,7 @@ def demo(
     if ray is not None and transport == "shm":
         transports.append("tcp")  # ranks of one node still use shared memory
     config = steps.demo_config(model, transports)
-    out.mkdir(parents=True, exist_ok=True)
+    output_folder(out, "--out")
 
     _heading(console, "1. The model")
     with PartProgress(console) as progress:

@@ -31,7 +31,14 @@ from kvferry.cluster.preflight import (
     control_keys,
     with_cluster_key,
 )
-from kvferry.cluster.process import TERM_GRACE_S, Child, ChildProcess, News
+from kvferry.cluster.process import (
+    TERM_GRACE_S,
+    Child,
+    ChildProcess,
+    News,
+    output_folder,
+    temporary_folder,
+)
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig, EngineConfig, ModelConfig, RouterConfig
 from kvferry.engine.weights import load_model_config
@@ -173,8 +180,11 @@ class Cluster(Closing):
             from kvferry.cluster.ray_nodes import RayNodes
 
             nodes = RayNodes.open(ray, config)
-        folder = Path(logs) if logs else Path(tempfile.mkdtemp(prefix="kvferry-"))
-        folder.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_folder()  # which engines need too
+        if logs:
+            folder = output_folder(Path(logs), "--logs")
+        else:
+            folder = Path(tempfile.mkdtemp(prefix="kvferry-", dir=temporary))
         cluster = cls(
             config,
             folder,

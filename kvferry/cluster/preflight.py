@@ -267,13 +267,19 @@ def model_shape(
 ) -> DecoderConfig:
     """The config of a model.
 
-    A folder with a ``config.json`` is only looked at. A GGUF file is converted, once: its header
-    takes a third of that time to read, and the result is what ``serve`` needs anyway.
+    A folder with a ``config.json`` is only looked at, and a random model is only drawn. A GGUF file
+    is converted, once: its header takes a third of that time to read, and the result is what
+    ``serve`` needs anyway.
 
     Raises:
         ModelError: the model's files cannot be used.
+        HostError: the converted model cannot be written.
     """
     path = Path(model.source) / CONFIG_FILE
     if path.is_file():
         return parse_config(read_json(path), str(path))
+    if model.source in TINY_MODELS:
+        from kvferry.engine.weights_sources import open_source  # loads torch
+
+        return open_source(model.source, None).read(progress)[0]
     return load_model_config(convert(model, progress))

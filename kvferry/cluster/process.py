@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -110,6 +111,36 @@ def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
     # what follows the head of an answer waits until the client has acknowledged that: 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def temporary_folder() -> str:
+    """The folder for temporary files.
+
+    Raises:
+        HostError: none can be written.
+    """
+    try:
+        return tempfile.gettempdir()
+    except OSError as error:
+        raise HostError(
+            f"temporary files: {error.strerror}; set TMPDIR to a folder that can be written"
+        ) from error
+
+
+def output_folder(folder: Path, option: str) -> Path:
+    """Makes the folder that an option of a command names.
+
+    Raises:
+        HostError: it cannot be made, or not be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise HostError(
+            f"{option}: {folder.absolute()} cannot be written: {error.strerror}; name another"
+        ) from error
+    return folder
 
 
 logger = logging.getLogger(__name__)

@@ -37,6 +37,7 @@ from kvferry.cluster.metrics import RouterMetrics, count_as_worker
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.pass_through import PassThrough
 from kvferry.cluster.prefill_decode import PrefillDecode
+from kvferry.cluster.process import temporary_folder
 from kvferry.cluster.watch import ClusterWatch
 from kvferry.cluster.workers import Leader, SharedListener, Workers, WorkerSettings, door
 from kvferry.control.tracing import RequestSpan, Spans, checked_traceparent
@@ -460,7 +461,7 @@ async def serve_router(
         app = Router(settings, codec, lists, spans).app()
         await web.serve(app, listener, stop, settings.max_connections)
         return
-    with tempfile.TemporaryDirectory(prefix="kvferry-router-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvferry-router-", dir=temporary_folder()) as folder:
         workers = Workers(settings, listener, Path(folder))
         router = Router(settings, codec, lists, workers=workers)
         inside, ended = socket.socket(socket.AF_UNIX), asyncio.Event()

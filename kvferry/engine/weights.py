@@ -24,7 +24,7 @@ from kvferry.engine.weights_folder import (
     TinyConfig,
     read_json,
 )
-from kvferry.errors import ModelError
+from kvferry.errors import HostError, ModelError
 from kvferry.topology.description import ModelFingerprint
 from kvferry.topology.tensors import dtype_name
 
@@ -50,12 +50,22 @@ class FolderDigests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: ``$KVFERRY_CACHE``, or the user's cache folder."""
+    """Where converted models are kept: ``$KVFERRY_CACHE``, or the user's cache folder.
+
+    Raises:
+        HostError: this user has no home.
+    """
     given = os.environ.get("KVFERRY_CACHE")
     if given:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvferry"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "kvferry"
+    except RuntimeError as error:
+        raise HostError(
+            "converted models are kept in the user's cache folder, and this user has no home; set "
+            "KVFERRY_CACHE to a folder for them"
+        ) from error
 
 
 def prepare_model(
@@ -79,6 +89,7 @@ def prepare_model(
 
     Raises:
         ModelError: the source is missing, incomplete, or another architecture.
+        HostError: the model is not converted yet, and the folder for it cannot be written.
     """
     if (Path(source) / DIGESTS_FILE).is_file():
         return Path(source)
@@ -90,7 +101,6 @@ def prepare_model(
     root = (cache or cache_dir()) / "models"
     folder = root / f"{opened.name}-{_key(opened)}"
     if not folder.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f".{folder.name}.lock"):
             if not folder.is_dir():
                 _convert(opened, folder, progress)
@@ -169,6 +179,8 @@ def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
         for name, content in ((CONFIG_FILE, config), (DIGESTS_FILE, digests)):
             text = msgspec.json.format(msgspec.json.encode(content), indent=2)
             (building / name).write_bytes(text)
+        # safetensors lets nobody else read its file; the model in an image is for any user.
+        (building / WEIGHTS_FILE).chmod((building / CONFIG_FILE).stat().st_mode)
         building.rename(folder)
     except OSError as error:
         raise ModelError(f"{folder}: cannot be written: {error}") from error
@@ -178,7 +190,20 @@ def _convert(source: "ModelSource", folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock between processes; the kernel drops it when a holder dies."""
-    with path.open("wb") as file:
+    """Holds an exclusive lock between processes; the kernel drops it when a holder dies.
+
+    Raises:
+        HostError: the folder of the lock cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("wb")
+    except OSError as error:
+        raise HostError(
+            f"{path.parent}: converted models are kept there, and it cannot be written: "
+            f"{error.strerror}; set KVFERRY_CACHE to a folder that can be, or to one into which "
+            "`kvferry prepare` has converted the model"
+        ) from error
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -310,6 +311,20 @@ def test_an_interrupt_during_the_start_ends_cleanly(kvferry, cluster_file, monke
 
     assert outcome.code == 0
     assert outcome.out == "stopping\n"
+
+
+def test_serve_says_which_folder_it_cannot_write(kvferry, cluster_file, monkeypatch):
+    outcome = kvferry("serve", cluster_file(), "--logs", "/dev/null/logs")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "kvferry: --logs: /dev/null/logs cannot be written: Not a directory; name another\n"
+    )
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null"])
+    outcome = kvferry("serve", cluster_file())
+    assert outcome.code == 2
+    assert "temporary files: No usable temporary directory found" in outcome.err
+    assert "set TMPDIR" in outcome.err
 
 
 def test_prepare_compiles_and_converts_what_a_start_would_wait_for(

@@ -488,6 +488,13 @@ def test_a_picture_that_cannot_be_written_is_one_error(kvferry, tmp_path):
     assert f"{tmp_path}: cannot be written" in outcome.err
 
 
+def test_a_random_model_is_planned_without_a_folder_to_write(kvferry, cluster_file, monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", "/dev/null")
+    outcome = kvferry("plan", cluster_file())
+    assert outcome.code == 0, outcome.err
+    assert "tiny: 4 layers" in outcome.out
+
+
 def test_every_layout_name_is_said_back(kvferry):
     for name in LAYOUT_NAMES:
         outcome = kvferry(*options(f"layout={name}", "tp=1", "smollm2-135m", tokens=16), "--json")

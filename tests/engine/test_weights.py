@@ -21,7 +21,7 @@ from kvferry.engine.weights import (
     prepare_model,
 )
 from kvferry.engine.weights_sources import expected_tensors
-from kvferry.errors import ModelError
+from kvferry.errors import HostError, ModelError
 
 HF_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -191,6 +191,25 @@ def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("KVFERRY_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "kvferry"
+
+
+def test_a_user_without_a_home_is_told_which_variable_names_a_folder(monkeypatch):
+    for name in ("KVFERRY_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "~")  # as for a user without an entry
+    with pytest.raises(HostError, match="no home; set KVFERRY_CACHE"):
+        prepare_model("tiny")
+
+
+def test_a_folder_that_cannot_be_written_is_named_with_the_variable(monkeypatch):
+    monkeypatch.setenv("KVFERRY_CACHE", "/dev/null")
+    with pytest.raises(HostError, match=r"/dev/null/models: .*Not a directory; set KVFERRY_CACHE"):
+        prepare_model("tiny")
+
+
+def test_a_converted_model_may_be_read_by_whoever_may_read_its_config(cache):
+    made = prepare_model("tiny", cache=cache)
+    assert len({file.stat().st_mode for file in made.iterdir()}) == 1
 
 
 def test_settings_of_every_transformers_release_are_read():
