@@ -49,8 +49,8 @@ Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 CONNECTION_LOST: dict[int, str] = {
     zmq.Event.CLOSED: (
-        "it cannot be connected to; open the port to this machine, or set host of the other engine "
-        "to an address that this machine reaches"
+        "it cannot be connected to; open the port to this machine, or set host or "
+        "advertise_host of the other engine to an address that this machine reaches"
     ),
     zmq.Event.DISCONNECTED: "the connection broke",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: (

@@ -34,7 +34,7 @@ from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import EngineOutput, ModelName, SamplingParams, Temperature, TokenId
 from kvferry.engine.weights import load_model_config
 from kvferry.errors import DrainingError, KVFerryError, StuckStepError
-from kvferry.zeromq import join_address, tcp_address
+from kvferry.zeromq import tcp_address
 
 logger = logging.getLogger(__name__)
 
@@ -502,17 +502,16 @@ class _ListensForPeers(Protocol):
     """A connector half with a control channel."""
 
     @property
-    def port(self) -> int:
-        """TCP port of the control channel."""
+    def address(self) -> str:
+        """``host:port`` at which peers reach the control channel."""
 
 
-def _control_address(engine: Engine, config: EngineConfig) -> str | None:
+def _control_address(engine: Engine) -> str | None:
     """Where ``kvferry status`` finds the engine; ``None`` for connectors that do not listen."""
     connector = engine.connector
     if not isinstance(connector, _ListensForPeers):
         return None
-    extra = config.transfer_config().kv_connector_extra_config
-    return join_address(extra.get("host", "127.0.0.1"), connector.port)
+    return connector.address
 
 
 def _events_place(engine: Engine, config: EngineConfig) -> KVEventsPlace | None:
@@ -548,7 +547,7 @@ async def _run(
         loop.call_soon_threadsafe(ended.set)
 
     model = load_model_config(settings.model_folder)
-    control = _control_address(engine, settings.engine)
+    control = _control_address(engine)
     engine_loop = EngineLoop.open(engine, on_failure)
     try:
         server = EngineServer(

@@ -229,12 +229,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
         """The same for a rank on another host than the engine's.
 
         Args:
-            host: that host's address; the rank's connector listens there too.
+            host: that host's address; the rank's connector listens there too, and is told so.
             model_folder: the converted model on that host.
         """
         transfer = self.spec.kv_transfer_config
         if transfer is not None and "host" in transfer.kv_connector_extra_config:
             extra = {**transfer.kv_connector_extra_config, "host": host}
+            extra.pop("advertise_host", None)  # leads to the engine's host
             transfer = msgspec.structs.replace(transfer, kv_connector_extra_config=extra)
         spec = msgspec.structs.replace(
             self.spec, model_folder=model_folder, kv_transfer_config=transfer

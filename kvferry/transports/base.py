@@ -278,6 +278,10 @@ class TransportOptions:
 
     host: str = "127.0.0.1"
     """Address on which to listen, and which peers are told."""
+    advertise_host: str = ""
+    """Host that peers are told in place of ``host``; empty: ``host``."""
+    rank: int = 0
+    """Number of the rank in its engine; a port that is given is rank 0's, others take the next."""
     threads: int = 1
     """Mover threads."""
     stall_timeout_s: float = 120.0

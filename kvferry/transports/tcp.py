@@ -13,14 +13,16 @@ from kvferry.transports import tcp_kernels, tcp_tls
 from kvferry.transports.base import TransportOptions
 from kvferry.transports.tcp_reader import TcpReader
 from kvferry.transports.tcp_server import TcpServer
-from kvferry.transports.wire import WireConfig, WireTransport, check_host
+from kvferry.transports.wire import WireConfig, WireTransport, check_host, port_of
 
 
 class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
     """Keys of the ``tcp`` transport."""
 
     advertise_host: str = ""
-    """Host that peers are told; empty: the one that is listened on."""
+    """Host that peers are told; empty: the engine's ``advertise_host``, else its ``host``."""
+    advertise_port: int = 0
+    """Port that peers are told for rank 0, and so on by rank; 0: the one that is listened on."""
     connections: int = 0
     """Connections to each rank that is read from, over which the chunks of a read are dealt; 0: one
     per thread that receives."""
@@ -32,6 +34,15 @@ class TcpExtraConfig(WireConfig, frozen=True, kw_only=True):
         super().__post_init__()
         if not 0 <= self.connections <= 64:
             raise ValueError(f"connections: {self.connections} is not in 0 to 64")
+        if not 0 <= self.advertise_port <= 65535:
+            raise ValueError(
+                f"advertise_port: {self.advertise_port} is not a TCP port (0 to 65535)"
+            )
+        if self.advertise_port and not self.port:
+            raise ValueError(
+                f"advertise_port: {self.advertise_port} leads to port, which is 0 and takes a free "
+                "one at each start; give port a number"
+            )
 
 
 class TcpTransport(WireTransport):
@@ -41,7 +52,7 @@ class TcpTransport(WireTransport):
     ExtraConfig = TcpExtraConfig
 
     def __init__(self, options: TransportOptions, extra: TcpExtraConfig) -> None:
-        super().__init__(extra.advertise_host or options.host)
+        super().__init__(extra.advertise_host or options.advertise_host or options.host)
         identity = None
         if extra.encrypt_data:
             identity, self._certificate = tcp_tls.new_identity()
@@ -50,11 +61,11 @@ class TcpTransport(WireTransport):
             self._token,
             identity,
             host=options.host,
-            port=extra.port,
+            port=port_of(extra.port, options.rank),
             max_readers=extra.max_readers,
             threads=options.threads,
         )
-        self._port = self._server.port
+        self._port = port_of(extra.advertise_port, options.rank) or self._server.port
         side = self._reading_side(extra, options.stall_timeout_s)
         self._reader: TcpReader = TcpReader(
             side, options.threads, extra.connections or options.threads, extra.encrypt_data
@@ -71,8 +82,7 @@ class TcpTransport(WireTransport):
             HostError: the host is no address of this machine.
         """
         extra = parse_struct(TcpExtraConfig, options.extra, "tcp")
-        if not extra.advertise_host:
-            check_host(options.host, ", or advertise_host of tcp where this engine lends nothing")
+        check_host(extra.advertise_host or options.advertise_host or options.host)
         copier.warm()
         tcp_kernels.warm(encrypted=extra.encrypt_data)
         return cls(options, extra)

@@ -17,7 +17,7 @@ from kvferry.transports.movers import MoverPool
 from kvferry.transports.ucx_link import Ucx
 from kvferry.transports.ucx_reader import UcxReader
 from kvferry.transports.ucx_server import UcxServer
-from kvferry.transports.wire import WireConfig, WireTransport, check_host
+from kvferry.transports.wire import WireConfig, WireTransport, check_host, port_of
 
 
 class UcxExtraConfig(WireConfig, frozen=True, kw_only=True):
@@ -41,8 +41,8 @@ class UcxTransport(WireTransport):
     ExtraConfig = UcxExtraConfig
 
     def __init__(self, options: TransportOptions, extra: UcxExtraConfig) -> None:
-        super().__init__(options.host)
-        self._ucx = Ucx(extra.config, extra.port)
+        super().__init__(options.advertise_host or options.host)
+        self._ucx = Ucx(extra.config, port_of(extra.port, options.rank))
         self._mailbox = Mailbox("ucx", self._turn, poller=select.poll())
         self._port = self._ucx.port
         self._server = UcxServer(self._regions, self._token, extra.max_readers)
@@ -65,7 +65,7 @@ class UcxTransport(WireTransport):
             HostError: UCX finds nothing to listen on.
         """
         extra = parse_struct(UcxExtraConfig, options.extra, "ucx")
-        check_host(options.host)
+        check_host(options.advertise_host or options.host)
         warm()
         return cls(options, extra)
 

@@ -47,7 +47,7 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that the transports of wires share."""
 
     port: int = 0
-    """Port of the data endpoint; 0 takes a free one."""
+    """Port of the data endpoint of rank 0, and so on by rank; 0 takes a free one."""
     chunk_bytes: int = 4 << 20
     """Bytes per chunk of a read."""
     max_readers: int = 512
@@ -62,12 +62,19 @@ class WireConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"max_readers: {self.max_readers} is less than 1")
 
 
-def check_host(host: str, instead: str = "") -> None:
-    """Checks that peers can be told the host that is listened on.
+def port_of(port: int, rank: int) -> int:
+    """The port of a rank, where ``port`` is that of rank 0 or 0.
 
-    Args:
-        host: as configured.
-        instead: what else may be done, for the message.
+    Raises:
+        ConfigError: there is no such port.
+    """
+    if port and port + rank > 65535:
+        raise ConfigError(f"port: {port} leaves none for rank {rank}; give a smaller one")
+    return port and port + rank
+
+
+def check_host(host: str) -> None:
+    """Checks that peers can be told a host.
 
     Raises:
         ConfigError: it stands for every address of this machine.
@@ -75,7 +82,7 @@ def check_host(host: str, instead: str = "") -> None:
     if is_everywhere(host):
         raise ConfigError(
             f"host: {host} is every address of this machine, and other engines must be told one; "
-            f"set host to the address at which they reach this machine{instead}"
+            "set host or advertise_host to the address at which they reach this machine"
         )
 
 

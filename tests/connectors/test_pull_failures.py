@@ -572,6 +572,14 @@ def test_a_taken_port_is_named(open_engine: OpenEngine) -> None:
         ({"curve_keys": "/nowhere/keys.json"}, ConfigError, "curve_keys"),
         ({"host": "0.0.0.0", "cluster_key": None}, ConfigError, "insecure: true"),
         ({"host": "decode.test", "cluster_key": None}, ConfigError, "insecure: true"),
+        (
+            {"advertise_host": "203.0.113.7", "cluster_key": None},
+            ConfigError,
+            r"advertise_host: 203\.0\.113\.7 is reached from other machines",
+        ),
+        ({"advertise_host": "0.0.0.0"}, ConfigError, "every address of a machine"),
+        ({"advertise_port": 70000}, ConfigError, "advertise_port: 70000 is not a TCP port"),
+        ({"advertise_port": 30579}, ConfigError, "30579 leads to kv_port, which is 0"),
     ],
 )
 def test_wrong_extra_keys_are_named_with_the_remedy(
@@ -579,6 +587,17 @@ def test_wrong_extra_keys_are_named_with_the_remedy(
 ) -> None:
     with pytest.raises(kind, match=message):
         open_engine("d", TARGET, **extra)
+
+
+def test_a_ticket_names_what_peers_are_told_in_place_of_what_is_listened_on(
+    open_engine: OpenEngine, free_port: int
+) -> None:
+    told = {"host": "0.0.0.0", "advertise_host": "203.0.113.7", "advertise_port": 30579}
+    producer = open_engine("p", SOURCE, kv_port=free_port, **told)
+    consumer = open_engine("d", TARGET)
+    params = Pair(producer, consumer, WAIT_S).prefill("r", 21).response_params
+    assert (params["remote_host"], params["remote_port"]) == ("203.0.113.7", 30579)
+    assert producer.scheduler.address == "203.0.113.7:30579"  # type: ignore[attr-defined]
 
 
 def test_a_producer_refuses_to_load(pair: Pair) -> None:

@@ -96,7 +96,11 @@ def test_a_rank_on_another_host_gives_out_that_hosts_address(tiny_folder, worker
     transfer = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role="kv_both",
-        kv_connector_extra_config={"host": "10.0.0.1", "transport": "tcp"},
+        kv_connector_extra_config={
+            "host": "10.0.0.1",
+            "advertise_host": "203.0.113.7",
+            "transport": "tcp",
+        },
     )
     spec = worker_spec(tiny_folder(), connector=transfer)
     start = Start(spec=spec, rank=1, init_method="", log_level=0).on("10.0.0.2", "/there")

@@ -633,6 +633,32 @@ def test_a_wildcard_needs_a_name_that_peers_can_use():
     options = TransportOptions(host="0.0.0.0", extra={"advertise_host": "127.0.0.1"})
     with contextlib.closing(TcpTransport.open(options)) as opened:
         assert decode_endpoint(opened.endpoint()).host == "127.0.0.1"
+    options = TransportOptions(host="0.0.0.0", advertise_host="203.0.113.7")
+    with contextlib.closing(TcpTransport.open(options)) as opened:
+        assert decode_endpoint(opened.endpoint()).host == "203.0.113.7"
+
+
+def test_ranks_listen_on_ports_in_a_row_and_tell_those_that_lead_there():
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    extra = {"port": port - 3, "advertise_port": 30600}
+    with contextlib.closing(TcpTransport.open(TransportOptions(rank=3, extra=extra))) as opened:
+        assert decode_endpoint(opened.endpoint()).port == 30603
+        socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConfigError, match="port: 65535 leaves none for rank 1"):
+        TcpTransport.open(TransportOptions(rank=1, extra={"port": 65535}))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"advertise_port": 30600}, "advertise_port: 30600 leads to port, which is 0"),
+        ({"advertise_port": -1}, "advertise_port: -1 is not a TCP port"),
+    ],
+)
+def test_a_port_that_leads_nowhere_is_refused(extra, message):
+    with pytest.raises(ConfigError, match=message):
+        TcpTransport.open(TransportOptions(extra=extra))
 
 
 @pytest.mark.parametrize(

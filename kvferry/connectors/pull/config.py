@@ -10,7 +10,7 @@ from kvferry.control.options import ControlOptions, CurveKeys
 from kvferry.control.tickets import MIN_KEY_BYTES
 from kvferry.errors import ConfigError
 from kvferry.transports.registry import transport_class
-from kvferry.zeromq import join_address, split_address
+from kvferry.zeromq import is_everywhere, join_address, split_address
 
 MIN_STAGING_BYTES = 4096
 """The smallest staging memory that makes any sense."""
@@ -26,6 +26,12 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Transport name → its own extra keys."""
     host: str = "127.0.0.1"
     """Address on which this engine listens and which its tickets name."""
+    advertise_host: str = ""
+    """Host that tickets name and peers are told in place of ``host``, where another one leads
+    here; empty: ``host``."""
+    advertise_port: int = 0
+    """Port of the control channel that tickets name, where a mapping leads from it to ``kv_port``;
+    0: ``kv_port``."""
     peers: tuple[str, ...] = ()
     """``host:port``, for IPv6 ``[address]:port``, of engines to shake hands with at start. Without
     a cluster key, these are the only ones a ticket may name."""
@@ -92,9 +98,21 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.transports:
             raise ValueError("transport: name at least one")
+        self._check_told()
         self._check_transports()
         if self.cluster_key is not None and self.cluster_key_file is not None:
             raise ValueError("cluster_key and cluster_key_file: write one of them")
+
+    def _check_told(self) -> None:
+        if not 0 <= self.advertise_port <= 65535:
+            raise ValueError(
+                f"advertise_port: {self.advertise_port} is not a TCP port (0 to 65535)"
+            )
+        if self.advertise_host and is_everywhere(self.advertise_host):
+            raise ValueError(
+                f"advertise_host: {self.advertise_host} is every address of a machine; name the "
+                "one at which other engines reach this one"
+            )
 
     def _check_transports(self) -> None:
         """Everything that can be known of them before a rank starts.
@@ -117,6 +135,10 @@ class PullConfig(msgspec.Struct, frozen=True, kw_only=True):
     def transports(self) -> tuple[str, ...]:
         """The offered transports, best first."""
         return (self.transport,) if isinstance(self.transport, str) else self.transport
+
+    def told(self, port: int) -> tuple[str, int]:
+        """Host and port that peers are told, where the control channel listens on ``port``."""
+        return self.advertise_host or self.host, self.advertise_port or port
 
     def peer_addresses(self) -> tuple[str, ...]:
         """``peers`` as tickets name them, in one form for each address.

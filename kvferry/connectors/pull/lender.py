@@ -261,13 +261,14 @@ class Lender:
         first_tokens: tuple[int, ...],
     ) -> Ticket:
         parallel = self._context.groups[0].parallel
+        host, port = self._extra.told(self._server.port)
         return Ticket(
             lease_id=lease.lease_id,
             engine_id=self._context.config.engine_id,
             incarnation=self._context.incarnation,
             secret=self._server.secret(lease.lease_id),
-            host=self._extra.host,
-            port=self._server.port,
+            host=host,
+            port=port,
             request_id=request.request_id,
             num_tokens=num_tokens,
             block_ids=tables,

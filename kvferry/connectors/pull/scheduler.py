@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from kvferry.config import KVTransferConfig
 from kvferry.connectors.base import (
     BlocksView,
     ConnectorContext,
@@ -45,7 +46,7 @@ from kvferry.errors import (
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
 from kvferry.topology.heads import LATENT, HeadDigests
 from kvferry.topology.sharding import ranges_text
-from kvferry.zeromq import is_everywhere, is_loopback, split_address
+from kvferry.zeromq import is_everywhere, is_loopback, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class PullScheduler(SchedulerConnector):
         config = context.config
         peers = extra.peer_addresses()
         key = extra.key()
-        _check_reach(extra, is_producer=config.is_producer)
+        _check_reach(extra, config)
         if config.is_consumer and key is None and not peers:
             logger.warning(
                 "engine %s has neither cluster_key nor peers: it will contact whatever engine a "
@@ -167,6 +168,11 @@ class PullScheduler(SchedulerConnector):
     def port(self) -> int:
         """TCP port of the control channel."""
         return self._server.port
+
+    @property
+    def address(self) -> str:
+        """``host:port`` at which peers reach the control channel."""
+        return join_address(*self._extra.told(self._server.port))
 
     def set_worker_handshakes(self, handshakes: Sequence[bytes]) -> None:
         """Completes this engine's description: from now on it answers and makes handshakes."""
@@ -914,25 +920,32 @@ class PullScheduler(SchedulerConnector):
             self._spans.close()
 
 
-def _check_reach(extra: PullConfig, *, is_producer: bool) -> None:
+def _check_reach(extra: PullConfig, config: KVTransferConfig) -> None:
     """Checks who can reach this engine, and whether those that should can.
 
     Raises:
         ConfigError: strangers can, and there is no key; or it lends, and its tickets would name
-            no address.
+            no address, or a port that leads nowhere.
     """
-    local = is_loopback(extra.host)
-    if is_producer and is_everywhere(extra.host):
+    told, port = extra.told(config.kv_port)
+    local = is_loopback(extra.host) and is_loopback(told)
+    if config.is_producer and is_everywhere(told):
         raise ConfigError(
             f"host: {extra.host} is every address of this machine, and other engines must be told "
-            "one; set host to the address at which they reach this machine"
+            "one; set host or advertise_host to the address at which they reach this machine"
+        )
+    if port and not config.kv_port:
+        raise ConfigError(
+            f"advertise_port: {port} leads to kv_port, which is 0 and takes a free port at each "
+            "start; give kv_port a number"
         )
     has_key = extra.cluster_key or extra.cluster_key_file or extra.curve_keys
     if not (local or has_key or extra.insecure):
         raise ConfigError(
-            f"host: {extra.host} is reached from other machines, and there is no key that tells "
-            "friend from stranger; make keys with `kvferry keys` and set cluster_key_file and "
-            "curve_keys, or say insecure: true on a network that you trust"
+            f"{'advertise_host' if extra.advertise_host else 'host'}: {told} is reached from other "
+            "machines, and there is no key that tells friend from stranger; make keys with "
+            "`kvferry keys` and set cluster_key_file and curve_keys, or say insecure: true on a "
+            "network that you trust"
         )
     away = [peer for peer in extra.peers if not is_loopback(split_address(peer)[0])]
     if local and away:

@@ -120,6 +120,8 @@ class PullWorker(WorkerConnector):
                     name,
                     TransportOptions(
                         host=extra.host,
+                        advertise_host=extra.advertise_host,
+                        rank=rank,
                         threads=extra.mover_threads,
                         stall_timeout_s=extra.stall_timeout_s,
                         extra=extra.transport_config.get(name, {}),

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+import msgspec
+
 from kvferry.config import KVTransferConfig, parse_struct
 from kvferry.connectors.pull.config import PullConfig
 from kvferry.errors import ConfigError
@@ -23,7 +25,8 @@ class VllmConnectorConfig(PullConfig, frozen=True, kw_only=True):
 def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorConfig]:
     """Our config of a vLLM engine.
 
-    Every data-parallel engine listens on a port of its own, ``kv_port`` plus its index.
+    Every data-parallel engine listens on a port of its own, ``kv_port`` plus its index, and tells
+    ``advertise_port`` plus its index. Ports that are given for transports count its ranks on.
 
     Raises:
         ConfigError: an unknown or wrong key in ``kv_connector_extra_config``, or a setting of the
@@ -42,11 +45,24 @@ def transfer_config(vllm_config: Any) -> tuple[KVTransferConfig, VllmConnectorCo
             "adapter serves 1: vLLM names the ranks of one stage to a connector by their TP rank "
             "alone"
         )
+    index = parallel.data_parallel_index
+    ranks = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+    extra = msgspec.structs.replace(
+        extra,
+        advertise_port=extra.advertise_port and extra.advertise_port + index,
+        transport_config={
+            name: {
+                key: value + index * ranks if value and key in ("port", "advertise_port") else value
+                for key, value in keys.items()
+            }
+            for name, keys in extra.transport_config.items()
+        },
+    )
     config = KVTransferConfig(
         kv_connector="PullConnector",
         kv_role=theirs.kv_role,
         engine_id=theirs.engine_id,
-        kv_port=theirs.kv_port + parallel.data_parallel_index if theirs.kv_port else 0,
+        kv_port=theirs.kv_port and theirs.kv_port + index,
         kv_buffer_device=theirs.kv_buffer_device,
         kv_connector_extra_config=theirs.kv_connector_extra_config,
         kv_load_failure_policy=theirs.kv_load_failure_policy,

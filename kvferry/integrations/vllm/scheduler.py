@@ -167,7 +167,11 @@ class SchedulerHalf:
         self._pull = PullScheduler.open(context)
         self._pull.set_worker_handshakes([each.handshake for each in ranks])
         logger.info(
-            "engine %s listens on %s:%d", self._config.engine_id, self._extra.host, self._pull.port
+            "engine %s listens on %s:%d, peers are told %s",
+            self._config.engine_id,
+            self._extra.host,
+            self._pull.port,
+            self._pull.address,
         )
 
     def _shows_steps(self) -> bool:

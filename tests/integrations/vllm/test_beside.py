@@ -289,7 +289,12 @@ def test_the_example_in_the_docs_is_valid():
     page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
     shown = page.partition("## Beside other connectors")[2].partition("```json")[2]
     config = KVTransferConfig(**json.loads(shown.partition("```")[0]))
-    parallel = SimpleNamespace(data_parallel_index=0, prefill_context_parallel_size=1)
+    parallel = SimpleNamespace(
+        data_parallel_index=0,
+        prefill_context_parallel_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+    )
     engine = SimpleNamespace(kv_transfer_config=config, parallel_config=parallel)
     (ours, ours_config), (theirs, _) = MultiConnector._get_connector_classes_and_configs(engine)
     assert (ours, theirs.__name__) == (KVFerryConnector, "OffloadingConnector")

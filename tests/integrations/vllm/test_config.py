@@ -22,7 +22,10 @@ def engine(extra=None, *, kv_port=15000, dp_index=0, pcp=1):
             kv_connector_extra_config=extra or {},
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_index=dp_index, prefill_context_parallel_size=pcp
+            data_parallel_index=dp_index,
+            prefill_context_parallel_size=pcp,
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
         ),
     )
 
@@ -40,6 +43,18 @@ def test_a_wrong_value_is_refused():
 def test_engines_of_one_data_parallel_group_listen_on_ports_of_their_own():
     ports = [transfer_config(engine(dp_index=index))[0].kv_port for index in range(3)]
     assert ports == [15000, 15001, 15002]
+
+
+def test_ports_that_are_told_and_those_of_ranks_count_on_over_the_group():
+    tcp = {"port": 14600, "advertise_port": 30600, "connections": 3}
+    extra = {"transport_config": {"tcp": tcp}, "advertise_port": 30579}
+    _, first = transfer_config(engine(extra))
+    assert (first.advertise_port, first.transport_config) == (30579, {"tcp": tcp})
+    _, third = transfer_config(engine(extra, dp_index=2))
+    assert third.advertise_port == 30581
+    assert third.transport_config["tcp"] == {**tcp, "port": 14604, "advertise_port": 30604}
+    _, plain = transfer_config(engine(dp_index=2))
+    assert (plain.advertise_port, plain.transport_config) == (0, {})
 
 
 def test_port_0_stays_a_free_one():
