@@ -14,6 +14,9 @@
 #   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone,
 #                    VLLM=0.31.0 for an older release, in an environment of its own
 #                    (.venv-vllm-0.31.0, 2.5 GB)
+#   make test-container  the steps of examples/container/Dockerfile in a root that mmdebstrap makes, and
+#                    what they make under a root that is read-only; where this is root on Debian, it
+#                    installs mmdebstrap
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
@@ -54,10 +57,10 @@ ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed-vllm-router-0.1.17
 # Three keep two cores busy: many tests wait for leases to end and for processes to start.
 JOBS ?= 3
 
-MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm)
+MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm and not container)
 
 .DEFAULT_GOAL := check
-.PHONY: browser collector demo demo-ray test test-vllm lint typecheck bench check
+.PHONY: browser collector mmdebstrap demo demo-ray test test-vllm test-container lint typecheck bench check
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
@@ -73,6 +76,9 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY) $(ROUTERS
 	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(BIN)/python -m pytest \
 	    -m "$(if $(SHORT),vllm and not slow,vllm)" \
 	    -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair $(ARGS)
+
+test-container: $(INSTALLED) mmdebstrap
+	$(BIN)/python -m pytest -m container examples/container $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -119,6 +125,14 @@ browser:
 	    { apt-get update -qq && \
 	      apt-get install -yqq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	    echo "chromium could not be installed: the router's page is not tested in a browser"
+
+# Without it there is no root in which the steps of the Dockerfile could run.
+mmdebstrap:
+	@{ command -v mmdebstrap && command -v ip; } >/dev/null || [ "$$(id -u)" != 0 ] || \
+	    ! command -v apt-get >/dev/null || \
+	    { apt-get update -qq && \
+	      apt-get install -yqq --no-install-recommends mmdebstrap iproute2 >/dev/null; } || \
+	    echo "mmdebstrap could not be installed: the steps of the Dockerfile are not run"
 
 # There are no packages of it for every system; without it the test that needs it is skipped.
 collector: $(INSTALLED)
