@@ -1,5 +1,6 @@
 """docs/operations.md knows every error, every metric and every command."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,13 +8,15 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvferry import errors
+from kvferry.cache.cache_shape import LayerHeads
 from kvferry.cli.app import app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
 from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
 from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
-from kvferry.explain.models import KNOWN_MODELS
+from kvferry.explain.families import FAMILIES
+from kvferry.explain.models import KNOWN_MODELS, parse_model
 
 PAGE = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
 ALL_PAGES = [
@@ -96,6 +99,7 @@ def test_every_key_of_a_spec_has_a_row_with_its_default():
         "block": str(plain.block_size),
         "layout": plain.layout,
         "dtype": "the model's",
+        "layers": "divided evenly",
         "hybrid": str(plain.hybrid).lower(),
     }
 
@@ -103,6 +107,19 @@ def test_every_key_of_a_spec_has_a_row_with_its_default():
 def test_every_known_model_is_named():
     (names,) = re.findall(r"^Known models: ((?:.|\n)*?);", PAGE, re.MULTILINE)
     assert re.findall(r"`([^`]+)`", names) == list(KNOWN_MODELS)
+
+
+def test_every_family_of_models_is_named():
+    (names,) = re.findall(r"`model_type` that `plan` knows:\n\n((?:.|\n)*?)\.\n", PAGE)
+    assert re.findall(r"`([^`]+)`", names) == sorted(kind for kind in FAMILIES if kind)
+
+
+def test_a_file_of_the_users_own_says_what_each_layer_keeps():
+    (own,) = re.findall(r"```json\n(\{\"num_hidden_layers\"(?:.|\n)*?)```", PAGE)
+    windowed = LayerHeads(16, 256, sliding_window=1024)
+    assert parse_model(json.loads(own), "here").shape.layers == (
+        windowed, windowed, None, LayerHeads(4, 512),
+    )  # fmt: skip
 
 
 def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path, monkeypatch):

@@ -1,19 +1,16 @@
 """The layers of a model as its KV cache sees them: from shapes to groups to geometries."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from kvferry.cache.kv_cache_config import KVCacheGroupSpec
-from kvferry.cache.specs import (
-    AttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-)
-from kvferry.cache.specs_local import MambaSpec, SlidingWindowSpec
+from kvferry.cache.specs import AttentionSpec, FullAttentionSpec, KVCacheSpec, MLAAttentionSpec
+from kvferry.cache.specs_local import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvferry.layouts.layout import Layout
 from kvferry.topology import EngineGeometry, GroupGeometry, ParallelShape
-from kvferry.topology.sharding import default_split, split_of_group
+from kvferry.topology.sharding import default_split, heads_of, split_of_group
 from kvferry.topology.states import StateGeometry, StatePart
 
 STATE_BLOCK_SIZE = 1 << 20
@@ -21,63 +18,137 @@ STATE_BLOCK_SIZE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """What a layer of attention keeps of each token."""
+
+    num_kv_heads: int
+    """KV heads of the model's layer; 1 with MLA."""
+    head_size: int
+    """Elements of a head of k, or of the latent."""
+    head_size_v: int | None = None
+    """Elements of a head of v, where they differ from those of k."""
+    use_mla: bool = False
+    """Whether the layer keeps one latent per token in place of keys and values."""
+    sliding_window: int | None = None
+    """Tokens that a token attends to, itself included; ``None``: all."""
+    attention_chunk_size: int | None = None
+    """Tokens of the chunk within which a token attends; ``None``: no chunks."""
+
+    @property
+    def whole(self) -> "LayerHeads":
+        """The same for a layer that keeps all tokens."""
+        return replace(self, sliding_window=None, attention_chunk_size=None)
+
+    def spec(self, block_size: int, dtype: str, tp: int) -> AttentionSpec:
+        """What the last of ``tp`` ranks keeps, which has no fewer heads than the others.
+
+        Raises:
+            ValueError: ``block_size`` or ``dtype`` is none.
+        """
+        common: dict[str, Any] = {
+            "block_size": block_size,
+            "num_kv_heads": len(heads_of(tp - 1, tp, self.num_kv_heads)),
+            "head_size": self.head_size,
+            "dtype": dtype,
+        }
+        if self.use_mla:
+            return MLAAttentionSpec(**common)
+        common["head_size_v"] = self.head_size_v
+        if self.sliding_window is not None:
+            return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
+        if self.attention_chunk_size is not None:
+            return ChunkedLocalAttentionSpec(
+                **common, attention_chunk_size=self.attention_chunk_size
+            )
+        return FullAttentionSpec(**common)
+
+
+LayerCache: TypeAlias = LayerHeads | tuple[StatePart, ...] | None
+"""What a layer keeps: of each token, of each request, or nothing of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What the KV cache of a model depends on: its attention layers, nothing of its weights.
+    """What the KV cache of a model depends on, and nothing of its weights.
 
     >>> from kvferry.cache import group_layers
-    >>> shape = CacheShape(num_layers=4, num_kv_heads=2, head_size=8, layer_windows={0: 16, 2: 16})
+    >>> shape = CacheShape.uniform(4, LayerHeads(num_kv_heads=2, head_size=8), {0: 16, 2: 16})
     >>> groups = group_layers(shape.kv_cache_specs(16, "bfloat16"))
     >>> [(g.layer_indices, g.sliding_window) for g in
     ...  shape.geometries(groups, layout="NHD", parallel=ParallelShape(tp=2))]
     [((0, 2), 16), ((1, 3), None)]
     """
 
-    num_layers: int
-    num_kv_heads: int
-    """Heads that the cache keeps per token; 1 with MLA."""
-    head_size: int
-    """Elements of a head of k, or of the latent."""
-    use_mla: bool = False
-    """Whether the cache keeps one latent per token in place of keys and values."""
-    layer_windows: Mapping[int, int] = field(default_factory=dict)
-    """Layer → tokens that one of its tokens attends to, itself included; no layer that attends to
-    all."""
-    layer_states: Mapping[int, tuple[StatePart, ...]] = field(default_factory=dict)
-    """Layer → what it keeps; no layer of attention."""
+    layers: tuple[LayerCache, ...]
+    """What each layer of the model keeps, first layer first. A layer without attention, or one
+    that reads the cache of another layer, keeps nothing."""
 
-    def kv_cache_specs(self, block_size: int, dtype: str) -> dict[str, KVCacheSpec]:
+    @classmethod
+    def uniform(
+        cls, num_layers: int, heads: LayerHeads, windows: Mapping[int, int] = MappingProxyType({})
+    ) -> "CacheShape":
+        """A model whose layers all have the same heads.
+
+        Args:
+            num_layers: of the model.
+            heads: of each layer, all of whose tokens are kept.
+            windows: layer → its window, of those that have one.
+        """
+        return cls(
+            tuple(
+                replace(heads, sliding_window=windows[layer]) if layer in windows else heads
+                for layer in range(num_layers)
+            )
+        )
+
+    @property
+    def heads(self) -> LayerHeads:
+        """The heads of the first layer of attention; of most models those of all.
+
+        Raises:
+            ValueError: no layer attends.
+        """
+        for heads in self.layers_by_heads():
+            return heads
+        raise ValueError("layers: none of them attends")
+
+    def layers_by_heads(self) -> dict[LayerHeads, list[int]]:
+        """Heads → the layers of attention that have them, in the order of the first ones."""
+        found: dict[LayerHeads, list[int]] = {}
+        for layer, cache in enumerate(self.layers):
+            if isinstance(cache, LayerHeads):
+                found.setdefault(cache.whole, []).append(layer)
+        return found
+
+    @property
+    def layer_windows(self) -> dict[int, int]:
+        """Layer → its window; no layer that attends to all tokens."""
+        return {
+            layer: cache.sliding_window
+            for layer, cache in enumerate(self.layers)
+            if isinstance(cache, LayerHeads) and cache.sliding_window is not None
+        }
+
+    def kv_cache_specs(self, block_size: int, dtype: str, tp: int = 1) -> dict[str, KVCacheSpec]:
         """What each layer needs to keep, by the layer's name, first layer first.
-
-        The number of heads is that of the whole model: how many of them a rank holds differs
-        between ranks, and a pool of blocks does not depend on it.
 
         Args:
             block_size: tokens per block.
             dtype: of the cache.
+            tp: ranks that share the heads. The specs are those of the last rank; with 1 they are
+                those of the whole model. They decide how many tokens a block of a group has where
+                the pages of layers differ.
 
         Raises:
             ValueError: ``block_size`` or ``dtype`` is none.
         """
-        return {
-            layer_name(layer): self._layer_spec(layer, block_size, dtype)
-            for layer in range(self.num_layers)
-        }
-
-    def _layer_spec(self, layer: int, block_size: int, dtype: str) -> KVCacheSpec:
-        if layer in self.layer_states:
-            states = self.layer_states[layer]
-            return MambaSpec(
-                STATE_BLOCK_SIZE,
-                shapes=[(state.num_channels, state.channel_size) for state in states],
-                dtypes=[state.dtype for state in states],
-            )
-        heads, size = self.num_kv_heads, self.head_size
-        if self.use_mla:
-            return MLAAttentionSpec(block_size, heads, size, dtype)
-        window = self.layer_windows.get(layer)
-        if window is None:
-            return FullAttentionSpec(block_size, heads, size, dtype)
-        return SlidingWindowSpec(block_size, heads, size, dtype, sliding_window=window)
+        specs: dict[str, KVCacheSpec] = {}
+        for layer, cache in enumerate(self.layers):
+            if isinstance(cache, LayerHeads):
+                specs[layer_name(layer)] = cache.spec(block_size, dtype, tp)
+            elif cache is not None:
+                specs[layer_name(layer)] = _state_spec(cache, tp)
+        return specs
 
     def geometries(
         self,
@@ -85,8 +156,9 @@ class CacheShape:
         *,
         layout: Layout | str,
         parallel: ParallelShape,
+        stage_layers: Sequence[int] | None = None,
     ) -> tuple[GroupGeometry, ...]:
-        """The KV cache of an engine, one geometry per group.
+        """The KV cache of an engine, a geometry for each group and each kind of cells in it.
 
         Args:
             groups: what :func:`~kvferry.cache.config_builder.group_layers` makes of
@@ -95,45 +167,33 @@ class CacheShape:
             parallel: of the engine. Its stages divide the model's layers, whatever groups they
                 are in, so that a stage may have no layer of a group. States are not padded, as
                 their pages are smaller on a rank than in the whole model.
+            stage_layers: the model's layers on each stage; divided evenly if left out.
 
         Raises:
             ValueError: a group is not of this model's layers, or the layout or the shape does not
                 fit, see :class:`EngineGeometry`.
         """
-        return tuple(self._geometry(group, layout, parallel) for group in groups)
-
-    def _geometry(
-        self, group: KVCacheGroupSpec, layout: Layout | str, parallel: ParallelShape
-    ) -> GroupGeometry:
-        spec, layers = group.kv_cache_spec, self._layers_of(group)
-        layer_split = layer_indices = None
-        if len(layers) < self.num_layers:
-            layer_split = split_of_group(layers, default_split(self.num_layers, parallel.pp))
-            layer_indices = layers
-        if isinstance(spec, MambaSpec):
-            return StateGeometry(
-                num_layers=len(layers),
-                states=self.layer_states[layers[0]],
-                block_size=spec.block_size,
-                parallel=parallel,
-                layer_split=layer_split,
-                layer_indices=None if layer_indices is None else tuple(layer_indices),
+        stages = stage_layers or default_split(len(self.layers), parallel.pp)
+        if (len(stages), sum(stages)) != (parallel.pp, len(self.layers)):
+            raise ValueError(
+                f"layers: {'+'.join(map(str, stages))} are {sum(stages)} layers on {len(stages)} "
+                f"stages; the model has {len(self.layers)} and the engine pp={parallel.pp}"
             )
-        assert isinstance(spec, AttentionSpec)  # _layers_of
-        return EngineGeometry(
-            num_layers=len(layers),
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            dtype=spec.dtype,
-            block_size=spec.block_size,
-            layout=layout,
-            parallel=parallel,
-            use_mla=self.use_mla,
-            page_size_padded=spec.page_size_padded,
-            layer_split=layer_split,
-            layer_indices=layer_indices,
-            sliding_window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
-        )
+        made: list[GroupGeometry] = []
+        for group in groups:
+            kinds: dict[LayerCache, list[int]] = {}
+            for layer in self._layers_of(group):
+                cache = self.layers[layer]
+                kind = cache.whole if isinstance(cache, LayerHeads) else cache
+                kinds.setdefault(kind, []).append(layer)
+            for kind, layers in kinds.items():
+                where: dict[str, Any] = {"num_layers": len(layers), "parallel": parallel}
+                if len(layers) < len(self.layers):
+                    where["layer_indices"] = layers
+                if len(layers) < len(self.layers) or stage_layers:
+                    where["layer_split"] = split_of_group(layers, stages)
+                made.append(_geometry(group.layer_spec(layer_name(layers[0])), kind, layout, where))
+        return tuple(made)
 
     def _layers_of(self, group: KVCacheGroupSpec) -> list[int]:
         """The layers of a group, ascending.
@@ -141,22 +201,70 @@ class CacheShape:
         Raises:
             ValueError: they are not this model's, or not of the group's kind.
         """
-        spec = group.kv_cache_spec
-        numbers = {layer_name(layer): layer for layer in range(self.num_layers)}
-        recurrent = isinstance(spec, MambaSpec)
+        numbers = {layer_name(layer): layer for layer in range(len(self.layers))}
         wrong = [
             name
             for name in group.layer_names
-            if name not in numbers or (numbers[name] in self.layer_states) != recurrent
+            if name not in numbers
+            or not _is_of_kind(group.layer_spec(name), self.layers[numbers[name]])
         ]
-        if wrong or not isinstance(spec, AttentionSpec | MambaSpec):
-            states = ", ".join(layer_name(layer) for layer in sorted(self.layer_states))
+        if wrong:
+            states = [
+                layer_name(layer)
+                for layer, cache in enumerate(self.layers)
+                if isinstance(cache, tuple)
+            ]
             raise ValueError(
-                f"groups: {type(spec).__name__} for {', '.join(wrong or group.layer_names)}; "
-                f"this model has layer.0 to layer.{self.num_layers - 1}, recurrent of them: "
-                f"{states or 'none'}"
+                f"groups: {type(group.kv_cache_spec).__name__} for {', '.join(wrong)}; "
+                f"this model has layer.0 to layer.{len(self.layers) - 1}, recurrent of them: "
+                f"{', '.join(states) or 'none'}"
             )
         return sorted(numbers[name] for name in group.layer_names)
+
+
+def _is_of_kind(spec: KVCacheSpec, cache: LayerCache) -> bool:
+    kind = AttentionSpec if isinstance(cache, LayerHeads) else MambaSpec
+    return cache is not None and isinstance(spec, kind)
+
+
+def _state_spec(states: tuple[StatePart, ...], tp: int) -> MambaSpec:
+    channels = [
+        sum(
+            len(section.channels_of(heads_of(tp - 1, tp, section.num_units)))
+            for section in state.sections
+        )
+        for state in states
+    ]
+    return MambaSpec(
+        STATE_BLOCK_SIZE,
+        shapes=[(count, state.channel_size) for count, state in zip(channels, states, strict=True)],
+        dtypes=[state.dtype for state in states],
+    )
+
+
+def _geometry(
+    spec: KVCacheSpec, kind: LayerCache, layout: Layout | str, where: Mapping[str, Any]
+) -> GroupGeometry:
+    """The geometry of layers of one kind, of which ``where`` says which ones they are."""
+    if not isinstance(kind, LayerHeads):
+        assert kind is not None  # _layers_of
+        return StateGeometry(states=kind, block_size=spec.block_size, **where)
+    assert isinstance(spec, AttentionSpec)  # _layers_of
+    window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
+    chunk = spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None
+    return EngineGeometry(
+        num_kv_heads=kind.num_kv_heads,
+        head_size=kind.head_size,
+        head_size_v=kind.head_size_v,
+        dtype=spec.dtype,
+        block_size=spec.block_size,
+        layout=layout,
+        use_mla=kind.use_mla,
+        page_size_padded=spec.page_size_padded,
+        sliding_window=window,
+        attention_chunk_size=chunk,
+        **where,
+    )
 
 
 def layer_name(layer: int) -> str:

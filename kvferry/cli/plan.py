@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
+from kvferry.cache.cache_shape import LayerHeads
 from kvferry.cli.console import PartProgress, make_console, print_json
 from kvferry.cli.rank_map import load_transports, show_explained
 from kvferry.cli.specs import find_model, parse_spec
@@ -18,6 +19,7 @@ from kvferry.errors import ConfigError, HostError
 from kvferry.explain.models import ModelInfo
 from kvferry.explain.pairs import PlannedEngine, explain_pair, pair_as_json
 from kvferry.explain.picture import check_drawable, draw_pairs
+from kvferry.explain.sentences import heads_text
 from kvferry.plugins import TRANSPORTS, installed_plugins
 from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
@@ -109,15 +111,26 @@ def cluster_engines(
 
 def model_text(model: ModelInfo) -> str:
     """A model in one line."""
-    shape = model.shape
-    cells = (
-        f"a latent of {shape.head_size} per token"
-        if shape.use_mla
-        else f"{shape.num_kv_heads} KV heads of {shape.head_size}"
+    layers, heads = model.shape.layers, model.shape.layers_by_heads()
+    counts = {
+        "with a window": len(model.shape.layer_windows),
+        "in chunks": sum(
+            isinstance(cache, LayerHeads) and cache.attention_chunk_size is not None
+            for cache in layers
+        ),
+        "recurrent": sum(isinstance(cache, tuple) for cache in layers),
+        "without a cache of their own": layers.count(None),
+    }
+    kinds = "".join(f", {count} of them {what}" for what, count in counts.items() if count)
+    cells = " and ".join(
+        f"{_cells_text(one)}{f' in {len(those)} of them' * (len(heads) > 1)}"
+        for one, those in heads.items()
     )
-    windows = f", {len(shape.layer_windows)} of them with a window" * bool(shape.layer_windows)
-    windows += f", {len(shape.layer_states)} of them recurrent" * bool(shape.layer_states)
-    return f"{model.name}: {shape.num_layers} layers{windows}, {cells} (from {model.source})"
+    return f"{model.name}: {len(layers)} layers{kinds}, {cells} (from {model.source})"
+
+
+def _cells_text(heads: LayerHeads) -> str:
+    return heads_text(heads.num_kv_heads, heads.head_size, heads.head_size_v, heads.use_mla)
 
 
 def _transports(name: str | None) -> list[type[Transport]]:
@@ -176,11 +189,19 @@ def _model_as_json(model: ModelInfo) -> dict[str, Any]:
     return {
         "name": model.name,
         "source": model.source,
-        "num_layers": shape.num_layers,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_size": shape.head_size,
-        "use_mla": shape.use_mla,
+        "num_layers": len(shape.layers),
+        "heads": [
+            {
+                "layers": layers,
+                "num_kv_heads": heads.num_kv_heads,
+                "head_size": heads.head_size,
+                "head_size_v": heads.head_size_v or heads.head_size,
+                "use_mla": heads.use_mla,
+            }
+            for heads, layers in shape.layers_by_heads().items()
+        ],
         "layer_windows": {str(layer): window for layer, window in shape.layer_windows.items()},
-        "recurrent_layers": sorted(shape.layer_states),
+        "recurrent_layers": [n for n, cache in enumerate(shape.layers) if isinstance(cache, tuple)],
+        "layers_without_cache": [n for n, cache in enumerate(shape.layers) if cache is None],
         "dtype": model.dtype,
     }

@@ -13,6 +13,7 @@ from kvferry.explain.pairs import EnginePair, GroupWay, PlannedEngine
 from kvferry.explain.sentences import (
     balance_texts,
     bytes_text,
+    cells_text,
     difference_texts,
     engine_text,
     kept_text,
@@ -98,12 +99,15 @@ def show_pair(pair: EnginePair, console: Console) -> None:
 
 def _group_table(engine: PlannedEngine) -> Table:
     table = Table(
-        "group", "layers", "keeps", "block", title=f"Groups of {engine.name}", title_justify="left"
-    )
+        "group", "layers", "cells", "keeps", "block",
+        title=f"Groups of {engine.name}",
+        title_justify="left",
+    )  # fmt: skip
     for index, group in enumerate(engine.groups):
         table.add_row(
             str(index),
             ranges_text(group.model_layers),
+            cells_text(group),
             kept_text(group),
             str(group.block_size) if group.block_size < STATE_BLOCK_SIZE else "one per request",
         )

@@ -17,6 +17,7 @@ from kvferry.topology.description import MAX_RANKS
 SPEC_KEYS = {
     "tp": "tensor-parallel ranks",
     "pp": "pipeline stages",
+    "layers": "layers of each stage, as 20+12, where stages have unequal numbers",
     "dcp": "decode-context-parallel ranks, inside tp",
     "pcp": "prefill-context-parallel ranks",
     "interleave": "tokens in a row on one context rank",
@@ -40,6 +41,8 @@ class EngineSpec:
     dtype: str | None = None
     """``None``: the model's."""
     hybrid: bool = True
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; ``None``: divided evenly."""
 
     def geometries(self, shape: CacheShape, dtype: str) -> tuple[GroupGeometry, ...]:
         """The groups of such an engine that serves a model.
@@ -51,9 +54,11 @@ class EngineSpec:
         Raises:
             ValueError: the engine does not fit the model.
         """
-        specs = shape.kv_cache_specs(self.block_size, self.dtype or dtype)
+        specs = shape.kv_cache_specs(self.block_size, self.dtype or dtype, self.parallel.tp)
         groups = group_layers(specs, hybrid=self.hybrid)
-        made = shape.geometries(groups, layout=self.layout, parallel=self.parallel)
+        made = shape.geometries(
+            groups, layout=self.layout, parallel=self.parallel, stage_layers=self.stage_layers
+        )
         # Attention first: it is what the first group is shown for.
         return tuple(sorted(made, key=lambda group: group.is_recurrent))
 
@@ -89,6 +94,14 @@ def parse_spec(text: str, where: str) -> EngineSpec:
     counts = {key: _count(values[key], key, where) for key in _COUNTS if key in values}
     block_size = counts.pop("block", 16)
     counts["interleave_size"] = counts.pop("interleave", 1)
+    stages = None
+    if "layers" in values:
+        stages = tuple(_count(part, "layers", where) for part in values["layers"].split("+"))
+        if counts.setdefault("pp", len(stages)) != len(stages):
+            raise ConfigError(
+                f"{where}: layers: {values['layers']} are {len(stages)} stages, pp is "
+                f"{counts['pp']}; write as many numbers, or leave out pp"
+            )
     try:
         parallel = ParallelShape(**counts)
     except ValueError as error:
@@ -103,6 +116,7 @@ def parse_spec(text: str, where: str) -> EngineSpec:
         values.get("layout", "NHD"),
         values.get("dtype"),
         _flag(values.get("hybrid", "true"), where),
+        stages,
     )
 
 
@@ -125,9 +139,9 @@ def _flag(value: str, where: str) -> bool:
 def find_model(name: str) -> ModelInfo:
     """The model of a name or of a path to a ``config.json`` or to its folder.
 
-    >>> find_model("Llama-3-70B").shape.num_layers
+    >>> len(find_model("Llama-3-70B").shape.layers)
     80
-    >>> find_model("deepseek-ai/DeepSeek-V3").shape.head_size
+    >>> find_model("deepseek-ai/DeepSeek-V3").shape.heads.head_size
     576
 
     Raises:

@@ -107,7 +107,7 @@ def build_engine(
         model_folder=str(model_folder),
         geometries=geometries,
         num_blocks=config.num_blocks,
-        layer_windows=dict(model.cache_shape.layer_windows),
+        layer_windows=model.cache_shape.layer_windows,
         incarnation=incarnation,
         kv_transfer_config=transfer,
         threads=config.threads,

@@ -6,12 +6,11 @@ transformers' names, so that such a folder is an ordinary model folder to other 
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from kvferry.cache.cache_shape import CacheShape
+from kvferry.cache.cache_shape import CacheShape, LayerHeads
 from kvferry.decoding import decoder_for
 from kvferry.errors import ModelError
 
@@ -122,11 +121,8 @@ class LlamaConfig(DecoderConfig, frozen=True, kw_only=True):
     @property
     def cache_shape(self) -> CacheShape:
         """Keys and values."""
-        return CacheShape(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=self.num_key_value_heads,
-            head_size=self.head_dim,
-        )
+        heads = LayerHeads(self.num_key_value_heads, self.head_dim)
+        return CacheShape.uniform(self.num_hidden_layers, heads)
 
     @property
     def rope_size(self) -> int:
@@ -166,12 +162,12 @@ class MinistralConfig(LlamaConfig, frozen=True, kw_only=True):
     @property
     def cache_shape(self) -> CacheShape:
         """Keys and values, and which layers have a window."""
-        windowed = [
-            layer for layer, kind in enumerate(self.layer_types) if kind == "sliding_attention"
-        ]
-        return replace(
-            super().cache_shape, layer_windows=dict.fromkeys(windowed, self.sliding_window)
-        )
+        windows = {
+            layer: self.sliding_window
+            for layer, kind in enumerate(self.layer_types)
+            if kind == "sliding_attention"
+        }
+        return CacheShape.uniform(self.num_hidden_layers, super().cache_shape.heads, windows)
 
 
 class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
@@ -213,12 +209,8 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
     @property
     def cache_shape(self) -> CacheShape:
         """The latent, then the rotated key."""
-        return CacheShape(
-            num_layers=self.num_hidden_layers,
-            num_kv_heads=1,
-            head_size=self.kv_lora_rank + self.qk_rope_head_dim,
-            use_mla=True,
-        )
+        latent = LayerHeads(1, self.kv_lora_rank + self.qk_rope_head_dim, use_mla=True)
+        return CacheShape.uniform(self.num_hidden_layers, latent)
 
     @property
     def rope_size(self) -> int:
@@ -242,7 +234,7 @@ class DeepseekConfig(DecoderConfig, frozen=True, kw_only=True):
                 "q_b_proj.weight": (queries, self.q_lora_rank),
             }
         return shapes | {
-            "kv_a_proj_with_mqa.weight": (self.cache_shape.head_size, hidden),
+            "kv_a_proj_with_mqa.weight": (self.cache_shape.heads.head_size, hidden),
             "kv_a_layernorm.weight": (self.kv_lora_rank,),
             "kv_b_proj.weight": (
                 heads * (self.qk_nope_head_dim + self.v_head_dim),

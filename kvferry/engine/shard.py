@@ -74,19 +74,19 @@ class ModelShard:
 
 
 def _check_group(config: DecoderConfig, geometry: EngineGeometry, first: EngineGeometry) -> None:
-    shape = config.cache_shape
+    heads, windows = config.cache_shape.heads, config.cache_shape.layer_windows
     for field, ours, models in (
-        ("num_kv_heads", geometry.num_kv_heads, shape.num_kv_heads),
-        ("head_size", geometry.head_size, shape.head_size),
+        ("num_kv_heads", geometry.num_kv_heads, heads.num_kv_heads),
+        ("head_size", geometry.head_size, heads.head_size),
         ("head_size_v", geometry.head_size_v, None),
-        ("use_mla", geometry.use_mla, shape.use_mla),
+        ("use_mla", geometry.use_mla, heads.use_mla),
         ("attention_chunk_size", geometry.attention_chunk_size, None),
         ("parallel", geometry.parallel, first.parallel),
     ):
         if ours != models:
             raise ModelError(f"{field}: the geometry has {ours}, the model {models}")
     for layer in geometry.model_layers:
-        kept, needed = geometry.sliding_window, shape.layer_windows.get(layer)
+        kept, needed = geometry.sliding_window, windows.get(layer)
         if kept is not None and (needed is None or needed > kept):
             raise ModelError(
                 f"sliding_window: the geometry keeps {kept} tokens of layer {layer}, which attends "

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvferry.cache.cache_shape import CacheShape
-from kvferry.control.handshake import MAX_LAYERS
+from kvferry.cache.cache_shape import CacheShape, LayerHeads
 from kvferry.errors import ModelError
+from kvferry.explain.families import FAMILIES
+from kvferry.explain.model_file import REMEDY, ModelFile, suspicious_keys
 from kvferry.topology.states import mamba2_states
 from kvferry.topology.tensors import dtype_name
 
@@ -48,11 +49,13 @@ def _heads(
     head_size: int,
     layer_windows: Mapping[int, int] = MappingProxyType({}),
 ) -> ModelInfo:
-    return ModelInfo(name, source, CacheShape(layers, heads, head_size, False, layer_windows))
+    shape = CacheShape.uniform(layers, LayerHeads(heads, head_size), layer_windows)
+    return ModelInfo(name, source, shape)
 
 
 def _latent(name: str, source: str, layers: int, kv_lora_rank: int, rope: int) -> ModelInfo:
-    return ModelInfo(name, source, CacheShape(layers, 1, kv_lora_rank + rope, use_mla=True))
+    latent = LayerHeads(1, kv_lora_rank + rope, use_mla=True)
+    return ModelInfo(name, source, CacheShape.uniform(layers, latent))
 
 
 def _granite_h(name: str, source: str, kv_heads: int, mamba_heads: int) -> ModelInfo:
@@ -61,8 +64,9 @@ def _granite_h(name: str, source: str, kv_heads: int, mamba_heads: int) -> Model
         num_heads=mamba_heads, head_size=64, state_size=128, num_groups=1, conv_kernel=4,
         dtype="bfloat16",
     )  # fmt: skip
-    recurrent = dict.fromkeys(set(range(40)) - {5, 15, 25, 35}, states)
-    return ModelInfo(name, source, CacheShape(40, kv_heads, 128, layer_states=recurrent))
+    heads = LayerHeads(kv_heads, 128)
+    layers = tuple(heads if layer in (5, 15, 25, 35) else states for layer in range(40))
+    return ModelInfo(name, source, CacheShape(layers))
 
 
 #: By name, in the order in which they are listed to people.
@@ -102,23 +106,8 @@ KNOWN_MODELS: Mapping[str, ModelInfo] = {
     )
 }  # fmt: skip
 
-#: Keys of a ``config.json`` that stand for a cache which is no plain attention over tokens.
-_BEYOND_ATTENTION = {
-    **dict.fromkeys(
-        (
-            *("mamba_d_state", "mamba_expand", "ssm_cfg", "state_size", "linear_num_key_heads"),
-            *("hybrid_override_pattern", "layers_block_type", "attn_layer_period"),
-        ),
-        "recurrent state",
-    ),
-    "attention_chunk_size": "attention in chunks",
-    "index_topk": "an indexer with a cache of its own",
-    "num_kv_shared_layers": "layers that share their KV",
-}
-
-#: Model types of which every layer has the config's window, and those with a full one every nth.
-_ALL_WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
-_EVERY_NTH_FULL = {"gemma2": 2, "gemma3_text": 6}
+_DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys under which models that also see or hear describe their decoder."""
 
 
 def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
@@ -130,83 +119,58 @@ def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
         where: how the user finds the file, for messages.
 
     Raises:
-        ModelError: a value is missing or of a wrong type, or the cache is not of plain attention.
+        ModelError: a value is missing or of a wrong type, or what the layers keep is not known.
     """
-    inner = values.get("text_config")
-    text = {**values, **inner} if isinstance(inner, Mapping) else values
-    for key, what in _BEYOND_ATTENTION.items():
-        if text.get(key):
-            raise ModelError(f"{where}: {key} says {what}, which cannot be planned by file yet")
-    if text.get("is_encoder_decoder"):
+    text: Mapping[str, Any] = values
+    outer: dict[str, Any] = {}
+    while inner := next((part for key in _DECODERS if isinstance(part := text.get(key), dict)), {}):
+        outer |= {key: value for key, value in text.items() if not isinstance(value, dict)}
+        text = {"quantization_config": text.get("quantization_config"), **inner}
+    if text.get("is_encoder_decoder") or outer.get("is_encoder_decoder"):
         raise ModelError(f"{where}: is_encoder_decoder: only decoders can be planned")
-    layers = _count(text, "num_hidden_layers", where)
-    if layers > MAX_LAYERS:
+    kind = text.get("model_type") or outer.get("model_type")
+    if (family := FAMILIES.get(kind)) is None:
+        keys = suspicious_keys(text)
         raise ModelError(
-            f"{where}: num_hidden_layers is {layers}, at most {MAX_LAYERS} are planned"
+            f"{where}: model_type {kind!r} is not known, so nothing says how to read "
+            f"{', '.join(keys) or 'it'}; {REMEDY}"
         )
-    if text.get("kv_lora_rank") and text.get("qk_rope_head_dim"):
-        latent = _count(text, "kv_lora_rank", where) + _count(text, "qk_rope_head_dim", where)
-        shape = CacheShape(layers, 1, latent, use_mla=True)
-    else:
-        head_size = _head_size(text, where)
-        if text.get("v_head_dim") not in (None, head_size):
-            raise ModelError(
-                f"{where}: v_head_dim is {text['v_head_dim']!r} and head_dim {head_size}; values "
-                "of another size than keys cannot be planned by file yet"
-            )
-        windows = _windows(text, layers, where)
-        shape = CacheShape(layers, _kv_heads(text, where), head_size, layer_windows=windows)
+    dtype = _served_dtype({**outer, **{key: value for key, value in text.items() if value}}, where)
+    ModelFile(outer, where, dtype, {}).check_understood()
     try:
-        dtype = dtype_name(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+        shape = CacheShape(family.layers(ModelFile(text, where, dtype, family.defaults)))
     except ValueError as error:
         raise ModelError(f"{where}: {error}") from error
-    return ModelInfo(Path(where).parent.name or where, where, shape, dtype)
+    name = Path(where).parent.name or where
+    return ModelInfo(name, where, shape, _cache_dtype(text, where) or dtype)
 
 
-def _kv_heads(text: Mapping[str, Any], where: str) -> int:
-    heads = _count(text, "num_attention_heads", where)
-    if text.get("num_key_value_heads") is None:
-        return heads
-    return _count(text, "num_key_value_heads", where)
+def _served_dtype(values: Mapping[str, Any], where: str) -> str:
+    """The dtype in which vLLM serves a checkpoint: its own, or bfloat16 for one in float32."""
+    try:
+        dtype = dtype_name(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
+    except ValueError as error:
+        raise ModelError(f"{where}: {error}") from error
+    return "bfloat16" if dtype == "float32" else dtype
 
 
-def _head_size(text: Mapping[str, Any], where: str) -> int:
-    if text.get("head_dim") is not None:
-        return _count(text, "head_dim", where)
-    return _count(text, "hidden_size", where) // _count(text, "num_attention_heads", where)
-
-
-def _windows(text: Mapping[str, Any], layers: int, where: str) -> dict[int, int]:
-    """Layer → window; which layers have one is written in several ways."""
-    kinds = text.get("layer_types")
-    if kinds is not None:
-        named = [str(kind) for kind in kinds] if isinstance(kinds, list | tuple) else [str(kinds)]
-        if len(named) != layers or not set(named) <= {"full_attention", "sliding_attention"}:
+def _cache_dtype(values: Mapping[str, Any], where: str) -> str | None:
+    """The dtype of the cache where a quantised checkpoint brings the scales for one of its own."""
+    quantization = values.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ModelError(f"{where}: quantization_config is {quantization!r}; keys are needed")
+    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
+        scheme = quantization.get(key)
+        if scheme is None:
+            continue
+        if isinstance(scheme, dict):
+            is_fp8 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        else:
+            is_fp8 = str(scheme).lower() == "fp8"
+        if not is_fp8:
             raise ModelError(
-                f"{where}: layer_types: {len(named)} for {layers} layers, of the kinds "
-                f"{', '.join(sorted(set(named)))}; planned are full_attention and sliding_attention"
+                f"{where}: quantization_config: {key} is {scheme!r}; only 8-bit floats can be "
+                "planned; take it out of a copy of the file and write dtype= in the specs"
             )
-        windowed = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-        return dict.fromkeys(windowed, _count(text, "sliding_window", where)) if windowed else {}
-    if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
-        return {}
-    window, kind = _count(text, "sliding_window", where), text.get("model_type")
-    nth = text.get("sliding_window_pattern") or _EVERY_NTH_FULL.get(str(kind))
-    if isinstance(nth, int):
-        return every_nth_full(layers, nth, window)
-    if text.get("use_sliding_window") and "max_window_layers" in text:
-        return dict.fromkeys(range(_count(text, "max_window_layers", where, 0), layers), window)
-    if kind in _ALL_WINDOWED:
-        return dict.fromkeys(range(layers), window)
-    raise ModelError(
-        f"{where}: sliding_window is {window}, and nothing says which layers have it; add "
-        "layer_types, one per layer"
-    )
-
-
-def _count(text: Mapping[str, Any], key: str, where: str, least: int = 1) -> int:
-    value = text.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        have = "is missing" if value is None else f"is {value!r}"
-        raise ModelError(f"{where}: {key} {have}; a whole number of {least} or more is needed")
-    return value
+        return "float8_e4m3fn"
+    return None

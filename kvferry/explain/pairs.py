@@ -20,7 +20,7 @@ from kvferry.topology import GroupGeometry
 from kvferry.transports.base import Transport
 from kvferry.transports.ways import Way, choose_way
 
-_CELLS = ("num_kv_heads", "head_size", "use_mla", "dtype", "recurrent_state")
+_CELLS = ("num_kv_heads", "head_size", "head_size_v", "use_mla", "dtype", "recurrent_state")
 """What is said of the cells of a group, as far as its kind of group has it."""
 
 _NAMES = {Layout.named(name): name for name in reversed(list(LAYOUT_NAMES))}

@@ -112,7 +112,8 @@ def _draw_pair(canvas: Canvas, pair: EnginePair, model: ModelInfo, y: float) -> 
     )
     canvas.text(MARGIN, y + 44, engine_text(pair.prefill), bold=True)
     canvas.text(right, y + 44, engine_text(pair.decode), bold=True, anchor="end")
-    grid = _Grid(model.shape.num_layers, model.shape.num_kv_heads)
+    most = max(heads.num_kv_heads for heads in model.shape.layers_by_heads())
+    grid = _Grid(len(model.shape.layers), most)
     givers, takers, y = _frames(pair, y + 78)
     _draw_axes(canvas, grid, givers[0], takers[0])
     _draw_ribbons(canvas, pair, givers, takers)
@@ -272,7 +273,7 @@ def _draw_rank_texts(
             lines = [
                 f"rank {rank}",
                 f"layers {ranges_text(layers, most=2)}",
-                f"{_heads_text(engine.groups[0], rank)}, {verb} {bytes_text(balance.nbytes[rank])}",
+                f"{_heads_text(engine, rank)}, {verb} {bytes_text(balance.nbytes[rank])}",
             ]
             if frame.height < 40:
                 lines = [lines[0], lines[2]]
@@ -288,13 +289,16 @@ def _draw_rank_texts(
                 )
 
 
-def _heads_text(group: GroupGeometry, rank: int) -> str:
-    if group.is_recurrent:
+def _heads_text(engine: PlannedEngine, rank: int) -> str:
+    """The heads of a rank; of groups with different heads, those of each."""
+    groups = [group for group in engine.groups if not group.is_recurrent]
+    if not groups:
         return "state"
-    heads = group.heads(rank)
-    if group.cells["use_mla"]:
+    if groups[0].cells["use_mla"]:
         return "latent"
-    return f"head{'s' * (len(heads) > 1)} {ranges_text(heads)}"
+    ranges = list(dict.fromkeys(group.heads(rank) for group in groups))
+    texts = " or ".join(ranges_text(heads) for heads in ranges)
+    return f"head{'s' * (len(ranges) > 1 or len(ranges[0]) > 1)} {texts}"
 
 
 def _draw_blocks(canvas: Canvas, pair: EnginePair, y: float) -> float:

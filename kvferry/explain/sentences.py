@@ -25,6 +25,25 @@ def engine_text(engine: PlannedEngine) -> str:
     )
 
 
+def heads_text(num_kv_heads: int, head_size: int, head_size_v: int | None, use_mla: bool) -> str:
+    """The cells of a token in a layer.
+
+    >>> heads_text(8, 192, 128, use_mla=False)
+    '8 KV heads of 192 (k) and 128 (v)'
+    """
+    if use_mla:
+        return f"a latent of {head_size} per token"
+    text = f"{num_kv_heads} KV head{'s' * (num_kv_heads > 1)} of {head_size}"
+    return text if head_size_v in (None, head_size) else f"{text} (k) and {head_size_v} (v)"
+
+
+def cells_text(group: GroupGeometry) -> str:
+    """The cells of a group, in a few words."""
+    if not isinstance(group, EngineGeometry):
+        return "state"
+    return heads_text(group.num_kv_heads, group.head_size, group.head_size_v, group.use_mla)
+
+
 def kept_text(group: GroupGeometry) -> str:
     """What of a request a group keeps."""
     if group.is_recurrent:
@@ -46,7 +65,8 @@ def difference_texts(pair: EnginePair) -> list[str]:
         *_layouts(prefill, decode),
         *_blocks(prefill, decode),
         *_contexts(prefill, decode),
-        *_heads(pair, prefill, decode),
+        *_replicas(pair),
+        *_readers(pair, prefill, decode),
         *_stages(pair),
         *_windows(pair),
     ]
@@ -104,23 +124,33 @@ def _contexts(prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
         yield f"context: tokens {texts[0]}, and {texts[1]}"
 
 
-def _heads(pair: EnginePair, prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
-    if not (isinstance(prefill, EngineGeometry) and isinstance(decode, EngineGeometry)):
-        return  # states have no heads
-    what = "the latent" if prefill.use_mla else "each KV head"
-    replicas = prefill.parallel.tp / prefill.num_kv_heads / prefill.parallel.dcp
-    if replicas > 1:
-        yield (
-            f"tp={prefill.parallel.tp}: {what} lies on {_about(replicas)} prefill ranks; who reads "
-            "from whom changes with the layer, so that they share the work"
-        )
-    replicas = decode.parallel.tp / decode.num_kv_heads / decode.parallel.dcp
-    if replicas > 1:
-        yield (
-            f"tp={decode.parallel.tp}: {what} is read by {_about(replicas)} decode ranks, each of "
-            "which keeps it whole"
-        )
-    if prefill.parallel.tp != decode.parallel.tp and not prefill.use_mla:
+def _replicas(pair: EnginePair) -> Iterator[str]:
+    """What several ranks of a side hold, for each number of KV heads that layers have."""
+    for side, engine in (("prefill", pair.prefill), ("decode", pair.decode)):
+        by_heads: dict[int, list[int]] = {}
+        for group in engine.groups:
+            if isinstance(group, EngineGeometry):  # states have no heads
+                by_heads.setdefault(group.num_kv_heads, []).extend(group.model_layers)
+        for num_heads, layers in by_heads.items():
+            parallel = engine.groups[0].parallel
+            replicas = parallel.tp / num_heads / parallel.dcp
+            if replicas <= 1:
+                continue
+            what = "the latent" if engine.groups[0].cells.get("use_mla") else "each KV head"
+            if len(by_heads) > 1:
+                what += f" of layers {ranges_text(sorted(layers), most=4)}"
+            yield f"tp={parallel.tp}: {what} " + (
+                f"lies on {_about(replicas)} prefill ranks; who reads from whom changes with the "
+                "layer, so that they share the work"
+                if side == "prefill"
+                else f"is read by {_about(replicas)} decode ranks, each of which keeps it whole"
+            )
+
+
+def _readers(pair: EnginePair, prefill: GroupGeometry, decode: GroupGeometry) -> Iterator[str]:
+    if not isinstance(prefill, EngineGeometry) or prefill.use_mla:
+        return
+    if prefill.parallel.tp != decode.parallel.tp:
         readers = [sum(cost.target_rank == rank for cost in pair.costs) for rank in _ranks(pair)]
         yield (
             f"tp: {prefill.parallel.tp} becomes {decode.parallel.tp}; a decode rank reads from "

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvferry.cache.cache_shape import CacheShape
+from kvferry.cache.cache_shape import CacheShape, LayerHeads
 from kvferry.cli.specs import find_model
 from kvferry.errors import ConfigError, ModelError
 from kvferry.explain.models import KNOWN_MODELS, parse_model
@@ -56,8 +56,9 @@ def test_bytes_per_token_are_those_that_are_published():
     published = {"llama-3-70b": 163840, "llama-3-8b": 65536, "deepseek-v3": 35136}
     for name, elements in published.items():
         shape = KNOWN_MODELS[name].shape
-        parts = 1 if shape.use_mla else 2
-        assert shape.num_layers * shape.num_kv_heads * shape.head_size * parts == elements
+        heads = shape.heads
+        parts = 1 if heads.use_mla else 2
+        assert len(shape.layers) * heads.num_kv_heads * heads.head_size * parts == elements
 
 
 def test_a_model_is_found_by_its_name_or_its_repository_in_any_case():
@@ -85,15 +86,16 @@ def test_a_config_is_read_from_its_file_or_its_folder(tmp_path):
     (folder / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "float16"}))
     for path in (folder, folder / "config.json"):
         model = find_model(str(path))
-        assert model.shape == CacheShape(4, 8, 8)
+        assert model.shape == CacheShape.uniform(4, LayerHeads(8, 8))
         assert (model.name, model.dtype) == ("my-model", "float16")
 
 
 def test_what_a_config_leaves_out_is_derived_as_transformers_does():
-    assert shape_of(LLAMA) == CacheShape(4, 8, 8)
-    assert shape_of(LLAMA | {"num_key_value_heads": 2, "head_dim": 32}) == CacheShape(4, 2, 32)
+    assert shape_of(LLAMA) == CacheShape.uniform(4, LayerHeads(8, 8))
+    given = {"num_key_value_heads": 2, "head_dim": 32}
+    assert shape_of(LLAMA | given) == CacheShape.uniform(4, LayerHeads(2, 32))
     latent = {"kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 9}
-    assert shape_of(LLAMA | latent) == CacheShape(4, 1, 20, use_mla=True)
+    assert shape_of(LLAMA | latent) == CacheShape.uniform(4, LayerHeads(1, 20, use_mla=True))
 
 
 @pytest.mark.parametrize(
@@ -122,13 +124,19 @@ def test_windows_are_read_however_they_are_written(values, windowed):
         (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, at most 4096"),
         (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0"),
         (WINDOWED, "nothing says which layers have it"),
-        (LLAMA | {"layer_types": ["linear_attention"] * 4}, "of the kinds linear_attention"),
-        (LLAMA | {"layer_types": ["full_attention"] * 3}, "layer_types: 3 for 4 layers"),
+        (
+            LLAMA | {"layer_types": ["linear_attention"] * 4},
+            "layer_types says that layer 0 is linear_attention",
+        ),
+        (LLAMA | {"layer_types": ["full_attention"] * 3}, "layer_types names 3 for 4 layers"),
         (LLAMA | {"layer_types": 7}, "layer_types"),
-        (LLAMA | {"mamba_d_state": 16}, "mamba_d_state says recurrent state"),
-        (LLAMA | {"attention_chunk_size": 8192}, "attention_chunk_size says attention in chunks"),
+        (LLAMA | {"mamba_d_state": 16}, "mamba_d_state is 16 (recurrent state)"),
+        (
+            LLAMA | {"attention_chunk_size": 8192},
+            "attention_chunk_size is 8192 (attention in chunks)",
+        ),
         (LLAMA | {"is_encoder_decoder": True}, "only decoders"),
-        (LLAMA | {"v_head_dim": 4}, "v_head_dim is 4 and head_dim 8"),
+        (LLAMA | {"v_head_dim": 0}, "v_head_dim is 0"),
         (LLAMA | {"torch_dtype": "int4"}, "dtype: 'int4' is unknown"),
     ],
 )

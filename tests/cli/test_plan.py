@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.explain.models import KNOWN_MODELS
 from kvferry.layouts.layout import LAYOUT_NAMES
+from tests.explain.test_model_configs import ROWS, unpacked
 from tests.refused_pairs import REFUSED_PAIRS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -208,6 +209,82 @@ def test_recurrent_layers_move_one_state_whatever_the_tokens(planned):
     # B and C come from every rank that holds them, in turn.
     assert {transfer["prefill_rank"] for transfer in pair["transfers"]} == {0, 1, 2, 3}
     assert pair["savings"][0]["decode"] == {"layout": "HND"}
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes the ``config.json`` of a public model."""
+
+    def write(name):
+        (row,) = [row for row in ROWS if row["name"].startswith(name)]
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(unpacked(row["config"])), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_layers_with_heads_of_their_own_are_told_and_counted_by_their_own(planned, config_file):
+    text, pair = planned(
+        "tp=8", "tp=4", config_file("nvidia/Gemma-4-31B"), tokens=4096
+    )  # the checkpoint brings scales for a cache of 1 byte per element
+
+    assert (
+        "60 layers, 50 of them with a window, 16 KV heads of 256 in 50 of them and 4 KV heads of "
+        "512 in 10 of them"
+    ) in text
+    full, windows = list(range(5, 60, 6)), 50
+    assert total(pair, "nbytes") == 2 * (len(full) * 4 * 512 * 4096 + windows * 16 * 256 * 1023)
+    groups = {tuple(group["layers"]): group for group in pair["engines"]["prefill"]["groups"]}
+    assert groups[tuple(full)]["num_kv_heads"] == 4
+    assert sum(len(layers) for layers in groups) == 60
+    # On a rank of eight the pages are equal, so blocks are too.
+    assert {group["block_size"] for group in groups.values()} == {16}
+    readers = {
+        (transfer["decode_rank"], transfer["prefill_rank"]): transfer["heads"]
+        for transfer in pair["transfers"]
+    }
+    assert {source for target, source in readers if target == 1} == {2, 3}
+    assert "tp=8: each KV head of layers 5, 11, 17, 23 and 6 more ranges lies on 2 prefill" in text
+
+
+def test_a_cache_that_layers_share_is_moved_once(planned, config_file):
+    text, pair = planned("tp=2", "tp=2", config_file("gemma3n_text"), tokens=100)
+
+    assert "35 layers, 16 of them with a window, 15 of them without a cache of their own" in text
+    assert total(pair, "nbytes") == 20 * 2 * 256 * 2 * 2 * 100
+
+
+def test_keys_and_values_of_unlike_sizes_are_counted_apart(planned, config_file):
+    text, pair = planned("tp=8", "tp=16", config_file("XiaomiMiMo/MiMo-V2-Flash"), tokens=64)
+
+    assert "4 KV heads of 192 (k) and 128 (v) in 9 of them" in text
+    assert pair["engines"]["prefill"]["groups"][0]["head_size_v"] == 128
+    by_heads = {4: 9, 8: 39}
+    copies = {heads: 16 / heads for heads in by_heads}  # on sixteen ranks of decode
+    assert total(pair, "nbytes") == sum(
+        layers * heads * copies[heads] * (192 + 128) * 2 * 64 for heads, layers in by_heads.items()
+    )
+    first = {
+        transfer["prefill_rank"] for transfer in pair["transfers"] if transfer["decode_rank"] == 1
+    }
+    assert first == {0, 1}  # head 0 of the full layers lies on both, of the windowed ones on 0
+
+
+def test_stages_may_have_unequal_numbers_of_layers(planned, kvferry):
+    text, pair = planned("tp=1", "layers=20+7+3", "smollm2-135m")
+
+    assert sentence(text, "pp:").startswith("pp: layers 0-29 become 0-19 | 20-26 | 27-29;")
+    assert [len(transfer["layers"]) for transfer in pair["transfers"]] == [20, 7, 3]
+    for spec, message in (
+        ("layers=20+7", "layers: 20+7 are 27 layers on 2 stages; the model has 30"),
+        ("pp=3,layers=20+10", "layers: 20+10 are 2 stages, pp is 3"),
+        ("layers=20+x", "layers: 'x' is not a whole number"),
+        ("layers=30+0", "layers: '0' is not a whole number of 1 or more"),
+    ):
+        outcome = kvferry(*options("tp=1", spec, "smollm2-135m"))
+        assert outcome.code == 2
+        assert f"--decode: {message}" in outcome.err
 
 
 def test_interleaved_tokens_are_explained(planned):

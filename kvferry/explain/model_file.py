@@ -1,0 +1,329 @@
+"""A ``config.json``: its keys, which of them were understood, and the kind of each layer.
+
+Nothing is guessed. A key that sounds as if it shaped the cache is refused unless somebody read it
+or it is known to change nothing (:data:`_HARMLESS`), and two spellings of one fact must agree.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import Any, NamedTuple, TypeAlias
+
+from kvferry.control.handshake import MAX_LAYERS
+from kvferry.errors import ModelError
+
+# ---- keys --------------------------------------------------------------------------------------
+
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_transformer_layers")
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_query_heads")
+KV_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "num_attention_groups",
+)
+HEAD_SIZE = ("head_dim", "kv_channels", "attention_head_dim")
+HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
+WINDOW_SIZE = ("sliding_window", "sliding_window_size")
+
+REMEDY = (
+    "write a file of your own without model_type, of num_hidden_layers, num_attention_heads, "
+    "num_key_value_heads and head_dim (numbers, or lists with one per layer), v_head_dim, and "
+    "layer_types (full_attention, sliding_attention, chunked_attention, or none) with "
+    "sliding_window or attention_chunk_size"
+)
+"""What to do about a model that cannot be planned by its own file."""
+
+_SHAPING = re.compile(
+    r"kv_|_kv|key_value|head|attn|attention|window|layer_?type|layers_(block_)?type|block_config|"
+    r"pattern|shar(e|ing)|cross|chunk|sparse|index_|indexer|mamba|ssm|state_size|state_dim|d_state|"
+    r"conv|linear_|recurrent|lru|lora_rank|compress|memory|interval|period|(^|_)cla(_|$)|hybrid|"
+    r"swa|nsa|moba|multi_query|loop|engram|landmark|retention"
+)
+_HARMLESS = re.compile(
+    r".*(dropout|pdrop|_bias|bias_|norm|expert|softcap|rope|rotary|embedding|_coef|_loss|init|"
+    r"vision|activation|hidden_act|intermediate_size|_factor|dt_rank|moe).*|"
+    r"(image|video|audio|visual|mm|mtp|mlp|ffn|router|lm_head|flash|projector)_.*|"
+    r"(output|return|cache|query_pre_attn|scale_att.*|reorder_and_upcast|add_swa_attention_sink)_.*|"
+    r".*(_token_index|_implementation)|use_.*attn2?|(parallel|interleaved?)_attn|"
+    r"attention_(multiplier|scale|value_scale|softmax_in_fp32|type|probs.*|output_gate)|"
+    r"attn_(output_gate|scale|temperature_tuning|type)|chunk_size_feed_forward|num_reward_heads|"
+    r"decoder_sparse_step|interleave_moe_layer_step|share_q_dim|full_attn_mod|use_mamba_kernels|"
+    r"cross_attention_hidden_size|use_head_wise_attn_gate|normalize_attention_scores"
+)
+
+_BEYOND = {
+    "index_topk": "an indexer with a cache of its own",
+    "compress_ratios": "compressed caches",
+    "sparse_attention_config": "sparse attention, which may have a cache of its own",
+    "num_kv_shared_layers": "layers that share their KV",
+    "attention_chunk_size": "attention in chunks",
+    "mamba_d_state": "recurrent state",
+    "cross_attention_layers": "a cache of an encoder's tokens",
+}
+"""What some keys stand for, for messages."""
+
+
+class ModelFile:
+    """The keys of a ``config.json`` about its decoder, of which it remembers those that were read.
+
+    Args:
+        values: the decoded JSON.
+        where: how the user finds the file, for messages.
+        dtype: of the checkpoint.
+        defaults: what counts where the file lacks a key.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, dtype: str, defaults: Mapping[str, Any]
+    ) -> None:
+        self.written, self.where, self.dtype = values, where, dtype
+        self.layer = 0
+        """The layer that is read; of a list with one value per layer its value counts."""
+        self._values = {**defaults, **values}
+        self._read: set[str] = set()
+
+    def error(self, key: str, text: str) -> ModelError:
+        """What is wrong with a key."""
+        return ModelError(f"{self.where}: {key} {text}")
+
+    def get(self, *names: str) -> Any:
+        """The value of a fact, whichever of its names the file writes; ``None`` if none.
+
+        Raises:
+            ModelError: two names have different values.
+        """
+        self._read.update(names)
+        found = {name: self._values[name] for name in names if self._values.get(name) is not None}
+        if not found:
+            return None
+        (first, value), *others = found.items()
+        for name, other in others:
+            if other != value:
+                raise self.error(first, f"is {value!r} and {name} {other!r}; they must agree")
+        return value
+
+    def count(self, *names: str, least: int = 1, default: int | None = None) -> int:
+        """A whole number; the default, if there is one, where the file says nothing.
+
+        Raises:
+            ModelError: the number is missing or out of its range.
+        """
+        value = self.get(*names)
+        value = default if value is None else value
+        if isinstance(value, list) and self.layer < len(value):
+            value = value[self.layer]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            name = next((name for name in names if self._values.get(name) is not None), names[0])
+            have = "is missing" if value is None else f"is {value!r}"
+            raise self.error(name, f"{have}; a whole number of {least} or more is needed")
+        return value
+
+    def part(self, name: str) -> "ModelFile":
+        """The keys below one key.
+
+        Raises:
+            ModelError: there are none.
+        """
+        value = self.get(name)
+        if not isinstance(value, Mapping):
+            raise self.error(name, f"is {value!r}; keys and values are needed")
+        return ModelFile(value, f"{self.where}: {name}", self.dtype, {})
+
+    def check_understood(self) -> None:
+        """Checks that no key that may shape the cache was left unread.
+
+        Raises:
+            ModelError: one was.
+        """
+        unread = [key for key in suspicious_keys(self.written) if key not in self._read]
+        for key in sorted(unread, key=lambda key: key not in _BEYOND):
+            text = str(self.written[key])
+            text = text if len(text) <= 40 else f"{text[:36]} ..."
+            stands = f" ({_BEYOND[key]})" if key in _BEYOND else ""
+            raise self.error(
+                key,
+                f"is {text}{stands}, which may change what layers keep, and cannot be planned; "
+                f"take it out of a copy of the file if it does not, or {REMEDY}",
+            )
+
+
+def suspicious_keys(values: Mapping[str, Any]) -> list[str]:
+    """Keys that say something and sound as if they shaped the cache."""
+    return sorted(
+        key
+        for key, value in values.items()
+        if value and _SHAPING.search(key) and not _HARMLESS.fullmatch(key)
+    )
+
+
+# ---- which kind each layer is ------------------------------------------------------------------
+
+FULL, WINDOW, CHUNK = "full_attention", "sliding_attention", "chunked_attention"
+RECURRENT, NOTHING = "linear_attention", "none"
+_KINDS = {
+    **dict.fromkeys(("attention", "*"), FULL),
+    **dict.fromkeys(("mamba", "conv", "M"), RECURRENT),
+    **dict.fromkeys(("mlp", "moe", "-", "E"), NOTHING),
+}
+"""Other names of the kinds; letters are Nemotron-H's."""
+
+Kinds: TypeAlias = list[str]
+
+
+def _named(_: int, names: Any) -> Kinds:
+    return [_KINDS.get(str(name), str(name)) for name in names]
+
+
+def _every_nth(count: int, nth: Any, other: str) -> Kinds:
+    if isinstance(nth, str):  # "LLLG", of EXAONE 4
+        return [other if nth[layer % len(nth)] == "L" else FULL for layer in range(count)]
+    return [other if (layer + 1) % nth else FULL for layer in range(count)]
+
+
+def _chosen(count: int, layers: Any) -> Kinds:
+    return [FULL if layer in layers else RECURRENT for layer in range(count)]
+
+
+class _Spelling(NamedTuple):
+    """A key that says the kind of each layer."""
+
+    takes: type[Any] | UnionType
+    kinds: Callable[[int, Any], Kinds]
+    """From the number of layers and the key's value to the kinds of the layers."""
+
+
+_SPELLINGS: Mapping[str, _Spelling] = {
+    "layer_types": _Spelling(list, _named),
+    "layers_block_type": _Spelling(list, _named),
+    "hybrid_override_pattern": _Spelling(str, _named),
+    "hybrid_layer_pattern": _Spelling(
+        list, lambda _, flags: [(FULL, WINDOW)[bool(f)] for f in flags]
+    ),
+    "attn_type_list": _Spelling(list, lambda _, flags: [(RECURRENT, FULL)[bool(f)] for f in flags]),
+    "full_attn_idxs": _Spelling(list, _chosen),
+    "attn_layer_indices": _Spelling(list, _chosen),
+    "full_attention_interval": _Spelling(int, lambda n, nth: _every_nth(n, nth, RECURRENT)),
+    "sliding_window_pattern": _Spelling(int | str, lambda n, nth: _every_nth(n, nth, WINDOW)),
+    "_sliding_window_pattern": _Spelling(int, lambda n, nth: _every_nth(n, nth, WINDOW)),
+}
+
+
+def num_layers(file: ModelFile) -> int:
+    """Layers of the model.
+
+    Raises:
+        ModelError: the file does not say, or they are more than any model has.
+    """
+    listed = file.get("layers_block_type")
+    if file.get(*LAYERS) is None and isinstance(listed, list):
+        return len(listed)  # Nemotron-H
+    count = file.count(*LAYERS)
+    if count > MAX_LAYERS:
+        raise file.error(LAYERS[0], f"is {count}, at most {MAX_LAYERS} are planned")
+    return count
+
+
+def _spelled(file: ModelFile) -> Kinds:
+    """The kind of each layer, in whichever way the file writes it; full attention if in none.
+
+    Raises:
+        ModelError: two ways disagree, or there are not as many kinds as layers.
+    """
+    count = num_layers(file)
+    drafts = file.count("num_nextn_predict_layers", least=0, default=0)
+    values = {key: value for key in _SPELLINGS if (value := file.get(key))}
+    keys = [key for key in values if file.written.get(key)] or list(values)
+    found: dict[str, Kinds] = {}
+    for key in keys:
+        if not isinstance(values[key], _SPELLINGS[key].takes):
+            raise file.error(key, f"is {values[key]!r}, which names no kinds of layers")
+        kinds = _SPELLINGS[key].kinds(count, values[key])
+        if len(kinds) not in (count, count + drafts):  # some files name draft layers too
+            raise file.error(key, f"names {len(kinds)} for {count} layers")
+        found[key] = kinds[:count]
+        if found[key] != found[keys[0]]:
+            raise file.error(keys[0], f"and {key} name different kinds; keep one of them")
+    return found[keys[0]] if keys else [FULL] * count
+
+
+def window_kinds(file: ModelFile) -> Kinds:
+    """The same, where windows may be switched off or begin at some layer."""
+    kinds, window = _spelled(file), file.get(*WINDOW_SIZE)
+    is_on, starts = file.get("use_sliding_window"), file.get("max_window_layers") is not None
+    if file.written.get("layer_types") or (WINDOW not in kinds and not window):
+        return kinds
+    if not window or is_on is False:
+        return [FULL if kind == WINDOW else kind for kind in kinds]
+    if WINDOW not in kinds and is_on and starts:
+        first = file.count("max_window_layers", least=0)
+        return [WINDOW if layer >= first else FULL for layer in range(len(kinds))]
+    if WINDOW not in kinds:
+        raise file.error(
+            WINDOW_SIZE[0],
+            f"is {window}, and nothing says which layers have it; add layer_types, one per layer",
+        )
+    return kinds
+
+
+def all_windowed(file: ModelFile) -> Kinds:
+    """Families whose layers all have the window, if there is one."""
+    if file.written.get("layer_types") or not file.get(*WINDOW_SIZE):
+        return _spelled(file)
+    return [WINDOW] * num_layers(file)
+
+
+def shared_kinds(file: ModelFile) -> Kinds:
+    """Gemma 3n: the last layers read the cache of an earlier layer of their kind."""
+    kinds, shared = window_kinds(file), file.count("num_kv_shared_layers", least=0, default=0)
+    if shared >= len(kinds):
+        raise file.error("num_kv_shared_layers", f"is {shared} of {len(kinds)} layers")
+    return [*kinds[: len(kinds) - shared], *[NOTHING] * shared]
+
+
+def shared_kinds_4(file: ModelFile) -> Kinds:
+    """Gemma 4: the same; its last layer attends to all tokens, whatever the file says."""
+    if file.get("use_bidirectional_attention") == "all":
+        raise file.error("use_bidirectional_attention", "is 'all'; only decoders can be planned")
+    kinds = shared_kinds(file)
+    return kinds if kinds[-1] == NOTHING else [*kinds[:-1], FULL]
+
+
+def rotated_kinds(file: ModelFile) -> Kinds:
+    """Llama 4: layers that rotate keys attend in chunks."""
+    count, nth = num_layers(file), file.count("no_rope_layer_interval", default=4)
+    rotated = file.get("no_rope_layers") or [(layer + 1) % nth for layer in range(count)]
+    if not isinstance(rotated, list) or len(rotated) != count:
+        raise file.error("no_rope_layers", f"is {rotated!r}; a list of {count} is needed")
+    chunked = file.get("attention_chunk_size") is not None
+    kinds = [CHUNK if flag and chunked else FULL for flag in rotated]
+    return _spelled(file) if file.written.get("layer_types") else kinds
+
+
+def periodic_kinds(file: ModelFile) -> Kinds:
+    """Jamba: one layer of each period attends."""
+    period, offset = file.count("attn_layer_period"), file.count("attn_layer_offset", least=0)
+    return _chosen(num_layers(file), range(offset, num_layers(file), period))
+
+
+def kimi_kinds(file: ModelFile) -> Kinds:
+    """Kimi-Linear: layers are counted from 1."""
+    part, count = file.part("linear_attn_config"), num_layers(file)
+    full, linear = part.get("full_attn_layers"), part.get("kda_layers")
+    both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+    if len(both) != count or any(layer not in both for layer in range(1, count + 1)):
+        raise file.error("linear_attn_config", f"does not name each of {count} layers once")
+    return _chosen(count, [layer - 1 for layer in full])
+
+
+def searched_kinds(file: ModelFile) -> Kinds:
+    """Nemotron-NAS: a search left attention out of some layers."""
+    count, blocks = num_layers(file), file.get("block_configs")
+    listed = blocks if isinstance(blocks, list) else []
+    found = [block.get("attention") for block in listed if isinstance(block, dict)]
+    parts = [part for part in found if isinstance(part, dict)]
+    if len(parts) != count:
+        raise file.error("block_configs", f"does not say what attention each of {count} layers has")
+    for key in ("window_length", "sparsify", "num_sink_tokens"):
+        if any(part.get(key) for part in parts):
+            raise file.error("block_configs", f"has {key}, which cannot be planned; {REMEDY}")
+    kept = ("no_op", "replace_with_linear")
+    return [NOTHING if any(part.get(key) for key in kept) else FULL for part in parts]
