@@ -14,15 +14,23 @@ from kvferry.errors import ModelError
 
 # ---- keys --------------------------------------------------------------------------------------
 
-LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_transformer_layers")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_query_heads")
-KV_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
-    "num_attention_groups",
-)
-HEAD_SIZE = ("head_dim", "kv_channels", "attention_head_dim")
-HIDDEN = ("hidden_size", "n_embd", "d_model", "model_dim")
-WINDOW_SIZE = ("sliding_window", "sliding_window_size")
+_NAMES = {
+    "num_hidden_layers": ("n_layer", "num_layers", "n_layers", "num_transformer_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_query_heads"),
+    "num_key_value_heads": (
+        *("num_kv_heads", "n_head_kv", "multi_query_group_num", "num_attention_groups"),
+    ),
+    "head_dim": ("kv_channels", "attention_head_dim"),
+    "hidden_size": ("n_embd", "n_embed", "d_model", "model_dim"),
+    "sliding_window": ("sliding_window_size",),
+    "mamba_n_heads": ("mamba_num_heads",),
+    "mamba_d_head": ("mamba_head_dim",),
+    "mamba_d_state": ("ssm_state_size",),
+    "mamba_n_groups": ("n_groups",),
+    "mamba_d_conv": ("conv_kernel",),
+    "mamba_expand": ("expand",),
+}
+"""Key → other names that families have for it."""
 
 REMEDY = (
     "write a file of your own without model_type, of num_hidden_layers, num_attention_heads, "
@@ -32,6 +40,7 @@ REMEDY = (
 )
 """What to do about a model that cannot be planned by its own file."""
 
+_HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 _SHAPING = re.compile(
     r"kv_|_kv|key_value|head|attn|attention|window|layer_?type|layers_(block_)?type|block_config|"
     r"pattern|shar(e|ing)|cross|chunk|sparse|index_|indexer|mamba|ssm|state_size|state_dim|d_state|"
@@ -43,11 +52,11 @@ _HARMLESS = re.compile(
     r"vision|activation|hidden_act|intermediate_size|_factor|dt_rank|moe).*|"
     r"(image|video|audio|visual|mm|mtp|mlp|ffn|router|lm_head|flash|projector)_.*|"
     r"(output|return|cache|query_pre_attn|scale_att.*|reorder_and_upcast|add_swa_attention_sink)_.*|"
-    r".*(_token_index|_implementation)|use_.*attn2?|(parallel|interleaved?)_attn|"
-    r"attention_(multiplier|scale|value_scale|softmax_in_fp32|type|probs.*|output_gate)|"
-    r"attn_(output_gate|scale|temperature_tuning|type)|chunk_size_feed_forward|num_reward_heads|"
-    r"decoder_sparse_step|interleave_moe_layer_step|share_q_dim|full_attn_mod|use_mamba_kernels|"
-    r"cross_attention_hidden_size|use_head_wise_attn_gate|normalize_attention_scores"
+    r".*(_token_index|_implementation)|use_(flash|logn|qk)_.*|(parallel|interleaved?)_attn|"
+    r"attention_(multiplier|scale|value_scale|softmax_in_fp32|probs.*|output_gate)|"
+    r"attn_(output_gate|scale|temperature_tuning)|chunk_size_feed_forward|num_reward_heads|"
+    r"decoder_sparse_step|interleave_moe_layer_step|share_(q_dim|input_output_layers)|full_attn_mod|use_mamba_kernels|"
+    r"cross_attention_hidden_size|use_head_wise_attn_gate|qkv_multipliers"
 )
 
 _BEYOND = {
@@ -78,6 +87,7 @@ class ModelFile:
         self.written, self.where, self.dtype = values, where, dtype
         self.layer = 0
         """The layer that is read; of a list with one value per layer its value counts."""
+        self._layers = self._per_layer()
         self._values = {**defaults, **values}
         self._read: set[str] = set()
 
@@ -85,36 +95,50 @@ class ModelFile:
         """What is wrong with a key."""
         return ModelError(f"{self.where}: {key} {text}")
 
-    def get(self, *names: str) -> Any:
-        """The value of a fact, whichever of its names the file writes; ``None`` if none.
+    def get(self, key: str) -> Any:
+        """The value of a key, by whichever of its names the file writes it; ``None`` if by none.
 
         Raises:
             ModelError: two names have different values.
         """
+        names = (key, *_NAMES.get(key, ()))
         self._read.update(names)
-        found = {name: self._values[name] for name in names if self._values.get(name) is not None}
-        if not found:
-            return None
-        (first, value), *others = found.items()
-        for name, other in others:
-            if other != value:
-                raise self.error(first, f"is {value!r} and {name} {other!r}; they must agree")
-        return value
+        values = {**self._values, **self._layers.get(self.layer, {})}
+        found = {name: values[name] for name in names if values.get(name) is not None}
+        for name, value in found.items():
+            if value != (first := next(iter(found.values()))):
+                raise self.error(next(iter(found)), f"is {first!r}, but {name} is {value!r}")
+        return next(iter(found.values()), None)
 
-    def count(self, *names: str, least: int = 1, default: int | None = None) -> int:
+    def _per_layer(self) -> dict[int, Mapping[str, Any]]:
+        """What transformers writes of single layers: layer → the keys that differ there.
+
+        Raises:
+            ModelError: it is of another form, or differs in more than heads.
+        """
+        given = self.written.get("per_layer_config") or {}
+        found: dict[int, Mapping[str, Any]] = {}
+        for layer, values in given.items() if isinstance(given, dict) else [("all", None)]:
+            if not str(layer).isdecimal() or not isinstance(values, dict):
+                raise self.error("per_layer_config", f"has {values!r} for layer {layer}")
+            for key in {*suspicious_keys(values), *({"skip"} & set(values))} - _HEADS:
+                raise self.error("per_layer_config", f"has {key} for layer {layer}; {REMEDY}")
+            found[int(layer)] = values
+        return found
+
+    def count(self, key: str, *, least: int = 1, default: int | None = None) -> int:
         """A whole number; the default, if there is one, where the file says nothing.
 
         Raises:
             ModelError: the number is missing or out of its range.
         """
-        value = self.get(*names)
+        value = self.get(key)
         value = default if value is None else value
         if isinstance(value, list) and self.layer < len(value):
             value = value[self.layer]
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            name = next((name for name in names if self._values.get(name) is not None), names[0])
             have = "is missing" if value is None else f"is {value!r}"
-            raise self.error(name, f"{have}; a whole number of {least} or more is needed")
+            raise self.error(key, f"{have}; a whole number of {least} or more is needed")
         return value
 
     def part(self, name: str) -> "ModelFile":
@@ -179,7 +203,8 @@ def _every_nth(count: int, nth: Any, other: str) -> Kinds:
     return [other if (layer + 1) % nth else FULL for layer in range(count)]
 
 
-def _chosen(count: int, layers: Any) -> Kinds:
+def chosen_kinds(count: int, layers: Any) -> Kinds:
+    """Kinds of a model of which some layers attend and the others are recurrent."""
     return [FULL if layer in layers else RECURRENT for layer in range(count)]
 
 
@@ -199,8 +224,8 @@ _SPELLINGS: Mapping[str, _Spelling] = {
         list, lambda _, flags: [(FULL, WINDOW)[bool(f)] for f in flags]
     ),
     "attn_type_list": _Spelling(list, lambda _, flags: [(RECURRENT, FULL)[bool(f)] for f in flags]),
-    "full_attn_idxs": _Spelling(list, _chosen),
-    "attn_layer_indices": _Spelling(list, _chosen),
+    "full_attn_idxs": _Spelling(list, chosen_kinds),
+    "attn_layer_indices": _Spelling(list, chosen_kinds),
     "full_attention_interval": _Spelling(int, lambda n, nth: _every_nth(n, nth, RECURRENT)),
     "sliding_window_pattern": _Spelling(int | str, lambda n, nth: _every_nth(n, nth, WINDOW)),
     "_sliding_window_pattern": _Spelling(int, lambda n, nth: _every_nth(n, nth, WINDOW)),
@@ -214,15 +239,15 @@ def num_layers(file: ModelFile) -> int:
         ModelError: the file does not say, or they are more than any model has.
     """
     listed = file.get("layers_block_type")
-    if file.get(*LAYERS) is None and isinstance(listed, list):
+    if file.get("num_hidden_layers") is None and isinstance(listed, list):
         return len(listed)  # Nemotron-H
-    count = file.count(*LAYERS)
+    count = file.count("num_hidden_layers")
     if count > MAX_LAYERS:
-        raise file.error(LAYERS[0], f"is {count}, at most {MAX_LAYERS} are planned")
+        raise file.error("num_hidden_layers", f"is {count}, at most {MAX_LAYERS} are planned")
     return count
 
 
-def _spelled(file: ModelFile) -> Kinds:
+def spelled_kinds(file: ModelFile) -> Kinds:
     """The kind of each layer, in whichever way the file writes it; full attention if in none.
 
     Raises:
@@ -247,7 +272,7 @@ def _spelled(file: ModelFile) -> Kinds:
 
 def window_kinds(file: ModelFile) -> Kinds:
     """The same, where windows may be switched off or begin at some layer."""
-    kinds, window = _spelled(file), file.get(*WINDOW_SIZE)
+    kinds, window = spelled_kinds(file), file.get("sliding_window")
     is_on, starts = file.get("use_sliding_window"), file.get("max_window_layers") is not None
     if file.written.get("layer_types") or (WINDOW not in kinds and not window):
         return kinds
@@ -258,72 +283,7 @@ def window_kinds(file: ModelFile) -> Kinds:
         return [WINDOW if layer >= first else FULL for layer in range(len(kinds))]
     if WINDOW not in kinds:
         raise file.error(
-            WINDOW_SIZE[0],
+            "sliding_window",
             f"is {window}, and nothing says which layers have it; add layer_types, one per layer",
         )
     return kinds
-
-
-def all_windowed(file: ModelFile) -> Kinds:
-    """Families whose layers all have the window, if there is one."""
-    if file.written.get("layer_types") or not file.get(*WINDOW_SIZE):
-        return _spelled(file)
-    return [WINDOW] * num_layers(file)
-
-
-def shared_kinds(file: ModelFile) -> Kinds:
-    """Gemma 3n: the last layers read the cache of an earlier layer of their kind."""
-    kinds, shared = window_kinds(file), file.count("num_kv_shared_layers", least=0, default=0)
-    if shared >= len(kinds):
-        raise file.error("num_kv_shared_layers", f"is {shared} of {len(kinds)} layers")
-    return [*kinds[: len(kinds) - shared], *[NOTHING] * shared]
-
-
-def shared_kinds_4(file: ModelFile) -> Kinds:
-    """Gemma 4: the same; its last layer attends to all tokens, whatever the file says."""
-    if file.get("use_bidirectional_attention") == "all":
-        raise file.error("use_bidirectional_attention", "is 'all'; only decoders can be planned")
-    kinds = shared_kinds(file)
-    return kinds if kinds[-1] == NOTHING else [*kinds[:-1], FULL]
-
-
-def rotated_kinds(file: ModelFile) -> Kinds:
-    """Llama 4: layers that rotate keys attend in chunks."""
-    count, nth = num_layers(file), file.count("no_rope_layer_interval", default=4)
-    rotated = file.get("no_rope_layers") or [(layer + 1) % nth for layer in range(count)]
-    if not isinstance(rotated, list) or len(rotated) != count:
-        raise file.error("no_rope_layers", f"is {rotated!r}; a list of {count} is needed")
-    chunked = file.get("attention_chunk_size") is not None
-    kinds = [CHUNK if flag and chunked else FULL for flag in rotated]
-    return _spelled(file) if file.written.get("layer_types") else kinds
-
-
-def periodic_kinds(file: ModelFile) -> Kinds:
-    """Jamba: one layer of each period attends."""
-    period, offset = file.count("attn_layer_period"), file.count("attn_layer_offset", least=0)
-    return _chosen(num_layers(file), range(offset, num_layers(file), period))
-
-
-def kimi_kinds(file: ModelFile) -> Kinds:
-    """Kimi-Linear: layers are counted from 1."""
-    part, count = file.part("linear_attn_config"), num_layers(file)
-    full, linear = part.get("full_attn_layers"), part.get("kda_layers")
-    both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
-    if len(both) != count or any(layer not in both for layer in range(1, count + 1)):
-        raise file.error("linear_attn_config", f"does not name each of {count} layers once")
-    return _chosen(count, [layer - 1 for layer in full])
-
-
-def searched_kinds(file: ModelFile) -> Kinds:
-    """Nemotron-NAS: a search left attention out of some layers."""
-    count, blocks = num_layers(file), file.get("block_configs")
-    listed = blocks if isinstance(blocks, list) else []
-    found = [block.get("attention") for block in listed if isinstance(block, dict)]
-    parts = [part for part in found if isinstance(part, dict)]
-    if len(parts) != count:
-        raise file.error("block_configs", f"does not say what attention each of {count} layers has")
-    for key in ("window_length", "sparsify", "num_sink_tokens"):
-        if any(part.get(key) for part in parts):
-            raise file.error("block_configs", f"has {key}, which cannot be planned; {REMEDY}")
-    kept = ("no_op", "replace_with_linear")
-    return [NOTHING if any(part.get(key) for key in kept) else FULL for part in parts]

@@ -116,6 +116,42 @@ def test_windows_are_read_however_they_are_written(values, windowed):
     assert dict(shape_of(values).layer_windows) == dict.fromkeys(windowed, 16)
 
 
+def test_layers_of_their_own_are_read_however_they_are_written():
+    eight, two = LayerHeads(8, 8), LayerHeads(2, 8)
+    for values in (
+        {"num_key_value_heads": [8, 8, 2, 8]},
+        {"model_type": "llama", "per_layer_config": {"02": {"num_key_value_heads": 2}}},
+    ):
+        assert shape_of(LLAMA | values).layers == (eight, eight, two, eight)
+    none = {"layer_types": ["full_attention", "none", "full_attention", "full_attention"]}
+    assert shape_of(LLAMA | none).layers == (eight, None, eight, eight)
+    chunks = {"layer_types": ["chunked_attention"] * 4, "attention_chunk_size": 64}
+    assert shape_of(LLAMA | chunks).layers == (LayerHeads(8, 8, attention_chunk_size=64),) * 4
+
+
+def test_the_dtype_is_that_in_which_the_cache_is_served():
+    for values, dtype in (
+        ({}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "float16"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "bfloat16"),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, "float8_e4m3fn"),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}},
+         "float8_e4m3fn"),
+    ):  # fmt: skip
+        assert parse_model(LLAMA | values, "here").dtype == dtype
+
+
+def test_the_decoder_of_a_model_that_also_sees_is_read():
+    text = LLAMA | {"model_type": "llama"}
+    for key in ("text_config", "llm_config", "language_config"):
+        whole = {"model_type": "seer", "torch_dtype": "float16", key: text, "hidden_size": 9}
+        model = parse_model(whole, "here")
+        assert (model.shape, model.dtype) == (shape_of(LLAMA), "float16")
+    thinker = {"thinker_config": {"text_config": text}, "model_type": "talker"}
+    assert shape_of(thinker) == shape_of(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -136,6 +172,27 @@ def test_windows_are_read_however_they_are_written(values, windowed):
             "attention_chunk_size is 8192 (attention in chunks)",
         ),
         (LLAMA | {"is_encoder_decoder": True}, "only decoders"),
+        (LLAMA | {"model_type": "new"}, "model_type 'new' is not known"),
+        (LLAMA | {"n_head": 9}, "num_attention_heads is 8, but n_head is 9"),
+        (LLAMA | {"num_key_value_heads": [8, 8]}, "num_key_value_heads is [8, 8]"),
+        (LLAMA | {"layer_types": ["none"] * 4}, "no layer attends"),
+        (LLAMA | {"hidden_size": 7}, "hidden_size is less than the attention heads"),
+        (LLAMA | {"some_kv_thing": 3}, "some_kv_thing is 3, which may change what layers keep"),
+        ({"cross_kv": 1, "text_config": LLAMA | {"model_type": "llama"}}, "cross_kv is 1"),
+        (
+            WINDOWED | {"layer_types": ["full_attention"] * 4, "sliding_window_pattern": 2},
+            "layer_types and sliding_window_pattern name different kinds",
+        ),
+        (LLAMA | {"per_layer_config": {"1": {"skip": ["attention"]}}}, "has skip for layer 1"),
+        (LLAMA | {"per_layer_config": [1]}, "per_layer_config has None for layer all"),
+        (
+            LLAMA | {"model_type": "gemma3n_text", "num_kv_shared_layers": 4},
+            "num_kv_shared_layers leaves none of 4 layers a cache",
+        ),
+        (
+            LLAMA | {"quantization_config": {"kv_cache_quant_algo": "NVFP4"}},
+            "kv_cache_quant_algo is 'NVFP4'; only 8-bit floats can be planned",
+        ),
         (LLAMA | {"v_head_dim": 0}, "v_head_dim is 0"),
         (LLAMA | {"torch_dtype": "int4"}, "dtype: 'int4' is unknown"),
     ],
