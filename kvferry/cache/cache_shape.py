@@ -45,22 +45,16 @@ class LayerHeads:
         Raises:
             ValueError: ``block_size`` or ``dtype`` is none.
         """
-        common: dict[str, Any] = {
-            "block_size": block_size,
-            "num_kv_heads": len(heads_of(tp - 1, tp, self.num_kv_heads)),
-            "head_size": self.head_size,
-            "dtype": dtype,
-        }
+        heads = len(heads_of(tp - 1, tp, self.num_kv_heads))
+        cells = (block_size, heads, self.head_size, dtype)
         if self.use_mla:
-            return MLAAttentionSpec(**common)
-        common["head_size_v"] = self.head_size_v
-        if self.sliding_window is not None:
-            return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
-        if self.attention_chunk_size is not None:
-            return ChunkedLocalAttentionSpec(
-                **common, attention_chunk_size=self.attention_chunk_size
-            )
-        return FullAttentionSpec(**common)
+            return MLAAttentionSpec(*cells)
+        size_v, window, chunk = self.head_size_v, self.sliding_window, self.attention_chunk_size
+        if window is not None:
+            return SlidingWindowSpec(*cells, head_size_v=size_v, sliding_window=window)
+        if chunk is not None:
+            return ChunkedLocalAttentionSpec(*cells, head_size_v=size_v, attention_chunk_size=chunk)
+        return FullAttentionSpec(*cells, head_size_v=size_v)
 
 
 LayerCache: TypeAlias = LayerHeads | tuple[StatePart, ...] | None
@@ -228,18 +222,12 @@ def _is_of_kind(spec: KVCacheSpec, cache: LayerCache) -> bool:
 
 
 def _state_spec(states: tuple[StatePart, ...], tp: int) -> MambaSpec:
-    channels = [
-        sum(
-            len(section.channels_of(heads_of(tp - 1, tp, section.num_units)))
-            for section in state.sections
-        )
-        for state in states
-    ]
-    return MambaSpec(
-        STATE_BLOCK_SIZE,
-        shapes=[(count, state.channel_size) for count, state in zip(channels, states, strict=True)],
-        dtypes=[state.dtype for state in states],
-    )
+    def channels(state: StatePart) -> int:
+        units = ((one, heads_of(tp - 1, tp, one.num_units)) for one in state.sections)
+        return sum(len(section.channels_of(some)) for section, some in units)
+
+    shapes = [(channels(state), state.channel_size) for state in states]
+    return MambaSpec(STATE_BLOCK_SIZE, shapes=shapes, dtypes=[state.dtype for state in states])
 
 
 def _geometry(

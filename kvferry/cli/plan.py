@@ -193,10 +193,8 @@ def _model_as_json(model: ModelInfo) -> dict[str, Any]:
         "heads": [
             {
                 "layers": layers,
-                "num_kv_heads": heads.num_kv_heads,
-                "head_size": heads.head_size,
+                **{key: getattr(heads, key) for key in ("num_kv_heads", "head_size", "use_mla")},
                 "head_size_v": heads.head_size_v or heads.head_size,
-                "use_mla": heads.use_mla,
             }
             for heads, layers in shape.layers_by_heads().items()
         ],

@@ -8,6 +8,8 @@ Nothing here moves a byte, and nothing here prints::
     difference_texts   what differs between two engines, in sentences    sentences.py
     draw_pairs         who reads what from whom, as SVG                  picture.py
     KNOWN_MODELS       shapes of models, also from a ``config.json``     models.py
+    FAMILIES           how the files of each family are read             families.py
+    ModelFile          the keys of a file, and which were understood     model_file.py
 """
 
 from kvferry.explain.costs import Balance, PairCost, explain_transfer

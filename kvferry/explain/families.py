@@ -208,41 +208,29 @@ def _mamba2(file: ModelFile) -> LayerCache:
     else:
         size = file.count("mamba_d_head")
     return mamba2_states(
-        num_heads=heads,
-        head_size=size,
-        state_size=file.count("mamba_d_state"),
-        num_groups=file.count("mamba_n_groups"),
-        conv_kernel=file.count("mamba_d_conv"),
-        dtype=file.dtype,
-        ssm_dtype=file.get("mamba_ssm_cache_dtype"),
-    )
+        num_heads=heads, head_size=size, state_size=file.count("mamba_d_state"),
+        num_groups=file.count("mamba_n_groups"), conv_kernel=file.count("mamba_d_conv"),
+        dtype=file.dtype, ssm_dtype=file.get("mamba_ssm_cache_dtype"),
+    )  # fmt: skip
 
 
 def _gated_delta_net(file: ModelFile) -> LayerCache:
-    key_size = file.count("linear_key_head_dim")
+    heads, size = file.count("linear_num_value_heads"), file.count("linear_value_head_dim")
+    keys_of, key_size = file.count("linear_num_key_heads"), file.count("linear_key_head_dim")
     return gated_delta_net_states(
-        num_heads=file.count("linear_num_value_heads"),
-        head_size=file.count("linear_value_head_dim"),
-        key_head_size=key_size,
-        key_size=key_size * file.count("linear_num_key_heads"),
-        conv_kernel=file.count("linear_conv_kernel_dim"),
-        dtype=file.dtype,
+        num_heads=heads, head_size=size, key_head_size=key_size, key_size=keys_of * key_size,
+        conv_kernel=file.count("linear_conv_kernel_dim"), dtype=file.dtype,
         delta_dtype=file.get("mamba_ssm_dtype"),
-    )
+    )  # fmt: skip
 
 
 def _kimi_delta(file: ModelFile) -> LayerCache:
     part = file.part("linear_attn_config")
     heads, size = part.count("num_heads"), part.count("head_dim")
     return gated_delta_net_states(
-        num_heads=heads,
-        head_size=size,
-        key_head_size=size,
-        key_size=heads * size,
-        conv_kernel=part.count("short_conv_kernel_size"),
-        dtype=file.dtype,
-        delta_dtype="float32",
-    )
+        num_heads=heads, head_size=size, key_head_size=size, key_size=heads * size,
+        conv_kernel=part.count("short_conv_kernel_size"), dtype=file.dtype, delta_dtype="float32",
+    )  # fmt: skip
 
 
 def _lightning(file: ModelFile) -> LayerCache:

@@ -85,18 +85,14 @@ def _cache_dtype(values: Mapping[str, Any], where: str) -> str | None:
         raise ModelError(f"{where}: quantization_config is {quantization!r}; keys are needed")
     for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
         scheme = quantization.get(key)
-        if scheme is None:
-            continue
-        if isinstance(scheme, dict):
-            is_fp8 = (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-        else:
-            is_fp8 = str(scheme).lower() == "fp8"
-        if not is_fp8:
+        bits = [scheme.get("num_bits"), scheme.get("type")] if isinstance(scheme, dict) else scheme
+        if bits in ([8, "float"], "FP8", "fp8"):
+            return "float8_e4m3fn"
+        if scheme is not None:
             raise ModelError(
                 f"{where}: quantization_config: {key} is {scheme!r}; only 8-bit floats can be "
                 "planned; take it out of a copy of the file and write dtype= in the specs"
             )
-        return "float8_e4m3fn"
     return None
 
 

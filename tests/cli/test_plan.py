@@ -248,6 +248,21 @@ def test_layers_with_heads_of_their_own_are_told_and_counted_by_their_own(planne
     assert "tp=8: each KV head of layers 5, 11, 17, 23 and 6 more ranges lies on 2 prefill" in text
 
 
+def test_programs_are_told_the_heads_of_each_layer(kvferry, config_file):
+    path = config_file("XiaomiMiMo/MiMo-V2-Flash")
+    model = json.loads(kvferry(*options("tp=1", "tp=1", path), "--json").out)["model"]
+
+    full = [0, 5, 11, 17, 23, 29, 35, 41, 47]
+    assert model["heads"][0]["layers"] == full
+    assert {
+        (heads["num_kv_heads"], heads["head_size"], heads["head_size_v"], heads["use_mla"])
+        for heads in model["heads"]
+    } == {(4, 192, 128, False), (8, 192, 128, False)}
+    assert model["layer_windows"] == {str(n): 128 for n in range(48) if n not in full}
+    assert model["num_layers"] == 48
+    assert model["recurrent_layers"] == model["layers_without_cache"] == []
+
+
 def test_a_cache_that_layers_share_is_moved_once(planned, config_file):
     text, pair = planned("tp=2", "tp=2", config_file("gemma3n_text"), tokens=100)
 
