@@ -32,6 +32,7 @@ from kvferry.cluster.preflight import (
     with_cluster_key,
 )
 from kvferry.cluster.process import (
+    SPARE_PREFIX,
     TERM_GRACE_S,
     Child,
     ChildProcess,
@@ -294,6 +295,9 @@ class Cluster(Closing):
                 self._nodes.close()
         # A rank that was killed could not remove its own shared memory.
         sweep_dead_segments()
+        spare = Path(self.model_folder).parent.parent
+        if spare.name.startswith(SPARE_PREFIX):
+            shutil.rmtree(spare, ignore_errors=True)
 
     def remove_logs(self) -> None:
         """Deletes the logs, once they are of no use any more."""

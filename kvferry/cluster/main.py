@@ -7,7 +7,10 @@ events. ``NAME`` is read by people alone, in ``ps`` and in the kernel's log.
 import asyncio
 import contextlib
 import logging
+import os
+import shutil
 import sys
+import tempfile
 from multiprocessing.connection import Listener
 
 from kvferry.cluster.messages import (
@@ -18,9 +21,17 @@ from kvferry.cluster.messages import (
     Ready,
     RouterSettings,
 )
-from kvferry.cluster.process import LogFormatter, Reporter, Terminated, begin, listen
+from kvferry.cluster.process import (
+    SPARE_PREFIX,
+    LogFormatter,
+    Reporter,
+    Terminated,
+    begin,
+    listen,
+    temporary_folder,
+)
 from kvferry.config import ModelConfig
-from kvferry.errors import KVFerryError, WorkerDiedError
+from kvferry.errors import HostError, KVFerryError, WorkerDiedError
 
 logger = logging.getLogger("kvferry.cluster")
 
@@ -56,7 +67,19 @@ def main() -> int:
 def _convert(report: Reporter) -> None:
     from kvferry.cluster.preflight import convert
 
-    report.send(Ready(folder=str(convert(begin(ModelConfig), report.loading))))
+    model = begin(ModelConfig)
+    try:
+        folder = convert(model, report.loading)
+    except HostError as error:
+        logger.warning("%s; for this start it is converted into a temporary folder", error)
+        spare = tempfile.mkdtemp(prefix=SPARE_PREFIX, dir=temporary_folder())
+        os.environ["KVFERRY_CACHE"] = spare
+        try:
+            folder = convert(model, report.loading)
+        except BaseException:
+            shutil.rmtree(spare)
+            raise
+    report.send(Ready(folder=str(folder)))
 
 
 def _router(report: Reporter) -> None:

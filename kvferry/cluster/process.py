@@ -29,8 +29,12 @@ from kvferry import errors
 from kvferry.cluster.messages import Event, Failed, Loading
 from kvferry.config import printable
 from kvferry.errors import HostError, KVFerryError, PortInUseError, WorkerDiedError
+from kvferry.transports.shm_segment import SHM_DIR
 
 T = TypeVar("T")
+
+SPARE_PREFIX = "kvferry-models-"
+"""Begins the name of a temporary folder for the model of one start, which the launcher removes."""
 
 ORPHAN_GRACE_S = 10.0
 """Seconds that a child whose launcher is gone has for a clean end."""
@@ -114,7 +118,7 @@ def listen(host: str, port: int, who: str, key: str = "port") -> socket.socket:
 
 
 def temporary_folder() -> str:
-    """The folder for temporary files.
+    """The folder for temporary files; ``/dev/shm``, for children too, where there is no other.
 
     Raises:
         HostError: none can be written.
@@ -122,6 +126,9 @@ def temporary_folder() -> str:
     try:
         return tempfile.gettempdir()
     except OSError as error:
+        if os.access(SHM_DIR, os.W_OK):  # the one such folder of a container that is read-only
+            os.environ["TMPDIR"] = tempfile.tempdir = str(SHM_DIR)
+            return str(SHM_DIR)
         raise HostError(
             f"temporary files: {error.strerror}; set TMPDIR to a folder that can be written"
         ) from error

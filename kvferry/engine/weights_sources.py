@@ -326,7 +326,10 @@ def write_weights(
                 f"the config asks for {shape}"
             )
     kept = {tensor: tensors[tensor].detach().contiguous() for tensor in expected}
-    save_file(kept, path, metadata={"format": "pt"})
+    try:
+        save_file(kept, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ModelError(f"{path}: cannot be written: {error}") from error
     return _digest(kept)
 
 

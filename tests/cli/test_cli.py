@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from kvferry import __version__
+from kvferry.cluster import process
 
 
 def test_version(kvferry):
@@ -321,10 +322,38 @@ def test_serve_says_which_folder_it_cannot_write(kvferry, cluster_file, monkeypa
     )
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null"])
+    monkeypatch.setattr(process, "SHM_DIR", Path("/nowhere"))
     outcome = kvferry("serve", cluster_file())
     assert outcome.code == 2
     assert "temporary files: No usable temporary directory found" in outcome.err
     assert "set TMPDIR" in outcome.err
+
+
+def test_temporary_files_of_a_container_go_to_dev_shm(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null"])
+    monkeypatch.setattr(process, "SHM_DIR", tmp_path)
+    monkeypatch.setenv("TMPDIR", "/dev/null")
+    assert process.temporary_folder() == tempfile.gettempdir() == str(tmp_path)
+    assert os.environ["TMPDIR"] == str(tmp_path)  # which children inherit
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_kept_is_converted_for_one_start(cluster_file, tmp_path):
+    temporary, logs = tmp_path / "temporary", tmp_path / "logs"
+    temporary.mkdir()
+    environment = {**os.environ, "KVFERRY_CACHE": "/dev/null", "TMPDIR": str(temporary)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvferry.cli", "serve", str(cluster_file()), "--logs", str(logs)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as serving:
+        assert any(line.startswith("OpenAI API at ") for line in serving.stdout)
+        assert list(temporary.glob("kvferry-models-*/models/tiny-0-*/model.safetensors"))
+        serving.send_signal(signal.SIGTERM)
+    assert not list(temporary.glob("kvferry-models-*"))
+    assert "set KVFERRY_CACHE" in (logs / "model.log").read_text()
 
 
 def test_prepare_compiles_and_converts_what_a_start_would_wait_for(

@@ -7,6 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvferry.engine import weights_sources
@@ -205,6 +206,15 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_variable(monkeypatch)
     monkeypatch.setenv("KVFERRY_CACHE", "/dev/null")
     with pytest.raises(HostError, match=r"/dev/null/models: .*Not a directory; set KVFERRY_CACHE"):
         prepare_model("tiny")
+
+
+def test_a_disk_that_is_full_is_an_error_with_the_file(monkeypatch, cache):
+    def full(*_arguments, **_options):
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(weights_sources, "save_file", full)
+    with pytest.raises(ModelError, match=r"model\.safetensors: cannot be written: No space left"):
+        prepare_model("tiny", cache=cache)
 
 
 def test_a_converted_model_may_be_read_by_whoever_may_read_its_config(cache):
