@@ -170,9 +170,14 @@ def _geometry(model: str, tokens: int, block: int) -> EngineGeometry:
     known = find_model(model)
     spec = EngineSpec(ParallelShape(), block, LAYOUT, hybrid=False)
     try:
-        (geometry,) = spec.geometries(known.shape, known.dtype)
+        geometry, *others = spec.geometries(known.shape, known.dtype)
     except ValueError as error:
         raise ConfigError(f"--model: {model}: bench moves attention only: {error}") from error
+    if others:
+        raise ConfigError(
+            f"--model: {model}: its layers have unlike heads, and bench moves layers of one kind; "
+            "take another model"
+        )
     assert isinstance(geometry, EngineGeometry)  # one group that is not recurrent
     (one,) = geometry.memory(0, 1).region_bytes
     most = (MAX_BYTES // one - 1) * block

@@ -169,3 +169,14 @@ def test_what_cannot_be_is_refused_with_its_remedy(kvferry, arguments, said):
     outcome = kvferry("bench", *arguments)
     assert outcome.code == 2
     assert said in outcome.err
+
+
+def test_a_model_whose_layers_have_unlike_heads_is_refused(kvferry, tmp_path):
+    own = {"num_hidden_layers": 2, "num_key_value_heads": [2, 4], "head_dim": 8}
+    path = tmp_path / "config.json"
+    path.write_bytes(msgspec.json.encode(own))
+
+    outcome = kvferry("bench", "--serve", "--model", path)
+
+    assert outcome.code == 2
+    assert "its layers have unlike heads, and bench moves layers of one kind" in outcome.err

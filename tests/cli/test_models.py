@@ -129,6 +129,21 @@ def test_layers_of_their_own_are_read_however_they_are_written():
     assert shape_of(LLAMA | chunks).layers == (LayerHeads(8, 8, attention_chunk_size=64),) * 4
 
 
+@pytest.mark.parametrize(
+    ("values", "kv_heads"),
+    [
+        # falcon-7b names 71 KV heads that its code does not make; falcon-40b's newer code does.
+        ({"num_attention_heads": 71, "num_kv_heads": 71, "multi_query": True}, 1),
+        ({"num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True}, 8),
+        ({"num_attention_heads": 71, "multi_query": False}, 71),
+        ({"num_attention_heads": 71}, 1),
+    ],
+)
+def test_the_kv_heads_of_falcon_follow_its_flags(values, kv_heads):
+    values = {"model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 9088, **values}
+    assert shape_of(values).heads.num_kv_heads == kv_heads
+
+
 def test_the_dtype_is_that_in_which_the_cache_is_served():
     for values, dtype in (
         ({}, "bfloat16"),
