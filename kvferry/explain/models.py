@@ -27,7 +27,8 @@ class ModelInfo:
     """Where the shape is from: a repository on Hugging Face, or a file."""
     shape: CacheShape
     dtype: str = "bfloat16"
-    """Dtype of the KV cache unless an engine says otherwise: that of the checkpoint."""
+    """Dtype of the KV cache unless an engine says otherwise: that in which vLLM serves the
+    checkpoint."""
 
 
 _DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -53,7 +54,8 @@ def parse_model(values: Mapping[str, Any], where: str) -> ModelInfo:
     if text.get("is_encoder_decoder") or outer.get("is_encoder_decoder"):
         raise ModelError(f"{where}: is_encoder_decoder: only decoders can be planned")
     kind = text.get("model_type") or outer.get("model_type")
-    if (family := FAMILIES.get(kind)) is None:
+    family = FAMILIES.get(kind) if isinstance(kind, str | None) else None
+    if family is None:
         keys = suspicious_keys(text)
         raise ModelError(
             f"{where}: model_type {kind!r} is not known, so nothing says how to read "

@@ -188,6 +188,7 @@ def test_the_decoder_of_a_model_that_also_sees_is_read():
         ),
         (LLAMA | {"is_encoder_decoder": True}, "only decoders"),
         (LLAMA | {"model_type": "new"}, "model_type 'new' is not known"),
+        (LLAMA | {"model_type": ["llama"]}, "model_type ['llama'] is not known"),
         (LLAMA | {"n_head": 9}, "num_attention_heads is 8, but n_head is 9"),
         (LLAMA | {"num_key_value_heads": [8, 8]}, "num_key_value_heads is [8, 8]"),
         (LLAMA | {"layer_types": ["none"] * 4}, "no layer attends"),
