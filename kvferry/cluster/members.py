@@ -96,11 +96,7 @@ class EnginePool:
                 await asyncio.wait(probes, timeout=RECOVERY_WAIT_S)
         best = self.first(tried, chosen)
         if best is None:
-            raise NoEngineError(
-                503,
-                f"no {self.role} engine can serve this: {self._states()}",
-                code="engine_unavailable",
-            )
+            raise self.nobody()
         self._next = self.engines.index(best) + 1
         return best
 
@@ -127,14 +123,13 @@ class EnginePool:
         turn = self.engines[self._next :] + self.engines[: self._next]
         return [engine for engine in turn if engine.is_staying and engine not in tried]
 
-    def _states(self) -> str:
-        return (
-            "; ".join(
-                f"{engine.name!r} ({engine.shown_url}): {_why_not(engine)}"
-                for engine in self.engines
-            )
-            or "there is none"
+    def nobody(self) -> NoEngineError:
+        """The error that tells of each engine why it cannot serve a request."""
+        states = "; ".join(
+            f"{engine.name!r} ({engine.shown_url}): {_why_not(engine)}" for engine in self.engines
         )
+        message = f"no {self.role} engine can serve this: {states or 'there is none'}"
+        return NoEngineError(503, message, code="engine_unavailable")
 
 
 def _why_not(engine: Engine) -> str:
@@ -192,6 +187,14 @@ class Members:
     def __iter__(self) -> Iterator[Engine]:
         yield from self.prefill.engines
         yield from self.decode.engines
+
+    async def meet(self) -> None:
+        """Waits for the first health checks of all engines, for :data:`RECOVERY_WAIT_S` at most:
+        what the router may promise follows from what each engine tells of itself.
+        """
+        checks = [engine.probing() for engine in self if engine.is_new]
+        if checks:
+            await asyncio.wait(checks, timeout=RECOVERY_WAIT_S)
 
     def find(self, role: Role, name: str) -> Engine | None:
         """The engine of that name in that role."""

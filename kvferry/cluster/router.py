@@ -164,10 +164,12 @@ class Router:
     async def _respond(
         self, request: Request, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
     ) -> Response:
+        await self.members.meet()
         if not self._settings.foreign:
             assert self._codec is not None  # checked at the start
             return await self._serve(request, parse(body), self._codec)
-        generation = _taken_apart(body, parse) if self._codec is not None else None
+        knows = self._codec is not None and self._max_model_len() is not None
+        generation = _taken_apart(body, parse) if knows else None
         if generation is None or self._codec is None:
             span = self._span(request, f"kvferry-{uuid.uuid4().hex}")
             return await self._pass_through.answer(request, _path(request), body, span)
@@ -335,8 +337,8 @@ class Router:
         longest = max(len(prompt) for prompt in prompts)
         wanted = generation.sampling.max_tokens
         if limit is None:
-            # Nobody has been reached: the pool is about to say so.
-            wanted = wanted or 1
+            if not wanted:  # how long the answer may be is theirs to say
+                raise self.members.decode.nobody()
         elif longest + max(wanted, 1) > limit:
             asked = f" and max_tokens is {wanted}" if wanted and longest < limit else ""
             raise _too_long(generation, limit, f"the prompt has {longest}{asked}")

@@ -375,12 +375,14 @@ def make_setup(
         decode: int = 1,
         *,
         wait: bool = True,
+        slow: bool = False,
         spans: Spans | None = None,
         **settings: Any,
     ) -> Setup:
         fakes = [FakeEngine(f"p{i}", "prefill") for i in range(prefill)]
         fakes += [FakeEngine(f"d{i}", "decode") for i in range(decode)]
         for fake in fakes:
+            fake.is_slow = slow
             fake.url = servers.start(fake.app())
         addresses = tuple(
             EngineAddress(name=fake.name, role=fake.role, url=fake.url)  # type: ignore[arg-type]

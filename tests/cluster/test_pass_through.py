@@ -46,6 +46,8 @@ class Server:
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
+    health_s: float = 0.0
+    """Seconds that its health check takes."""
     at_once: Callable[[], Response] | None = None
     """What it answers to a body with a transfer."""
     after: "Server | None" = None
@@ -61,11 +63,15 @@ class Server:
         return Starlette(
             routes=[
                 Route("/v1/models", self._models),
-                Route("/health", lambda _: Response()),
+                Route("/health", self._health),
                 Route("/kvferry/take_back", self._take_back, methods=["POST"]),
                 Route("/{path:path}", self._complete, methods=["POST"]),
             ]
         )
+
+    async def _health(self, _: Request) -> Response:
+        await asyncio.sleep(self.health_s)
+        return Response()
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
@@ -125,9 +131,11 @@ def make(servers, codec) -> Iterator[Callable[..., Setup]]:
     clients = []
 
     def build(
-        prefill=1, decode=1, *, tokenizer=False, headers=None, control="", **settings
+        prefill=1, decode=1, *, tokenizer=False, headers=None, control="", wait=True, **settings
     ) -> Setup:
         fakes = [Server(f"p{i}") for i in range(prefill)], [Server(f"d{i}") for i in range(decode)]
+        for fake in () if wait else fakes[0] + fakes[1]:
+            fake.health_s = 0.2
         addresses = []
         for role, group in zip(("prefill", "decode"), fakes, strict=True):
             for fake in group:
@@ -138,7 +146,8 @@ def make(servers, codec) -> Iterator[Callable[..., Setup]]:
         url = servers.start(Router(config, codec if tokenizer else None).app())
         client = httpx.Client(base_url=url, timeout=WAIT_S, trust_env=False, headers=headers)
         clients.append(client)
-        _until_healthy(client)
+        if wait:
+            _until_healthy(client)
         return Setup(*fakes, client)
 
     yield build
@@ -189,6 +198,19 @@ def test_a_body_it_understands_gets_its_first_token_from_the_prefill_server(make
     assert body["choices"][0]["text"] == "!?"
     assert body["model"] == "big"
     assert setup.decode[0].bodies[0]["prompt"] == [*b"Hi!"]
+
+
+def test_a_request_before_the_first_health_check_is_answered_as_one_after_it(make):
+    setup = make(tokenizer=True, wait=False)
+    body = {"prompt": "Hi", "max_tokens": 2}
+
+    answers = [setup.client.post("/v1/completions", json=body) for _ in range(2)]
+
+    while answers[0].status_code == 503:  # the health check took longer than the router waits
+        answers = [answers[1], setup.client.post("/v1/completions", json=body)]
+    first, second = (answer.json() | {"id": "", "created": 0} for answer in answers)
+    assert first == second
+    assert first["model"] == "big"
 
 
 @pytest.mark.parametrize("written", [{}, {"temperature": 0, "top_p": 0.5}])

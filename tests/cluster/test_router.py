@@ -1,6 +1,8 @@
 """The router over fake engines: what clients get, and what engines are asked."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -76,6 +78,23 @@ def test_end_of_text_as_first_token_needs_no_decode_engine(setup):
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"]["completion_tokens"] == 1
     assert setup.decode[0].bodies == []
+
+
+def test_a_chat_before_the_first_health_check_is_as_long_as_one_after_it(make_setup):
+    setup = make_setup(wait=False, slow=True)
+    setup.says("Hello you", prompt="user:Hi\nassistant:", eos=True)
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    with ThreadPoolExecutor(1) as clients:
+        first = clients.submit(setup.client.post, "/v1/chat/completions", json=body)
+        time.sleep(0.1)
+        for engine in setup.engines:
+            engine.is_slow = False
+        answer = first.result(WAIT_S)
+
+    while answer.status_code == 503:  # the health checks took longer than the router waits
+        assert not setup.prefill[0].bodies
+        answer = setup.client.post("/v1/chat/completions", json=body)
+    assert answer.json()["choices"][0]["message"]["content"] == "Hello you"
 
 
 def test_stop_token_ends_the_text_without_being_part_of_it(setup):
