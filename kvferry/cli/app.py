@@ -224,8 +224,9 @@ def router(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="The model's folder: its tokenizer lets the prefill server's first token through "
-            "at once. Without it decode servers draw every token.",
+            help="The model's folder: its tokenizer lets the prefill server's first token of a "
+            "completion through at once. Without it, and in chats of vLLM's servers, decode "
+            "servers draw every token.",
             show_default=False,
         ),
     ] = None,

@@ -38,7 +38,7 @@ def router(
             both, if any.
         file: lists more of them; other ones from time to time.
         all_addresses: whether the names in the URLs stand for all their addresses.
-        tokenizer: the model's folder, if answers are to begin with the prefill server's token.
+        tokenizer: the model's folder, if completions are to begin with the prefill server's token.
         keys: file of the CURVE keys of the control channels.
         cluster_key: file of the servers' cluster key.
         address: host and port to listen on.
@@ -102,7 +102,9 @@ def _tell(
         console.print("no servers yet: see kvferry router add --help", style="dim")
     if settings.operator_key is None:
         console.print("its servers are fixed: no KVFERRY_OPERATOR_KEY is set", style="dim")
-    first = "prefill" if settings.model_folder else "decode (give --tokenizer to have prefill's)"
+    first = "decode (give --tokenizer to have prefill's in completions)"
+    if settings.model_folder is not None:
+        first = "prefill in completions, decode in chats of vLLM's servers"
     if settings.at_once != "never":
         first = "decode, where both servers get a prompt at once"
     console.print(f"first token: from {first}", style="dim")

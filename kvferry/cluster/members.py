@@ -196,6 +196,12 @@ class Members:
         if checks:
             await asyncio.wait(checks, timeout=RECOVERY_WAIT_S)
 
+    @property
+    def are_ours(self) -> bool:
+        """Whether all of them that have told of themselves are engines of ours."""
+        known = [engine for engine in self if engine.max_model_len is not None]
+        return bool(known) and all(engine.is_ours for engine in known)
+
     def find(self, role: Role, name: str) -> Engine | None:
         """The engine of that name in that role."""
         pool = self._pool(role)

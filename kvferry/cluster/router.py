@@ -3,8 +3,9 @@
 It speaks plain HTTP to the engines and knows nothing of KV: the transfer parameters that a prefill
 engine returns are handed to a decode engine as they are.
 
-In front of foreign servers (vLLM's) it serves all that they serve. Requests that it understands
-get their first token from the prefill engine; every other body is passed through as it is.
+In front of foreign servers (vLLM's) it serves all that they serve. Completions that it understands
+get their first token from the prefill engine; every other body is passed through as it is. So are
+all chats: nobody but the server itself has its chat template and its parsers.
 """
 
 import asyncio
@@ -165,20 +166,23 @@ class Router:
         self, request: Request, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
     ) -> Response:
         await self.members.meet()
-        if not self._settings.foreign:
-            assert self._codec is not None  # checked at the start
-            return await self._serve(request, parse(body), self._codec)
-        knows = self._codec is not None and self._max_model_len() is not None
-        generation = _taken_apart(body, parse) if knows else None
+        are_ours = not self._settings.foreign or self.members.are_ours
+        generation = None
+        if self._codec is not None and are_ours:
+            generation = parse(body)
+        elif parse is parse_completion and self._max_model_len() is not None:
+            generation = _taken_apart(body)
         if generation is None or self._codec is None:
             span = self._span(request, f"kvferry-{uuid.uuid4().hex}")
             return await self._pass_through.answer(request, _path(request), body, span)
-        return await self._serve(request, generation, self._codec)
+        return await self._serve(request, generation, self._codec, are_ours=are_ours)
 
-    async def _serve(self, request: Request, generation: Generation, codec: TextCodec) -> Response:
+    async def _serve(
+        self, request: Request, generation: Generation, codec: TextCodec, *, are_ours: bool
+    ) -> Response:
         self._check_model(generation.model)
         model_name = self._model_name(generation)
-        if not self._settings.foreign:
+        if are_ours:
             everything = frozenset(SamplingParams.__struct_fields__)
             generation = dataclasses.replace(generation, named=everything, model=None)
         prompts = await self._encode(generation, codec)
@@ -376,16 +380,14 @@ def _path(request: Request) -> str:
     return path
 
 
-def _taken_apart(
-    body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
-) -> Generation | None:
-    """The request, unless its engine must see the client's own words.
+def _taken_apart(body: dict[str, Any]) -> Generation | None:
+    """The completion, unless its engine must see the client's own words.
 
     A seeded draw belongs to one engine as well: a foreign decode engine would begin its draws anew
     at the second token.
     """
     try:
-        generation = parse(body)
+        generation = parse_completion(body)
     except ApiError:
         return None  # the engines serve it, or say better what is wrong
     sampling = generation.sampling

@@ -46,6 +46,8 @@ class Server:
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
+    tells: dict[str, Any] = field(default_factory=dict)
+    """What its health check says; an engine of ours tells its role."""
     health_s: float = 0.0
     """Seconds that its health check takes."""
     at_once: Callable[[], Response] | None = None
@@ -71,7 +73,7 @@ class Server:
 
     async def _health(self, _: Request) -> Response:
         await asyncio.sleep(self.health_s)
-        return Response()
+        return JSONResponse(self.tells)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
@@ -131,7 +133,15 @@ def make(servers, codec) -> Iterator[Callable[..., Setup]]:
     clients = []
 
     def build(
-        prefill=1, decode=1, *, tokenizer=False, headers=None, control="", wait=True, **settings
+        prefill=1,
+        decode=1,
+        *,
+        tokenizer=False,
+        headers=None,
+        control="",
+        wait=True,
+        are_ours=False,
+        **settings,
     ) -> Setup:
         fakes = [Server(f"p{i}") for i in range(prefill)], [Server(f"d{i}") for i in range(decode)]
         for fake in () if wait else fakes[0] + fakes[1]:
@@ -139,6 +149,7 @@ def make(servers, codec) -> Iterator[Callable[..., Setup]]:
         addresses = []
         for role, group in zip(("prefill", "decode"), fakes, strict=True):
             for fake in group:
+                fake.tells = {"kv_role": "kv_both"} if are_ours else {}
                 fake.url = servers.start(fake.app())
                 address = EngineAddress(name=fake.name, role=role, url=fake.url, control=control)
                 addresses.append(address)
@@ -211,6 +222,26 @@ def test_a_request_before_the_first_health_check_is_answered_as_one_after_it(mak
     first, second = (answer.json() | {"id": "", "created": 0} for answer in answers)
     assert first == second
     assert first["model"] == "big"
+
+
+def test_a_chat_goes_in_the_clients_own_words_also_with_a_tokenizer(make):
+    """Only the server has its chat template, its reasoning parser and its tool parser."""
+    setup = make(tokenizer=True)
+
+    assert setup.post(temperature=0).json() == ANSWER
+    assert setup.post(stream=True).content == b"".join(EVENTS)
+    asked = [body["messages"][0]["content"] for body in setup.decode[0].bodies]
+    assert asked == ["?", "?"]
+    assert len(setup.prefill[0].bodies) == 2
+
+
+def test_a_chat_of_engines_of_ours_is_made_of_tokens_here(make):
+    setup = make(tokenizer=True, are_ours=True)
+
+    (choice,) = setup.post(max_tokens=2, seed=3).json()["choices"]
+
+    assert choice["message"] == {"role": "assistant", "content": "!?"}
+    assert setup.decode[0].bodies[0]["prompt"] == [*b"user:?\nassistant:!"]
 
 
 @pytest.mark.parametrize("written", [{}, {"temperature": 0, "top_p": 0.5}])
