@@ -5,6 +5,7 @@ that are not yet a whole character, and text that may still become a stop string
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -21,6 +22,10 @@ from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
 from kvferry.control.tracing import RequestSpan
 from kvferry.errors import ModelError
+
+COUNT_WAIT_S = 2.0
+"""Seconds for which a drawn answer waits for the prefill engine that worked beside the decode
+engine: what of the prompt was cached is that engine's to say."""
 
 
 class TextStream:
@@ -170,7 +175,6 @@ class Answer:
         self._span = span
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.completion_tokens = 0
-        self.cached_tokens = 0
         self.routes: list[str] = []
         """Why the engines were chosen, of each choice that has a token, where that is known."""
         self._prompts = prompts
@@ -179,6 +183,8 @@ class Answer:
         self._codec = codec
         self._timeout_s = timeout_s
         self._died: set[Engine] = set()
+        self._counted: list[TokenRequest] = []
+        """One of each prompt, which tells what of it was cached."""
 
     def usage(self) -> dict[str, object]:
         """OpenAI's usage of what has passed so far: each prompt once, however many choices."""
@@ -186,7 +192,9 @@ class Answer:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(each.cached_tokens or 0 for each in self._counted)
+            },
         }
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
@@ -244,6 +252,8 @@ class Answer:
             sampling=sampling,
             generation=self._generation,
         )
+        if sample == 0:
+            self._counted.append(request)
         run = self._engines.run(request, self._timeout_s)
         is_first = True
         async with aclosing(run) as replies:
@@ -251,13 +261,25 @@ class Answer:
                 if is_first and request.route is not None:
                     self.routes.append(request.route.header)
                 is_first = False
-                if sample == 0:
-                    self.cached_tokens += reply.cached_tokens
                 news = _absorb(index, reply, text)
                 queue.put_nowait(news)
                 if news.finish_reason is not None:
+                    await _count(request, replies, is_stopped=text.stopped)
                     return
         raise ApiError(502, f"request {request_id}: the engine ended it without a finish_reason")
+
+
+async def _count(
+    request: TokenRequest, replies: AsyncGenerator[Reply, None], *, is_stopped: bool
+) -> None:
+    """Waits in bounds until it is known what of the prompt was cached: all has been drawn."""
+    with contextlib.suppress(TimeoutError, ApiError):
+        async with asyncio.timeout(COUNT_WAIT_S):
+            if is_stopped:  # the engine would go on
+                await request.is_counted.wait()
+                return
+            async for _ in replies:
+                pass
 
 
 def _absorb(index: int, reply: Reply, text: TextStream) -> ChoiceDelta:

@@ -58,7 +58,8 @@ NOT_REACHED = "not reached yet"
 
 _REST_S = 1.0
 """Seconds in which an answer must end of which nobody wants to hear more."""
-_EVENT_END = b"\n\n"
+EVENT_END = b"\n\n"
+"""What ends an event of a stream."""
 
 # Characters of what an engine tells that are kept.
 _NAME_LENGTH = 256
@@ -137,17 +138,20 @@ class Reply(msgspec.Struct):
         return self.choices[0].finish_reason if self.choices else None
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that the engine had in its cache; 0 where it does not tell."""
-        return self.cached_or(0)
-
-    def cached_or(self, expected: int) -> int:
-        """The same, or what was expected where it does not tell: vLLM's servers do so only with
-        ``--enable-prompt-tokens-details``.
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the engine had in its cache; ``None`` where it does not tell.
+        vLLM's servers do so only with ``--enable-prompt-tokens-details``, or where they lend.
         """
         details = (self.usage or {}).get("prompt_tokens_details") or {}
         told = details.get("cached_tokens")
-        return expected if told is None else int(told)
+        if told is None:
+            told = (self.kv_transfer_params or {}).get("remote_prefill_cached_tokens")
+        return told if isinstance(told, int) else None
+
+    def cached_or(self, expected: int) -> int:
+        """The same, or what was expected where it does not tell."""
+        told = self.cached_tokens
+        return expected if told is None else told
 
 
 class Forwarded:
@@ -173,11 +177,11 @@ class Forwarded:
         if not self.is_stream:
             return self.status >= 500
         try:
-            while self._first.count(_EVENT_END) < events and (more := await self._response.some()):
+            while self._first.count(EVENT_END) < events and (more := await self._response.some()):
                 self._first += more
         except ClientError as error:
             raise self._engine.down(_reason(error), reached=True) from error
-        first = self._first.split(_EVENT_END)[:events]
+        first = self._first.split(EVENT_END)[:events]
         return any(_said_error(event.removeprefix(b"data:")) is not None for event in first)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:

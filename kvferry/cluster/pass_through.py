@@ -10,12 +10,14 @@ every token, the first one included, and its answer is relayed byte for byte::
 
 With ``at_once`` both engines get the body at the same time, with a transfer that the router has
 signed, for which the decode engine asks the prefill engine. Where one of them fails before the
-answer has begun, the request is run again, in turn.
+answer has begun, the request is run again, in turn. The decode engine takes all that it has loaded
+for cached; what was cached is the prefill engine's to say, and that number takes its place.
 
 Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.cluster import web
-from kvferry.cluster.engines import Engine, EngineDownError, Forwarded, Reply
+from kvferry.cluster.engines import EVENT_END, Engine, EngineDownError, Forwarded, Reply
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.tries import (
@@ -46,6 +48,8 @@ _ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "p
 """Fields that shape an answer of which the prefill engine's part is thrown away."""
 _BYTES_PER_TOKEN = 4
 """Of a body, about: nobody has made tokens of it."""
+_CACHED_TOKENS = re.compile(rb'("prompt_tokens_details":\s*\{[^{}]*"cached_tokens":\s*)\d+')
+"""In an answer's usage. In a text of its own the quotation marks would have backslashes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +62,18 @@ class _BodyRequest(Tries):
     """On the event loop's clock."""
     forwarded: Forwarded | None = None
     """The decode engine's answer, once it has begun."""
+    computing: asyncio.Task[Reply] | None = None
+    """The prefill engine's work beside an answer; it ends soon after the answer has begun."""
+
+    async def counted(self, content: bytes) -> bytes:
+        """A part of the answer; with what the prefill engine had cached, if both work at once."""
+        if self.computing is None or not _CACHED_TOKENS.search(content):
+            return content
+        await asyncio.wait((self.computing,))
+        if self.computing.cancelled() or self.computing.exception() is not None:
+            return content  # then the decode engine has computed the prompt
+        cached = self.computing.result().cached_tokens
+        return content if cached is None else _CACHED_TOKENS.sub(rb"\g<1>%d" % cached, content)
 
 
 class _RefusedError(Exception):
@@ -120,7 +136,7 @@ class PassThrough:
         async with web.deadline(request.deadline, self.timeout_s):
             request.forwarded = forwarded = await self._open(request)
             if not forwarded.is_stream:
-                content = await forwarded.read()
+                content = await request.counted(await forwarded.read())
         if forwarded.is_stream:
             return web.EventStream(
                 _chunks(forwarded, request, self.timeout_s),
@@ -221,6 +237,7 @@ class PassThrough:
             elif not (isinstance(error, _RefusedError) and error.status >= 500):
                 raise
             raise StartAgainError from error
+        request.computing = computing
         prefill.let_end(computing)
         return forwarded
 
@@ -228,14 +245,15 @@ class PassThrough:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
         if not _has_one_answer(request.body):
             return None
-        return await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
+        reply = await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
+        return None if reply is None else reply.kv_transfer_params
 
 
 async def _computed(
     request: _BodyRequest, engine: Engine, lends: Mapping[str, Any] = REMOTE_DECODE
-) -> dict[str, Any] | None:
-    """The transfer parameters of the prompt that this engine computes; its token does not count,
-    and may not end the answer. ``lends`` are the parameters that it gets.
+) -> Reply:
+    """The reply of this engine, which computes the prompt; its token does not count, and may not
+    end the answer. ``lends`` are the parameters that it gets.
 
     Raises:
         _RefusedError: it does not.
@@ -254,7 +272,7 @@ async def _computed(
     if forwarded.status != 200:
         raise _RefusedError(forwarded.status, content)
     try:
-        return msgspec.json.decode(content, type=Reply).kv_transfer_params
+        return msgspec.json.decode(content, type=Reply)
     except msgspec.DecodeError as error:
         raise ApiError(
             502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
@@ -284,14 +302,20 @@ def _has_one_answer(body: Mapping[str, Any]) -> bool:
 async def _chunks(
     forwarded: Forwarded, request: _BodyRequest, timeout_s: float
 ) -> AsyncGenerator[bytes, None]:
-    """The engine's bytes as they come."""
+    """The engine's bytes as they come; whole events, where one may tell what was cached."""
+    begun = b""
     async with aclosing(forwarded.chunks()) as chunks:
         while True:
             async with web.deadline(request.deadline, timeout_s):
                 chunk = await anext(chunks, None)
             if chunk is None:
-                return
+                break
+            if request.computing is not None:
+                events, end, begun = (begun + chunk).rpartition(EVENT_END)
+                chunk = await request.counted(events + end)
             yield chunk
+    if begun:
+        yield begun
 
 
 def _end(forwarded: Forwarded, request: _BodyRequest) -> None:

@@ -82,8 +82,10 @@ class TokenRequest(Tries):
     failed_loads: int = 0
     route: Route | None = None
     """The way that was chosen for this attempt, where engines tell what they have."""
-    is_usage_told: bool = False
-    """Whether it was passed on how much of the prompt was cached."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were cached where it was computed, as far as anybody has told."""
+    is_counted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Whether the engine that computed the prompt has told, or will tell nothing."""
 
     def body(self, max_tokens: int, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any]:
         """An engine's request for the next ``max_tokens`` tokens."""
@@ -103,11 +105,15 @@ class TokenRequest(Tries):
             body["kv_transfer_params"] = kv_transfer_params
         return body
 
-    def tell_usage(self, reply: Reply) -> None:
-        """Takes the usage out of a reply that is not the first one to tell it."""
-        if self.is_usage_told:
-            reply.usage = None
-        self.is_usage_told = self.is_usage_told or reply.usage is not None
+    def count(self, reply: Reply, *, has_computed: bool) -> None:
+        """Takes note of what was cached. The engine that computed the prompt counts: one that has
+        loaded its KV takes all of that for cached.
+        """
+        is_new, is_known = not self.is_counted.is_set(), self.cached_tokens is not None
+        if (is_new and has_computed) or (not is_known and (is_new or has_computed)):
+            self.cached_tokens = reply.cached_tokens
+        if has_computed:
+            self.is_counted.set()
 
     @property
     def tokens(self) -> int:
@@ -150,11 +156,11 @@ class PrefillDecode:
     async def run(self, request: TokenRequest, timeout_s: float) -> AsyncGenerator[Reply, None]:
         """Yields the answer's tokens as they are drawn; must be consumed within one task.
 
-        Only the first reply, a prefill engine's unless there is none, tells how many tokens of the
-        prompt were cached; only the last one has a finish reason. An engine that cannot be reached
-        is replaced by another, and so is the first one that dies, in the middle of its answer too:
-        the tokens that were drawn become part of the prompt. A prompt whose KV could not be loaded
-        is computed again.
+        Only the last reply has a finish reason. The request tells how many tokens of the prompt
+        were cached: where both engines work at once, perhaps a moment after the last reply. An
+        engine that cannot be reached is replaced by another, and so is the first one that dies, in
+        the middle of its answer too: the tokens that were drawn become part of the prompt. A prompt
+        whose KV could not be loaded is computed again.
 
         Raises:
             ApiError: the request is refused or failed, no engine is left, or time is up.
@@ -352,7 +358,7 @@ class PrefillDecode:
             lent.callback(fetched.set)
             works = (
                 self._compute(request, prefill, lends, told, loan, lender),
-                _draw(self._decode(request, params, decode), told, lent),
+                _draw(request, self._decode(request, params, decode), told, lent),
             )
             tasks = [asyncio.create_task(_telling(work, told)) for work in works]
             error: Exception | None = None
@@ -403,6 +409,7 @@ class PrefillDecode:
                 if not isinstance(error, ApiError):
                     raise
                 if request.drawn:
+                    request.is_counted.set()  # as the decode engine has told, which computed it
                     return  # the decode engine does without
                 if isinstance(error, EngineDownError):
                     request.failed(prefill, error)
@@ -411,6 +418,7 @@ class PrefillDecode:
                 else:
                     raise
                 raise StartAgainError from error
+        request.count(reply, has_computed=True)
         if prefill.is_ours and request.is_determined and not request.drawn:
             ended = _take_first(reply, request)
             told.put_nowait(reply)
@@ -494,6 +502,7 @@ class PrefillDecode:
         with work.doing(max(0, tokens - held)) as done:
             async with aclosing(replies):
                 async for reply in replies:
+                    request.count(reply, has_computed=is_direct or not is_loaded)
                     if not reply.choices:
                         continue
                     if not first_at:
@@ -504,7 +513,6 @@ class PrefillDecode:
                         if self.chooser is not None:
                             self.chooser.missed(engine, held - cached)
                             self.chooser.computed(engine, request.prompt, request.drawn)
-                    request.tell_usage(reply)
                     if reply.finish_reason is not None:  # nobody may want to hear more
                         engine.pace.drew(outstanding, time.monotonic() - first_at)
                         if self.chooser is not None:
@@ -513,12 +521,15 @@ class PrefillDecode:
                     yield reply
 
 
-async def _draw(replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack) -> None:
-    """The decode engine's replies are told."""
+async def _draw(
+    request: TokenRequest, replies: AsyncGenerator[Reply, None], told: _Told, lent: ExitStack
+) -> None:
+    """The decode engine's replies are told, and then what the prefill engine counts is awaited."""
     async with aclosing(replies):
         async for reply in replies:
             lent.close()
             told.put_nowait(reply)
+    await request.is_counted.wait()
     told.put_nowait(None)
 
 
@@ -574,7 +585,7 @@ def _take_first(reply: Reply, request: TokenRequest) -> bool:
         raise ApiError(
             502, f"a prefill engine returned {len(reply.token_ids)} tokens where one was asked for"
         )
-    request.tell_usage(reply)
+    request.count(reply, has_computed=True)
     request.drawn += reply.token_ids
     ended = reply.finish_reason == "stop" or request.tokens_left == 0
     if not ended:

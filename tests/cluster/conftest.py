@@ -85,6 +85,8 @@ class FakeEngine:
     """Take requests and never answer, unless released."""
     cached_tokens: int | None = 3
     """Tokens of a prompt that it says it had; it says nothing of them without."""
+    tells_in_streams: bool = False
+    """Whether it says so in streams too, as an engine of ours does."""
     lends: int = 0
     """Tokens that it lends of its cache to who asks for nothing else."""
     params: dict[str, Any] | None = None
@@ -179,13 +181,15 @@ class FakeEngine:
         if body["stream"]:
             return StreamingResponse(self._events(tokens, reason), media_type="text/event-stream")
         choice = {"index": 0, "token_ids": tokens, "finish_reason": reason}
-        usage = {}
-        if self.cached_tokens is not None:
-            usage = {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
-        reply = {"choices": [choice], "usage": usage}
+        reply = {"choices": [choice], "usage": self._usage()}
         if body.get("kv_transfer_params", {}).get("do_remote_decode") and reason == "length":
             reply["kv_transfer_params"] = {"ticket": f"from {self.name}"}
         return JSONResponse(reply)
+
+    def _usage(self) -> dict[str, Any]:
+        if self.cached_tokens is None:
+            return {}
+        return {"prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def _lend(self) -> dict[str, Any]:
         lent = {"do_remote_prefill": bool(self.lends), "remote_num_tokens": self.lends}
@@ -216,7 +220,9 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 last = count == len(tokens) - 1
                 told = reason if last and self.says_how_it_ends else None
-                yield web.sse_event({"choices": [{"token_ids": [token], "finish_reason": told}]})
+                choice = {"token_ids": [token], "finish_reason": told}
+                usage = self._usage() if self.tells_in_streams and count == 0 else None
+                yield web.sse_event({"choices": [choice], "usage": usage})
                 await asyncio.sleep(0)
             if self.break_after == len(tokens):
                 raise ConnectionResetError("as told by the test")

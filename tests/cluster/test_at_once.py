@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -125,6 +126,42 @@ def test_an_answer_does_not_wait_for_a_prefill_engine_that_is_not_needed(at_once
     setup.decode[0].release.set()  # it has the prompt, say
     assert text_of(answer.result(WAIT_S)) == "Hello"
     assert setup.prefill[0].aborted.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+@pytest.mark.parametrize("stop", [None, "l"])
+def test_what_was_cached_is_the_prefill_engines_to_say(at_once, clients, first, stop):
+    """The decode engine has loaded the prompt, and takes all of it for cached."""
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.cached_tokens, decode.cached_tokens, decode.tells_in_streams = 16, 39, True
+    ours, other = (prefill, decode) if first == "prefill" else (decode, prefill)
+    other.hang = True
+    options = {"stream": True, "stream_options": {"include_usage": True}, "stop": stop}
+    answer = clients.submit(setup.complete, max_tokens=5, **options)
+    until(lambda: ours.bodies and other.bodies)
+    time.sleep(0.1)  # time to say all that it has to say
+    other.release.set()
+    events = [line[6:] for line in answer.result(WAIT_S).text.splitlines() if "usage" in line]
+    usage = json.loads(events[-1])["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    whole = setup.complete(max_tokens=5, stop=stop).json()["usage"]
+    assert whole["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+def test_where_the_prefill_engine_fails_the_decode_engine_says_what_was_cached(at_once):
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.hang, prefill.refuse = True, (500, "as told")
+    decode.cached_tokens, decode.tells_in_streams = 1, True
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    body = {"prompt": "Hi", "temperature": 0, "max_tokens": 5, **options}
+    with setup.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = (line[6:] for line in response.iter_lines() if line.startswith("data: {"))
+        next(lines)  # so the decode engine computes the prompt
+        prefill.release.set()
+        *_, usage = lines
+    assert json.loads(usage)["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
 def test_an_answer_of_one_token_ends_the_decode_engines_work_and_gives_back(at_once, clients):

@@ -637,6 +637,6 @@ def test_file_of_engines_may_say_where_they_publish_and_whether_they_lend(tmp_pa
 
 def test_engine_that_does_not_tell_what_was_cached_missed_nothing():
     reply = Reply(usage={"prompt_tokens": 5, "prompt_tokens_details": None})
-    assert (reply.cached_tokens, reply.cached_or(3)) == (0, 3)
+    assert (reply.cached_tokens, reply.cached_or(3)) == (None, 3)
     reply = Reply(usage={"prompt_tokens_details": {"cached_tokens": 0}})
     assert (reply.cached_tokens, reply.cached_or(3)) == (0, 0)

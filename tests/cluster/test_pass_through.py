@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -655,6 +656,44 @@ def test_a_chat_is_relayed_as_it_comes(at_once):
         _slowly(*EVENTS, *EVENTS), headers=EVENT_STREAM
     )
     assert setup.post(stream=True).content == b"".join(EVENTS * 2)
+
+
+def _usage(cached):
+    details = {"cached_tokens": cached, "multimodal_tokens": None}
+    return {"prompt_tokens": 40, "prompt_tokens_details": details}
+
+
+@pytest.mark.parametrize("prefill_tells", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_was_cached_is_the_prefill_servers_to_say(at_once, stream, prefill_tells):
+    """The decode server has loaded 39 of 40 tokens, and takes all of these for cached."""
+    setup = at_once()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.lends = {"remote_prefill_cached_tokens": 16} if prefill_tells else {"other": 1}
+    choice = {"text": 'says "cached_tokens": 39'}
+    answer = {"choices": [choice], "usage": _usage(39)}
+    decode.after = prefill
+
+    def answers():
+        if not stream:
+            return JSONResponse(answer)
+        usage = b"data: " + JSONResponse({"choices": [], "usage": _usage(39)}).body + b"\n\n"
+        return StreamingResponse(_slowly(*EVENTS[:1], usage, *EVENTS[1:]), headers=EVENT_STREAM)
+
+    decode.at_once = answers
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    told = setup.client.post(
+        "/v1/completions", json={"prompt": "a", "stream": stream, **options}
+    ).content
+
+    if stream:
+        first, usage, *rest = (part + b"\n\n" for part in told.split(b"\n\n"))
+        assert (first, rest) == (EVENTS[0], [EVENTS[1], b"\n\n"])
+        answer = json.loads(usage[5:])
+    else:
+        answer = json.loads(told)
+        assert answer["choices"] == [choice]
+    assert answer["usage"] == _usage(16 if prefill_tells else 39)
 
 
 def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behind():
