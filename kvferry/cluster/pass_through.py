@@ -292,11 +292,15 @@ def _is_long(body: Mapping[str, Any]) -> bool:
 
 def _has_one_answer(body: Mapping[str, Any]) -> bool:
     """Whether the request is one sequence: transfer parameters stand for one prompt, used once."""
-    prompt = body.get("prompt")
-    several = isinstance(prompt, list) and (
-        len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
-    )
-    return not several and body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+    prompts = _length(body.get("prompt")) + _length(body.get("prompt_embeds"))
+    return prompts <= 1 and body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
+
+
+def _length(prompts: object) -> int:
+    """Number of prompts in a field that may hold one or a list of them; token ids are one."""
+    if not isinstance(prompts, list) or (prompts and all(isinstance(t, int) for t in prompts)):
+        return 0 if prompts is None else 1
+    return len(prompts)
 
 
 async def _chunks(

@@ -277,7 +277,16 @@ def test_transfer_parameters_of_a_client_are_dropped(make):
 
 
 @pytest.mark.parametrize(
-    "body", [{"n": 2}, {"best_of": 2}, {"prompt": ["a", "b"]}, {"prompt": [[1, 2], [3]]}]
+    "body",
+    [
+        {"n": 2},
+        {"best_of": 2},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3]]},
+        {"prompt": None, "prompt_embeds": ["YQ==", "Yg=="]},
+        {"prompt_embeds": "YQ=="},  # beside the prompt "a"
+        {"prompt_embeds": ["YQ=="]},
+    ],
 )
 def test_several_sequences_are_computed_by_the_decode_server_alone(make, body):
     setup = make()
@@ -286,10 +295,14 @@ def test_several_sequences_are_computed_by_the_decode_server_alone(make, body):
     assert setup.prefill[0].bodies == []
 
 
-def test_a_prompt_of_token_ids_is_one_sequence(make):
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": [1, 2, 3]}, {"prompt_embeds": "YQ=="}, {"prompt": [], "prompt_embeds": ["YQ=="]}],
+)
+def test_token_ids_or_embeddings_of_one_prompt_are_one_sequence(make, body):
     setup = make()
 
-    setup.client.post("/v1/completions", json={"prompt": [1, 2, 3]})
+    setup.client.post("/v1/completions", json=body)
 
     assert setup.decode[0].bodies[0]["kv_transfer_params"] == {"ticket": "from p0"}
 
