@@ -50,6 +50,20 @@ class EngineDownError(ApiError):
         super().__init__(503, f"{engine}: {reason}", code="engine_unavailable")
 
 
+class EngineRefusedError(EngineDownError):
+    """An engine answers 503 to a request, and that it is well to its health check: it does not take
+    this request now, and another engine may.
+    """
+
+    def __init__(self, engine: str, error: "_Error", content: bytes) -> None:
+        # A draining engine of ours has looked at nothing. A paused one of vLLM's has its connector
+        # give back what the request was to load.
+        super().__init__(engine, error.message, reached=error.code != DrainingError.__name__)
+        self.code = _code(error) or self.code
+        self.content = content
+        """Its own words."""
+
+
 VLLM_LOAD_FAILED = "Internal server error"
 """All that a server of vLLM says of a load that failed under its policy ``fail``."""
 
@@ -291,7 +305,7 @@ class Engine:
                 content = await response.read()
             finally:
                 response.close()
-            self._raise_for_status(response.status, content)
+            await self._raise_for_status(response.status, content)
             return self._checked(content)
 
     async def stream(
@@ -309,7 +323,7 @@ class Engine:
             ended = False
             try:
                 if response.status != 200:
-                    self._raise_for_status(response.status, await response.read())
+                    await self._raise_for_status(response.status, await response.read())
                 async for payload in web.sse_payloads(response.lines()):
                     self._waits.discard(wait)
                     if payload == b"[DONE]":
@@ -341,7 +355,7 @@ class Engine:
             response = await self._post(path, body, request_id, trace)
             try:
                 if response.status == 503:
-                    self._raise_for_status(503, await response.read())
+                    await self._raise_for_status(503, await response.read())
                 return Forwarded(self, response, await response.some())
             except BaseException:
                 response.close()
@@ -640,14 +654,14 @@ class Engine:
             wait.reschedule(0.0)
         self._waits.clear()
 
-    def _raise_for_status(self, status: int, content: bytes) -> None:
+    async def _raise_for_status(self, status: int, content: bytes) -> None:
         if status == 200:
             return
         error = _error_in(content)
-        if status == 503 and error.code == DrainingError.__name__:
-            self.probing()  # which takes note of it
-            raise self._error(error.message, reached=False)
         if status == 503:
+            await self._probe_anew()  # whether that concerns this request alone only it can say
+            if self.healthy:
+                raise EngineRefusedError(f"{self.role} engine {self.name!r}", error, content)
             raise self.down(error.message or "says 503", reached=True)
         raise ApiError(status, self._attribute(error.message, status), code=_code(error))
 

@@ -28,7 +28,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.cluster import web
-from kvferry.cluster.engines import EVENT_END, Engine, EngineDownError, Forwarded, Reply
+from kvferry.cluster.engines import (
+    EVENT_END,
+    Engine,
+    EngineDownError,
+    EngineRefusedError,
+    Forwarded,
+    Reply,
+)
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.tries import (
@@ -38,7 +45,7 @@ from kvferry.cluster.tries import (
     Tries,
     begin_transfer,
     by_prefill,
-    passes_on,
+    is_lost,
     pick_pair,
 )
 from kvferry.config import AtOnce
@@ -119,7 +126,7 @@ class PassThrough:
         )
         try:
             return await web.until_disconnect(request.receive, self._answer(asked))
-        except _RefusedError as refused:
+        except (_RefusedError, EngineRefusedError) as refused:
             span.end(str(refused))
             return Response(refused.content, refused.status, media_type="application/json")
         except ApiError as error:
@@ -153,7 +160,7 @@ class PassThrough:
             try:
                 return await self._both(request, *pair)
             except StartAgainError:
-                request.attempt += 1
+                await request.begin_again(self.decode)
         params = await self._prefill(request)
         while True:
             try:
@@ -161,7 +168,7 @@ class PassThrough:
                     return await self._forward(request, params)
             except StartAgainError:
                 request.give_back(params)
-                request.attempt += 1
+                await request.begin_again(self.decode)
                 params = await self._prefill(request)
             except BaseException:  # the client went away, time is up, or no engine is left
                 request.give_back(params)
@@ -175,7 +182,7 @@ class PassThrough:
         """
         body = dict(request.body)
         while True:
-            engine = await self.decode.pick(request.tried)
+            engine = await request.pick(self.decode)
             if params is not None:
                 body["kv_transfer_params"] = request.handed_on(params)
             try:
@@ -184,7 +191,7 @@ class PassThrough:
                 )
             except EngineDownError as error:
                 request.failed(engine, error)
-                if error.reached and not passes_on(params):
+                if is_lost(error, params):
                     raise StartAgainError from error
 
     async def _pair(self, request: _BodyRequest) -> tuple[Engine, Engine] | None:

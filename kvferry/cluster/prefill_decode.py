@@ -44,7 +44,7 @@ from kvferry.cluster.tries import (
     Tries,
     begin_transfer,
     by_prefill,
-    passes_on,
+    is_lost,
     pick_pair,
 )
 from kvferry.config import AtOnce
@@ -197,7 +197,7 @@ class PrefillDecode:
                         yield reply
                 return
             except StartAgainError:
-                request.attempt += 1
+                await request.begin_again(self.decode)
         # All tokens were drawn by an engine that died before it said so.
         yield Reply.ended("length")
 
@@ -431,7 +431,7 @@ class PrefillDecode:
         Raises:
             StartAgainError: it would have to ask for a ticket, and does not know how.
         """
-        engine = await self.decode.pick(request.tried, chosen)
+        engine = await request.pick(self.decode, chosen)
         if asks and not engine.at_once:
             raise StartAgainError
         return engine
@@ -471,8 +471,7 @@ class PrefillDecode:
                 request.failed(engine, error)
                 is_direct = request.route is not None and request.route.prefill is None
                 # Another engine that has none of the prompt would compute all of it.
-                is_lost = is_direct or (error.reached and not passes_on(kv_transfer_params))
-                if began or is_lost:
+                if began or is_direct or is_lost(error, kv_transfer_params):
                     raise StartAgainError from error
             except ApiError as error:
                 if began or not _tells_of_a_failed_load(error, kv_transfer_params):

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from kvferry.cluster.engines import Engine, EngineDownError
+from kvferry.cluster.engines import Engine, EngineDownError, EngineRefusedError
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
@@ -42,6 +42,9 @@ class Tries:
     span: RequestSpan
     """What is told of the client's request; what each engine does is a part of it."""
     unreached: set[Engine] = field(default_factory=set)
+    """Engines that cannot have harmed it, nor it them."""
+    refusal: tuple[Engine, EngineRefusedError] | None = None
+    """The last engine that is well and did not take it, and what that one said."""
     lender: Engine | None = None
     """The prefill engine that computed the prompt last."""
     prefilled: float | None = None
@@ -58,11 +61,17 @@ class Tries:
     def failed(self, engine: Engine, error: EngineDownError) -> None:
         """Takes note of an engine that did not serve it.
 
+        ``error.reached`` is about what was lent, too: see :func:`is_lost`.
+
         Raises:
             EngineDownError: it is the second one that may have died of the request: a third one is
                 not risked.
             StartAgainError: the engine is well, and may have used what was lent.
         """
+        if isinstance(error, EngineRefusedError):
+            self.unreached.add(engine)
+            self.refusal = engine, error
+            return
         if error.is_well:
             raise StartAgainError from error
         if not error.reached:
@@ -71,6 +80,31 @@ class Tries:
         self.died.add(engine)
         if len(self.died) > 1:
             raise error
+
+    async def pick(self, pool: EnginePool, chosen: Engine | None = None) -> Engine:
+        """An engine that was not tried yet, the chosen one if it can.
+
+        Raises:
+            EngineRefusedError: none is left, and the last one of them refused the request.
+            NoEngineError: none is left.
+        """
+        try:
+            return await pool.pick(self.tried, chosen)
+        except NoEngineError:
+            if self.refusal is not None and self.refusal[0].role == pool.role:
+                raise self.refusal[1] from None
+            raise
+
+    async def begin_again(self, decode: EnginePool) -> None:
+        """Counts a new attempt, unless no decode engine is left for it since one has refused.
+
+        Raises:
+            EngineRefusedError: the last one of them refused the request.
+            NoEngineError: none is left.
+        """
+        self.attempt += 1
+        if self.refusal is not None and decode.first(self.tried, None) is None:
+            await self.pick(decode)
 
     def give_back(
         self, kv_transfer_params: Mapping[str, Any] | None, lender: Engine | None = None
@@ -118,8 +152,8 @@ async def by_prefill(
     """
     while True:
         try:
-            engine = await pool.pick(request.tried, chosen)
-        except NoEngineError:
+            engine = await request.pick(pool, chosen)
+        except (NoEngineError, EngineRefusedError):
             if pool.dispensable:
                 return None
             raise
@@ -165,6 +199,13 @@ def begin_transfer(prefill: Engine, key: bytes | None) -> tuple[dict[str, Any], 
     transfer = Transfer.begin(prefill.control, key).text
     lends = {**REMOTE_DECODE, "transfer": transfer}
     return lends, {"do_remote_prefill": True, "transfer": transfer}
+
+
+def is_lost(error: EngineDownError, kv_transfer_params: Mapping[str, Any] | None) -> bool:
+    """Whether what was lent is of no use to another decode engine than the one that failed."""
+    if kv_transfer_params is None or not error.reached:
+        return False
+    return isinstance(error, EngineRefusedError) or not passes_on(kv_transfer_params)
 
 
 def passes_on(kv_transfer_params: Mapping[str, Any] | None) -> bool:

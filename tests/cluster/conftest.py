@@ -71,6 +71,8 @@ class FakeEngine:
     """Answer every completion with this status and message."""
     refuse_code: str | None = None
     """The code of that error."""
+    dies: bool = False
+    """Whether it is not well any more when it refuses."""
     refusals: int | None = None
     """How often it does so; always unless given."""
     says_how_it_ends: bool = True
@@ -172,6 +174,7 @@ class FakeEngine:
                 await asyncio.sleep(0.01)
         if self.refuse and self.refusals != 0:
             self.refusals = None if self.refusals is None else self.refusals - 1
+            self.healthy = not self.dies
             status, message = self.refuse
             error = {"message": message, "code": self.refuse_code}
             return JSONResponse({"error": error}, status)

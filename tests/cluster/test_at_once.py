@@ -255,7 +255,7 @@ def test_a_prefill_engine_that_dies_is_replaced(at_once, clients):
     answer = clients.submit(setup.complete, max_tokens=5)
     until(lambda: any(engine.bodies for engine in setup.prefill))
     first = next(engine for engine in setup.prefill if engine.bodies)
-    first.refuse = (503, "it is about to end")
+    first.refuse, first.dies = (503, "it is about to end"), True
     for engine in setup.engines:
         engine.release.set()
     assert text_of(answer.result(WAIT_S)) == "Hello"
@@ -270,7 +270,7 @@ def test_a_decode_engine_that_dies_is_replaced_by_one_that_asks_too(at_once, cli
     first = next(engine for engine in setup.decode if engine.bodies)
     (second,) = [engine for engine in setup.decode if engine is not first]
     second.release.set()
-    first.refuse = (503, "it is about to end")
+    first.refuse, first.dies = (503, "it is about to end"), True
     first.release.set()
     assert text_of(answer.result(WAIT_S)) == "Hello"
     transfers = {one.bodies[0]["kv_transfer_params"]["transfer"] for one in setup.decode}

@@ -21,12 +21,51 @@ def healthy(setup, name):
     return next(engine["healthy"] for engine in told if engine["name"] == name)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_refuses_one_request_and_is_well_serves_others(make_setup, role, stream):
+    setup = make_setup(prefill=3, decode=3)
+    group = getattr(setup, role)
+    for engine in group[:2]:
+        engine.refuse, engine.refuse_code = (503, "paused"), "engine_paused"
+
+    for _ in range(4):
+        assert setup.complete(max_tokens=5, stream=stream).status_code == 200
+        assert all(healthy(setup, engine.name) for engine in group)
+    assert all(engine.bodies for engine in group)
+
+
+def test_where_all_decode_engines_refuse_a_request_the_client_hears_the_last_ones_words(make_setup):
+    setup = make_setup(decode=3)
+    for engine in setup.decode:
+        engine.refuse, engine.refuse_code = (503, "paused"), "engine_paused"
+
+    response = setup.complete(max_tokens=5)
+
+    assert response.status_code == 503
+    error = response.json()["error"]
+    assert error["code"] == "engine_paused"
+    assert "paused" in error["message"]
+    assert [len(engine.bodies) for engine in setup.decode] == [1, 1, 1]
+    until(lambda: setup.prefill[0].taken_back)
+
+
+def test_where_no_prefill_engine_takes_a_request_a_decode_engine_computes_it(make_setup):
+    setup = make_setup(prefill=2)
+    for engine in setup.prefill:
+        engine.refuse, engine.refuse_code = (503, "paused"), "engine_paused"
+
+    assert setup.complete(max_tokens=5).json()["choices"][0]["text"] == "Hello"
+
+    assert "kv_transfer_params" not in setup.decode[0].bodies[0]
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_request_under_which_two_engines_died_is_not_given_to_a_third(make_setup, role):
     setup = make_setup(prefill=3, decode=3, decode_only="never")
     group = getattr(setup, role)
     for engine in group:
-        engine.refuse = (503, "it ended under this request")
+        engine.refuse, engine.dies = (503, "it ended under this request"), True
 
     response = setup.complete(max_tokens=5)
 
@@ -40,7 +79,7 @@ def test_a_request_under_which_two_engines_died_is_not_given_to_a_third(make_set
 def test_choices_of_one_request_share_its_replay(make_setup):
     setup = make_setup(prefill=5)
     for engine in setup.prefill:
-        engine.refuse = (503, "it ended under this request")
+        engine.refuse, engine.dies = (503, "it ended under this request"), True
 
     assert setup.complete(max_tokens=5, n=2).status_code == 503
 
@@ -203,6 +242,8 @@ def test_a_request_whose_prefill_engine_died_is_computed_by_decode_engines_once(
     setup.prefill[0].refuse = (503, "it ended under this request")
     for engine in setup.decode:
         engine.refuse = (503, "and so did this one")
+    for engine in setup.engines:
+        engine.dies = True
 
     response = setup.complete(max_tokens=5)
 

@@ -44,6 +44,8 @@ class Server:
     status: int = 200
     lends: bool | dict[str, Any] = True
     """Whether it returns transfer parameters, or which."""
+    dies: bool = False
+    """Whether it is not well any more once it was asked."""
     drop: bool = False
     """Send the headers of a stream, and then go away."""
     hang: bool = False
@@ -74,7 +76,7 @@ class Server:
 
     async def _health(self, _: Request) -> Response:
         await asyncio.sleep(self.health_s)
-        return JSONResponse(self.tells)
+        return JSONResponse(self.tells, 503 if self.dies and self.bodies else 200)
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"data": [{"id": self.model, "max_model_len": 512}]})
@@ -336,8 +338,7 @@ def test_a_refusal_of_a_decode_server_is_the_answer(make):
 
 def test_a_prefill_server_that_is_down_is_replaced(make):
     setup = make(prefill=2)
-    for server in setup.prefill[:1]:
-        server.status = 503
+    setup.prefill[0].status, setup.prefill[0].dies = 503, True
 
     for _ in range(3):
         assert setup.post().json() == ANSWER
@@ -346,13 +347,15 @@ def test_a_prefill_server_that_is_down_is_replaced(make):
     )
 
 
-@pytest.mark.parametrize("failure", ["busy", "gone"])
+@pytest.mark.parametrize("failure", ["ends", "gone"])
 @pytest.mark.parametrize("lent", [{"ticket": "t"}, {"remote_block_ids": [[1]]}])
 def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(make, failure, lent):
     """A lease of ours passes on to the next one; what others lent may be gone by now."""
     setup = make(decode=2)
     setup.prefill[0].lends = lent
-    setup.decode[0].status = 503 if failure == "busy" else 200
+    setup.decode[0].status, setup.decode[0].dies = (
+        (503, True) if failure == "ends" else (200, False)
+    )
     setup.decode[0].drop = failure == "gone"
 
     with setup.client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as r:
@@ -365,6 +368,34 @@ def test_a_decode_server_that_fails_before_its_first_byte_is_replaced(make, fail
     assert again is not passes_on
     told = lent | ({"passed_on": True} if passes_on else {})
     assert setup.decode[1].bodies[0]["kv_transfer_params"] == told
+
+
+@pytest.mark.parametrize("lent", [{"ticket": "t"}, {"remote_block_ids": [[1]]}])
+def test_a_decode_server_that_refuses_one_request_serves_others(make, lent):
+    """It may have given back what the request was to load, so the prompt is computed anew."""
+    setup = make(decode=2)
+    setup.prefill[0].lends = lent
+    setup.decode[0].status = 503
+
+    for _ in range(3):
+        assert setup.post().json() == ANSWER
+        states = [each["state"] for each in setup.client.get("/health").json()["engines"]]
+        assert states == ["ready"] * 3
+    assert lent.items() <= setup.decode[1].bodies[0]["kv_transfer_params"].items()
+    assert len(setup.prefill[0].bodies) > 3
+    again = setup.decode[1].headers[0]["x-request-id"]
+    assert again.endswith("-try2")
+
+
+def test_the_refusal_of_the_only_decode_server_is_the_answer(make):
+    setup = make()
+    setup.decode[0].status = 503
+
+    response = setup.post()
+
+    assert (response.status_code, response.json()) == (503, {"error": {"message": "as told"}})
+    assert len(setup.prefill[0].bodies) == 1
+    assert setup.client.get("/health").json()["status"] == "ok"
 
 
 def test_a_client_that_goes_away_ends_the_work_of_the_server(make):
