@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvferry.cluster.engines import Engine, Reply
+from kvferry.cluster.heads import Head
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
 from kvferry.control.tracing import RequestSpan
@@ -170,9 +171,11 @@ class Answer:
         codec: TextCodec,
         timeout_s: float,
         span: RequestSpan,
+        head: Head,
     ) -> None:
         self.request_id = request_id
         self._span = span
+        self._head = head
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self.completion_tokens = 0
         self.routes: list[str] = []
@@ -248,6 +251,7 @@ class Answer:
             request_id=request_id,
             died=self._died,
             span=self._span,
+            head=self._head,
             prompt=tuple(prompt),
             sampling=sampling,
             generation=self._generation,

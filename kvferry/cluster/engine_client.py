@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
+from kvferry.cluster.heads import Head, end_to_end
 from kvferry.cluster.messages import without_credentials
 from kvferry.zeromq import KEEPALIVE
 
@@ -38,6 +39,8 @@ MOST_ANSWER_BYTES = 4 << 20
 KEPT_S = 2.0
 """Seconds for which an idle connection is kept; uvicorn's servers, vLLM's too, close it after 5."""
 
+NO_HEAD = Head()
+"""Of what the router asks by itself."""
 ClientError = aiohttp.ClientError
 """What every method raises where an engine does not answer as it should."""
 SilentError = aiohttp.SocketTimeoutError
@@ -66,6 +69,8 @@ class Response:
         self._response = response
         self.status: int = response.status
         self.content_type = response.headers.get("content-type", "")
+        self.headers = end_to_end(response.raw_headers)
+        """What of its head is for the client."""
         self._ended: asyncio.Future[None] | None = None
         """The end of its connection, unless all of it is here."""
         connection = response.connection
@@ -196,36 +201,45 @@ class EngineClient:
             finally:
                 response.close()
 
-    async def post(
+    async def send(
         self,
         url: str,
-        body: Mapping[str, Any],
+        body: Mapping[str, Any] | bytes,
         request_id: str,
         *,
         once: bool,
         anew: bool = False,
         traceparent: str = "",
+        method: str = "POST",
+        head: Head = NO_HEAD,
     ) -> Response:
         """An answer of which nothing but the head was read; the caller closes it.
 
         Args:
-            url: where to.
-            body: sent as JSON.
+            url: where to; its path is encoded.
+            body: sent as JSON, or as the client has written it.
             request_id: in the header ``x-request-id``; a second try has one of its own.
             once: whether the server must not see the request twice.
             anew: whether it goes over a new connection.
             traceparent: in the header of that name, if there is one.
+            method: of HTTP.
+            head: what else goes with it.
 
         Raises:
             KeptConnectionError: it may have come once, and is not sent again.
         """
-        headers = {"content-type": "application/json", "x-request-id": request_id}
+        headers = {**head.headers, "x-request-id": request_id, "accept-encoding": "identity"}
+        content = body
+        if not isinstance(content, bytes):
+            content = msgspec.json.encode(content)
+            headers["content-type"] = "application/json"
         if traceparent:
             headers["traceparent"] = traceparent
-        content = msgspec.json.encode(body)
+        if head.query:
+            url += f"?{head.query}"
         if anew:
-            return await self._request(self._new, "POST", url, headers, content, _patience())
-        return await self._send("POST", url, headers, content, _patience(), once=once)
+            return await self._request(self._new, method, url, headers, content, _patience())
+        return await self._send(method, url, headers, content, _patience(), once=once)
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -272,14 +286,15 @@ class EngineClient:
         sending: "_Sending | None" = None,
     ) -> Response:
         _sending.set(sending or _Sending())
-        has_credentials = "@" in urlsplit(url).netloc  # of its own
-        own = {} if has_credentials else self._headers
+        headers = {**headers, **self._headers}
+        if "@" in urlsplit(url).netloc:  # it has credentials of its own
+            headers.pop("authorization", None)
         try:
             response = await session.request(
                 method,
                 url,
-                headers={**own, **headers},
-                data=content,
+                headers=headers,
+                data=content or None,
                 timeout=timeout,
                 allow_redirects=False,
             )

@@ -10,11 +10,13 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from kvferry.cluster import engine_client, web
 from kvferry.cluster.engine_client import (
+    NO_HEAD,
     UNSENT,
     ClientError,
     EngineClient,
@@ -22,6 +24,7 @@ from kvferry.cluster.engine_client import (
     Response,
     SilentError,
 )
+from kvferry.cluster.heads import Head
 from kvferry.cluster.messages import KVEventsPlace, Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pace import Pace
@@ -55,13 +58,17 @@ class EngineRefusedError(EngineDownError):
     this request now, and another engine may.
     """
 
-    def __init__(self, engine: str, error: "_Error", content: bytes) -> None:
+    def __init__(
+        self, engine: str, error: "_Error", content: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
         # A draining engine of ours has looked at nothing. A paused one of vLLM's has its connector
         # give back what the request was to load.
         super().__init__(engine, error.message, reached=error.code != DrainingError.__name__)
         self.code = _code(error) or self.code
         self.content = content
         """Its own words."""
+        self.headers = headers
+        """What of their head is for the client, such as when to ask again."""
 
 
 VLLM_LOAD_FAILED = "Internal server error"
@@ -173,6 +180,8 @@ class Forwarded:
 
     def __init__(self, engine: "Engine", response: Response, first: bytes) -> None:
         self.status = response.status
+        self.headers = response.headers
+        """What of its head is for the client."""
         self.is_stream = response.content_type.startswith("text/event-stream")
         """Whether events come one after the other."""
         self._engine = engine
@@ -291,7 +300,9 @@ class Engine:
     _draining: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is told to drain, or not to: it hears both in their order."""
 
-    async def complete(self, body: Mapping[str, Any], request_id: str, span: RequestSpan) -> Reply:
+    async def complete(
+        self, body: Mapping[str, Any], request_id: str, span: RequestSpan, head: Head = NO_HEAD
+    ) -> Reply:
         """Runs a completion, as a part of ``span``, and waits for the whole of it.
 
         Raises:
@@ -300,16 +311,16 @@ class Engine:
         """
         async with self._working(span) as (_, trace):
             asked = {**body, "stream": False}
-            response = await self._post("/v1/completions", asked, request_id, trace)
+            response = await self._send("/v1/completions", asked, request_id, trace, head)
             try:
                 content = await response.read()
             finally:
                 response.close()
-            await self._raise_for_status(response.status, content)
+            await self._raise_for_status(response, content)
             return self._checked(content)
 
     async def stream(
-        self, body: Mapping[str, Any], request_id: str, span: RequestSpan
+        self, body: Mapping[str, Any], request_id: str, span: RequestSpan, head: Head = NO_HEAD
     ) -> AsyncGenerator[Reply, None]:
         """Runs a completion, as a part of ``span``, and yields its chunks as they come.
 
@@ -319,11 +330,11 @@ class Engine:
         """
         async with self._working(span) as (wait, trace):
             asked = {**body, "stream": True}
-            response = await self._post("/v1/completions", asked, request_id, trace)
+            response = await self._send("/v1/completions", asked, request_id, trace, head)
             ended = False
             try:
                 if response.status != 200:
-                    await self._raise_for_status(response.status, await response.read())
+                    await self._raise_for_status(response, await response.read())
                 async for payload in web.sse_payloads(response.lines()):
                     self._waits.discard(wait)
                     if payload == b"[DONE]":
@@ -343,7 +354,13 @@ class Engine:
                 raise self.down("its stream broke off", reached=True)
 
     async def forward(
-        self, path: str, body: Mapping[str, Any], request_id: str, span: RequestSpan
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        request_id: str,
+        span: RequestSpan,
+        head: Head = NO_HEAD,
+        method: str = "POST",
     ) -> Forwarded:
         """Sends a body as it is, and waits for the first bytes of the answer, which may be a
         refusal: a part of ``span``. The caller closes it.
@@ -352,10 +369,10 @@ class Engine:
             EngineDownError: it cannot be reached, went away or says 503.
         """
         async with self._working(span) as (_, trace):
-            response = await self._post(path, body, request_id, trace)
+            response = await self._send(path, body, request_id, trace, head, method)
             try:
                 if response.status == 503:
-                    await self._raise_for_status(503, await response.read())
+                    await self._raise_for_status(response, await response.read())
                 return Forwarded(self, response, await response.some())
             except BaseException:
                 response.close()
@@ -383,7 +400,7 @@ class Engine:
         with contextlib.suppress(ClientError, TimeoutError):
             async with asyncio.timeout(engine_client.CONNECT_TIMEOUT_S):
                 url = f"{self.url}/kvferry/take_back"
-                response = await self.client.post(url, body, request_id, once=False)
+                response = await self.client.send(url, body, request_id, once=False)
                 response.close()
 
     async def probe(self) -> None:
@@ -572,11 +589,17 @@ class Engine:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _post(
-        self, path: str, body: Mapping[str, Any], request_id: str, traceparent: str
+    async def _send(
+        self,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        request_id: str,
+        traceparent: str,
+        head: Head,
+        method: str = "POST",
     ) -> Response:
         # What an engine is told to load serves one request: brought twice, it is refused.
-        params = body.get("kv_transfer_params") or {}
+        params = {} if isinstance(body, bytes) else body.get("kv_transfer_params") or {}
         # A transfer stands for one computation: the end of one would deny it to the other.
         once = bool(
             params.get("do_remote_prefill")
@@ -585,8 +608,15 @@ class Engine:
         )
         anew = once and time.monotonic() < self.new_connections_until
         try:
-            response = await self.client.post(
-                f"{self.url}{path}", body, request_id, once=once, anew=anew, traceparent=traceparent
+            response = await self.client.send(
+                f"{self.url}{quote(path)}",
+                body,
+                request_id,
+                once=once,
+                anew=anew,
+                traceparent=traceparent,
+                method=method,
+                head=head,
             )
         except KeptConnectionError as error:
             raise await self._dropped(str(error)) from error
@@ -654,14 +684,16 @@ class Engine:
             wait.reschedule(0.0)
         self._waits.clear()
 
-    async def _raise_for_status(self, status: int, content: bytes) -> None:
+    async def _raise_for_status(self, response: Response, content: bytes) -> None:
+        status = response.status
         if status == 200:
             return
         error = _error_in(content)
         if status == 503:
             await self._probe_anew()  # whether that concerns this request alone only it can say
             if self.healthy:
-                raise EngineRefusedError(f"{self.role} engine {self.name!r}", error, content)
+                name = f"{self.role} engine {self.name!r}"
+                raise EngineRefusedError(name, error, content, response.headers)
             raise self.down(error.message or "says 503", reached=True)
         raise ApiError(status, self._attribute(error.message, status), code=_code(error))
 

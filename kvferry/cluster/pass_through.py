@@ -13,7 +13,8 @@ signed, for which the decode engine asks the prefill engine. Where one of them f
 answer has begun, the request is run again, in turn. The decode engine takes all that it has loaded
 for cached; what was cached is the prefill engine's to say, and that number takes its place.
 
-Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
+Requests of other paths go to a decode server alone, or to all servers
+(:mod:`kvferry.cluster.paths`). Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.cluster import web
+from kvferry.cluster.engine_client import NO_HEAD
 from kvferry.cluster.engines import (
     EVENT_END,
     Engine,
@@ -36,6 +38,7 @@ from kvferry.cluster.engines import (
     Forwarded,
     Reply,
 )
+from kvferry.cluster.heads import Head, put_on
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.tries import (
@@ -67,6 +70,9 @@ class _BodyRequest(Tries):
     body: Mapping[str, Any]
     deadline: float
     """On the event loop's clock."""
+    own: bytes | None = None
+    """The body as it is to be sent, of a request for which no prompt is computed elsewhere."""
+    method: str = "POST"
     forwarded: Forwarded | None = None
     """The decode engine's answer, once it has begun."""
     computing: asyncio.Task[Reply] | None = None
@@ -86,9 +92,10 @@ class _BodyRequest(Tries):
 class _RefusedError(Exception):
     """An engine refused the request: its words are the answer."""
 
-    def __init__(self, status: int, content: bytes) -> None:
+    def __init__(self, status: int, content: bytes, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
         self.content = content
+        self.headers = headers
         super().__init__(f"status {status}")
 
 
@@ -106,11 +113,17 @@ class PassThrough:
     """The engines' cluster key, if they have one."""
 
     async def answer(
-        self, request: Request, path: str, body: Mapping[str, Any], span: RequestSpan
+        self,
+        request: Request,
+        path: str,
+        body: Mapping[str, Any] | bytes,
+        span: RequestSpan,
+        head: Head = NO_HEAD,
     ) -> Response:
         """The response for a client; an engine that goes away before its first byte is replaced.
 
-        ``span`` has the request's id, and ends with the answer.
+        A body of bytes is a decode server's alone. ``span`` has the request's id, and ends with the
+        answer.
 
         Raises:
             ApiError: no engine is left, or time is up.
@@ -120,15 +133,18 @@ class PassThrough:
             request_id=span.request_id,
             path=path,
             died=set(),
-            body={name: value for name, value in body.items() if name != "kv_transfer_params"},
+            body={} if isinstance(body, bytes) else body,
+            own=body if isinstance(body, bytes) else None,
+            method=request.scope.get("method", "POST"),
             deadline=asyncio.get_running_loop().time() + self.timeout_s,
             span=span,
+            head=head,
         )
         try:
             return await web.until_disconnect(request.receive, self._answer(asked))
         except (_RefusedError, EngineRefusedError) as refused:
             span.end(str(refused))
-            return Response(refused.content, refused.status, media_type="application/json")
+            return _relayed(Response(refused.content, refused.status), refused.headers, asked)
         except ApiError as error:
             span.end(str(error))
             raise
@@ -139,22 +155,43 @@ class PassThrough:
             raise
 
     async def _answer(self, request: _BodyRequest) -> Response:
-        headers = {"x-request-id": request.request_id}
         async with web.deadline(request.deadline, self.timeout_s):
             request.forwarded = forwarded = await self._open(request)
             if not forwarded.is_stream:
                 content = await request.counted(await forwarded.read())
         if forwarded.is_stream:
-            return web.EventStream(
-                _chunks(forwarded, request, self.timeout_s),
-                headers,
-                on_end=lambda: _end(forwarded, request),
-            )
+            chunks = _chunks(forwarded, request, self.timeout_s)
+            stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request))
+            return _relayed(stream, forwarded.headers, request)
         request.span.end()
-        return Response(content, forwarded.status, headers, media_type="application/json")
+        return _relayed(Response(content, forwarded.status), forwarded.headers, request)
+
+    async def to_all(
+        self, method: str, path: str, body: bytes, span: RequestSpan, head: Head
+    ) -> Response:
+        """What each server answers, under the greatest status of all of them."""
+        engines = {engine.url: engine for engine in (*self.prefill.engines, *self.decode.engines)}
+        if not engines:
+            raise self.decode.nobody()
+
+        async def ask(engine: Engine) -> dict[str, Any]:
+            try:
+                one = await engine.forward(path, body, span.request_id, span, head, method)
+                status, content = one.status, await one.read()
+            except ApiError as error:
+                status, content = error.status, msgspec.json.encode(error.body())
+            told = {"name": engine.name, "role": engine.role, "status": status}
+            return {**told, "body": _decoded(content)}
+
+        loop = asyncio.get_running_loop()
+        async with web.deadline(loop.time() + self.timeout_s, self.timeout_s):
+            servers = await asyncio.gather(*map(ask, engines.values()))
+        return web.json_response({"servers": servers}, max(each["status"] for each in servers))
 
     async def _open(self, request: _BodyRequest) -> Forwarded:
         """The decode engine's answer."""
+        if request.own is not None:
+            return await self._forward(request, None)
         pair = await self._pair(request)
         if pair is not None:
             try:
@@ -180,15 +217,15 @@ class PassThrough:
         Raises:
             StartAgainError: an engine went away with what was lent, and no other may load it.
         """
-        body = dict(request.body)
         while True:
             engine = await request.pick(self.decode)
-            if params is not None:
-                body["kv_transfer_params"] = request.handed_on(params)
+            body: Mapping[str, Any] | bytes = request.body
+            if request.own is not None:
+                body = request.own
+            elif params is not None:
+                body = {**request.body, "kv_transfer_params": request.handed_on(params)}
             try:
-                return await engine.forward(
-                    request.path, body, request.engine_request_id, request.span
-                )
+                return await _forward(engine, request, body)
             except EngineDownError as error:
                 request.failed(engine, error)
                 if is_lost(error, params):
@@ -216,9 +253,7 @@ class PassThrough:
         request.lender = prefill
         body = {**request.body, "kv_transfer_params": params}
         computing = asyncio.create_task(_computed(request, prefill, lends))
-        drawing = asyncio.create_task(
-            decode.forward(request.path, body, request.engine_request_id, request.span)
-        )
+        drawing = asyncio.create_task(_forward(decode, request, body))
         # A chat's first event says nothing but whose turn it is.
         events = 2 if request.path.endswith("/chat/completions") else 1
         asked = prefill
@@ -232,7 +267,8 @@ class PassThrough:
                 if await forwarded.has_failed(events):
                     raise StartAgainError
                 if forwarded.status != 200:
-                    raise _RefusedError(forwarded.status, await forwarded.read())
+                    content = await forwarded.read()
+                    raise _RefusedError(forwarded.status, content, forwarded.headers)
         except BaseException as error:
             request.give_back(params, prefill)
             for task in (computing, drawing):
@@ -256,6 +292,16 @@ class PassThrough:
         return None if reply is None else reply.kv_transfer_params
 
 
+async def _forward(
+    engine: Engine, request: _BodyRequest, body: Mapping[str, Any] | bytes
+) -> Forwarded:
+    """The engine's answer to this attempt; see :meth:`Engine.forward`."""
+    request_id = request.engine_request_id
+    return await engine.forward(
+        request.path, body, request_id, request.span, request.head, request.method
+    )
+
+
 async def _computed(
     request: _BodyRequest, engine: Engine, lends: Mapping[str, Any] = REMOTE_DECODE
 ) -> Reply:
@@ -274,10 +320,10 @@ async def _computed(
     if "min_tokens" in body:
         body["min_tokens"] = 0
     body["kv_transfer_params"] = lends
-    forwarded = await engine.forward(request.path, body, request.engine_request_id, request.span)
+    forwarded = await _forward(engine, request, body)
     content = await forwarded.read()
     if forwarded.status != 200:
-        raise _RefusedError(forwarded.status, content)
+        raise _RefusedError(forwarded.status, content, forwarded.headers)
     try:
         return msgspec.json.decode(content, type=Reply)
     except msgspec.DecodeError as error:
@@ -327,6 +373,23 @@ async def _chunks(
             yield chunk
     if begun:
         yield begun
+
+
+def _relayed(
+    response: Response, headers: list[tuple[bytes, bytes]], request: _BodyRequest
+) -> Response:
+    """A response with what of the server's head is for the client, and the client's own id."""
+    request_id = request.head.request_id or request.request_id
+    put_on(response, [*headers, (b"x-request-id", request_id.encode("latin-1"))])
+    return response
+
+
+def _decoded(content: bytes) -> Any:
+    """JSON, or what else it is, as text."""
+    try:
+        return msgspec.json.decode(content) if content else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content.decode(errors="replace")
 
 
 def _end(forwarded: Forwarded, request: _BodyRequest) -> None:

@@ -241,7 +241,8 @@ class PrefillDecode:
         lender, began = begin.lender, time.monotonic()
         body = request.body(1, ONLY_CACHED)
         try:
-            reply = await lender.complete(body, f"{request.engine_request_id}-lend", request.span)
+            lend_id = f"{request.engine_request_id}-lend"
+            reply = await lender.complete(body, lend_id, request.span, request.head)
         except EngineDownError as error:
             request.failed(lender, error)
             return None
@@ -325,7 +326,8 @@ class PrefillDecode:
         cached, computed = (begin.cached, begin.computed) if begin else (0, tokens)
         with engine.pace.computing.doing(computed) as done:
             body = request.body(1, params or None)
-            reply = await engine.complete(body, request.engine_request_id, request.span)
+            request_id = request.engine_request_id
+            reply = await engine.complete(body, request_id, request.span, request.head)
             had = reply.cached_or(cached)
             done(None if loan is not None else max(0, tokens - had))
         if self.chooser is not None:
@@ -453,7 +455,8 @@ class PrefillDecode:
             body = request.body(request.tokens_left, request.handed_on(kv_transfer_params))
             began, ended = False, False
             try:
-                stream = engine.stream(body, request.engine_request_id, request.span)
+                request_id = request.engine_request_id
+                stream = engine.stream(body, request_id, request.span, request.head)
                 is_loaded = kv_transfer_params is not None
                 timed = self._timed(
                     engine, stream, request, is_loaded=is_loaded, is_alone=not is_asked_for

@@ -15,8 +15,7 @@ import signal
 import socket
 import tempfile
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,14 @@ from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
 from kvferry.cluster.choice import Chooser
 from kvferry.cluster.engine_client import EngineClient
+from kvferry.cluster.heads import Head
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
 from kvferry.cluster.messages import RouterSettings
 from kvferry.cluster.metrics import RouterMetrics, count_as_worker
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.pass_through import PassThrough
+from kvferry.cluster.paths import FORMS, PATHS, Way, without_transfer
 from kvferry.cluster.prefill_decode import PrefillDecode
 from kvferry.cluster.process import temporary_folder
 from kvferry.cluster.watch import ClusterWatch
@@ -111,9 +112,10 @@ class Router:
     def app(self) -> Starlette:
         """The ASGI application; watches the engines' health while it runs."""
         routes = [
-            Route("/v1/completions", self._endpoint(parse_completion), methods=["POST"]),
-            Route("/v1/chat/completions", self._endpoint(parse_chat), methods=["POST"]),
-            Route("/v1/models", self._models),
+            Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
+            Route("/v1/chat/completions", self._generate(parse_chat), methods=["POST"]),
+            Route("/v1/models", self._counted(self._models)),
+            *(self._relayed_routes() if self._settings.foreign else ()),
             *(self._leader.routes() if self._leader is not None else self._own_routes()),
         ]
         return Starlette(
@@ -130,6 +132,23 @@ class Router:
             ),
             *self._watch.routes(self._authorize_reader),
         ]
+
+    def _relayed_routes(self) -> list[Route]:
+        """What servers answer themselves, or refuse to clients."""
+        answers = {
+            Way.DECODE: self._counted(self._relay),
+            Way.ONE: self._counted(self._relay),
+            Way.ALL: self._counted(self._relay_to_all),
+            Way.NOBODY: self._counted(self._refuse),
+        }
+        routes = [
+            Route(path, answer, methods=[method])
+            for way, answer in answers.items()
+            for method, _, path in (each.partition(" ") for each in PATHS[way])
+        ]
+        asked = {route.path for route in routes} | {"/v1/completions", "/v1/chat/completions"}
+        preflight = self._counted(self._preflight)
+        return routes + [Route(path, preflight, methods=["OPTIONS"]) for path in sorted(asked)]
 
     async def _tell_workers(self) -> None:
         if self._workers is not None:
@@ -148,11 +167,19 @@ class Router:
         if self._spans is not None:
             await asyncio.to_thread(self._spans.close)
 
-    def _endpoint(self, parse: Callable[[dict[str, Any]], Generation]) -> Callable[[Request], Any]:
+    def _generate(self, parse: Callable[[dict[str, Any]], Generation]) -> Callable[[Request], Any]:
+        async def generate(request: Request) -> Response:
+            self._authorize(request)
+            return await self._respond(request, await self._bodies.json(request), parse)
+
+        return self._counted(generate)
+
+    def _counted(
+        self, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                self._authorize(request)
-                response = await self._respond(request, await self._bodies.json(request), parse)
+                response = await answer(request)
             except ApiError as error:
                 self._metrics.requests.labels(str(error.status)).inc()
                 self._count_error(error)
@@ -173,8 +200,10 @@ class Router:
         elif parse is parse_completion and self._max_model_len() is not None:
             generation = _taken_apart(body)
         if generation is None or self._codec is None:
-            span = self._span(request, f"kvferry-{uuid.uuid4().hex}")
-            return await self._pass_through.answer(request, _path(request), body, span)
+            head = self._head(request)
+            span = self._span(request, head.new_id("kvferry"))
+            words = without_transfer(body)
+            return await self._pass_through.answer(request, _path(request), words, span, head)
         return await self._serve(request, generation, self._codec, are_ours=are_ours)
 
     async def _serve(
@@ -187,8 +216,8 @@ class Router:
             generation = dataclasses.replace(generation, named=everything, model=None)
         prompts = await self._encode(generation, codec)
         generation = self._fit(generation, prompts)
-        prefix = "chatcmpl" if generation.kind == "chat" else "cmpl"
-        span = self._span(request, f"{prefix}-{uuid.uuid4().hex}")
+        head = self._head(request)
+        span = self._span(request, head.new_id("chatcmpl" if generation.kind == "chat" else "cmpl"))
         answer = Answer(
             span.request_id,
             prompts,
@@ -197,9 +226,10 @@ class Router:
             codec=codec,
             timeout_s=self._settings.request_timeout_s,
             span=span,
+            head=head,
         )
         shape = Shape(generation, answer.request_id, model_name)
-        headers = {"x-request-id": answer.request_id}
+        headers = {"x-request-id": head.request_id or answer.request_id}
         deltas = self._measured(answer, span)
         if not generation.stream:
             count = len(prompts) * generation.n
@@ -351,8 +381,56 @@ class Router:
         sampling = msgspec.structs.replace(generation.sampling, max_tokens=wanted)
         return dataclasses.replace(generation, sampling=sampling)
 
+    def _head(self, request: Request) -> Head:
+        """What of the request's head engines get."""
+        return Head.of(request, self._settings.api_key, self._settings.operator_key)
+
+    async def _relay(self, request: Request) -> Response:
+        """A decode server's answer."""
+        self._authorize(request)
+        return await self._ask_one(request, await self._words(request))
+
+    async def _preflight(self, request: Request) -> Response:
+        """A decode server's answer to a browser, which shows no key with that question."""
+        return await self._ask_one(request, b"")
+
+    async def _ask_one(self, request: Request, body: bytes) -> Response:
+        head = self._head(request)
+        span = self._unshown_span(request, head)
+        return await self._pass_through.answer(request, _path(request), body, span, head)
+
+    async def _relay_to_all(self, request: Request) -> Response:
+        """What all servers answer to an operator."""
+        self._authorize_operator(request)
+        body, head, path = await self._words(request), self._head(request), _path(request)
+        span = self._unshown_span(request, head)
+        return await self._pass_through.to_all(request.method, path, body, span, head)
+
+    async def _refuse(self, request: Request) -> Response:
+        message = f"{request.method} {_path(request)} changes one server: ask that server itself"
+        raise ApiError(403, message)
+
+    async def _words(self, request: Request) -> bytes:
+        """The client's own words, without its transfer parameters."""
+        body, path = await self._bodies.read(request), _path(request)
+        if {".", ".."} & set(path.split("/")):  # a server would take it for another path
+            raise ApiError(404, f"{path}: no path here has '.' or '..'")
+        if not body or path in FORMS:
+            return body
+        words = web.json_object(body)
+        kept = without_transfer(words)
+        return body if kept == words else msgspec.json.encode(kept)
+
+    def _unshown_span(self, request: Request, head: Head) -> RequestSpan:
+        """Of a request that is no matter of the page's."""
+        parent = checked_traceparent(request.headers.get("traceparent"))
+        return RequestSpan(None, _path(request), parent, request_id=head.new_id("kvferry"))
+
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
+        await self.members.meet()
+        if self._settings.foreign and self.members.decode.fit() and not self.members.are_ours:
+            return await self._ask_one(request, b"")
         model: dict[str, Any] = {
             "id": self._settings.model_name or self._first_model(),
             "object": "model",

@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from kvferry.cluster.engine_client import NO_HEAD
 from kvferry.cluster.engines import Engine, EngineDownError, EngineRefusedError
+from kvferry.cluster.heads import Head
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan
@@ -41,6 +43,8 @@ class Tries:
     """Engines that went away while the client's request was in their hands, any choice of it."""
     span: RequestSpan
     """What is told of the client's request; what each engine does is a part of it."""
+    head: Head = NO_HEAD
+    """What of the client's request goes on to engines beside its body."""
     unreached: set[Engine] = field(default_factory=set)
     """Engines that cannot have harmed it, nor it them."""
     refusal: tuple[Engine, EngineRefusedError] | None = None

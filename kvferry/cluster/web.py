@@ -49,7 +49,15 @@ class BodyReader:
         """The body, a JSON object.
 
         Raises:
-            ApiError: 400, none; 408, too slow; 413, too long; 503, too much at a time.
+            ApiError: 400, none; and see :meth:`read`.
+        """
+        return json_object(await self.read(request))
+
+    async def read(self, request: Request) -> bytes:
+        """The body.
+
+        Raises:
+            ApiError: 408, too slow; 413, too long; 503, too much at a time.
         """
         body = bytearray()
         try:
@@ -58,12 +66,10 @@ class BodyReader:
                     self._held += len(chunk)
                     body += chunk
                     self._check(len(body))
-            return msgspec.json.decode(body, type=dict[str, Any])
+            return bytes(body)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
             raise ApiError(408, message, code="timeout") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is no JSON object: {error}") from error
         finally:
             self._held -= len(body)
 
@@ -73,6 +79,18 @@ class BodyReader:
             raise ApiError(413, message, code="too_long")
         if self._held > _BODIES_AT_A_TIME * self._most:
             raise ApiError(503, "too many bytes of requests are arriving", code="busy")
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """A body that is a JSON object.
+
+    Raises:
+        ApiError: 400, it is none.
+    """
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no JSON object: {error}") from error
 
 
 _BODIES_AT_A_TIME = 8

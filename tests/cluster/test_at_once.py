@@ -304,15 +304,15 @@ class PlayedEngine(Engine):
         self.says, self.gate, self.is_asked = says, asyncio.Event(), False
         self.taken_back = []
 
-    async def complete(self, body, request_id, span):
+    async def complete(self, body, *_):
         self.is_asked = True
         await self.gate.wait()
         if isinstance(self.says, Exception):
             raise self.says
         return self.says
 
-    async def stream(self, body, request_id, span):
-        yield await self.complete(body, request_id, span)
+    async def stream(self, body, *_):
+        yield await self.complete(body)
         await asyncio.Event().wait()
 
     def take_back(self, kv_transfer_params, request_id):

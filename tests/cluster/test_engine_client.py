@@ -66,7 +66,7 @@ def test_credentials_in_the_url_of_an_engine_count_more_than_the_key(
     async def talk(client: EngineClient, place: str, _: asyncio.Event) -> None:
         answer = await client.ask("GET", f"http://user:secret@{place}/health")
         assert answer.status == 200
-        response = await client.post(f"http://user:secret@{place}/x", {}, "r", once=True)
+        response = await client.send(f"http://user:secret@{place}/x", {}, "r", once=True)
         response.close()
 
     for head in run(talk, WELL, headers=headers):
@@ -96,7 +96,7 @@ def test_a_name_that_nobody_resolves_in_time_is_not_waited_for(
         with pytest.raises(engine_client.UNSENT):
             await client.ask("GET", "http://engine.example/health")
         with pytest.raises(engine_client.UNSENT):
-            await client.post("http://engine.example/v1/completions", {}, "r", once=True)
+            await client.send("http://engine.example/v1/completions", {}, "r", once=True)
 
     run(talk)
 
@@ -167,7 +167,7 @@ def test_an_answer_that_ceases_to_be_http_is_not_waited_for(how: str, wrong: byt
                 pass
 
     async def talk(client: EngineClient, place: str, go_on: asyncio.Event) -> None:
-        response = await client.post(f"http://{place}/v1/completions", {}, "r", once=True)
+        response = await client.send(f"http://{place}/v1/completions", {}, "r", once=True)
         go_on.set()
         with pytest.raises(ClientError):
             await hear(response)
@@ -184,7 +184,7 @@ def test_a_kept_connection_is_watched_for_the_answer_under_way_only(
 
     async def talk(client: EngineClient, place: str, go_on: asyncio.Event) -> None:
         for _ in range(3):
-            response = await client.post(f"http://{place}/v1/completions", {}, "r", once=False)
+            response = await client.send(f"http://{place}/v1/completions", {}, "r", once=False)
             ends.append(response._ended)
             go_on.set()
             assert await response.read() == b"ok"

@@ -253,7 +253,7 @@ def test_a_connection_that_was_closed_while_the_event_loop_looked_elsewhere_carr
     async def main(url: str) -> None:
         client = EngineClient({})
         for number in range(2):
-            response = await client.post(url, {"number": number}, f"r{number}", once=True)
+            response = await client.send(url, {"number": number}, f"r{number}", once=True)
             assert await response.read() == b"{}"
             closed.wait(WAIT_S)  # the event loop stands still
         await client.aclose()

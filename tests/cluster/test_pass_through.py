@@ -430,13 +430,14 @@ class PlayedClient:
     """Of an engine that begins a stream at once; also its answer."""
 
     status = 200
+    headers = ()
     content_type = "text/event-stream"
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.is_closed = False
 
-    async def post(self, *_, **__):
+    async def send(self, *_, **__):
         self.asked.set()
         return self
 
@@ -756,7 +757,7 @@ def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behin
                 told.set()
                 await gone.wait()
 
-        slow.post = until_told
+        slow.send = until_told
         engines = [
             Engine(
                 name, f"http://{name}", role, client, control=CONTROL, at_once=True, healthy=True
