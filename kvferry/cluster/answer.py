@@ -21,6 +21,7 @@ from kvferry.cluster.engines import Engine, Reply
 from kvferry.cluster.heads import Head
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
+from kvferry.cluster.words import Words, without_nulls
 from kvferry.control.tracing import RequestSpan
 from kvferry.errors import ModelError
 
@@ -32,9 +33,18 @@ engine: what of the prompt was cached is that engine's to say."""
 class TextStream:
     """The text of one answer, fed token by token."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self.stopped = False
-        """Whether a stop string has been met; nothing may be pushed after it."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] | None = None,
+    ) -> None:
+        """With a prompt the text is what vLLM's servers make of the same tokens: it goes on from
+        the prompt, and a character that never becomes whole is left out.
+        """
+        self.stopped_by: str | None = None
+        """The stop string that has been met; nothing may be pushed after it."""
+        self._is_after_prompt = prompt is not None
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
@@ -42,7 +52,12 @@ class TextStream:
         """Characters that `_stream` has given so far."""
         self._held = ""
         """Decoded text that may be the start of a stop string."""
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(ids=list(prompt or ()), skip_special_tokens=True)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has been met."""
+        return self.stopped_by is not None
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that is now certain, often none."""
@@ -55,18 +70,21 @@ class TextStream:
         """The text still held back, once no token follows; incomplete characters become U+FFFD."""
         if self.stopped:
             return ""
-        whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
-        text = self._release(whole[self._decoded :])
+        rest = ""
+        if not self._is_after_prompt:
+            whole = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
+            rest = whole[self._decoded :]
+        text = self._release(rest)
         held, self._held = self._held, ""  # empty when that met a stop string
         return text + held
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
         if found:
-            self.stopped = True
+            place, self.stopped_by = min(found)
             self._held = ""
-            return text[: min(found)]
+            return text[:place]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -136,9 +154,9 @@ class TextCodec:
         """Text of ``token_ids``, special tokens left out."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """The text of a new answer, token by token."""
-        return TextStream(self._tokenizer, stop)
+    def stream(self, stop: Sequence[str] = (), prompt: Sequence[int] | None = None) -> TextStream:
+        """The text of a new answer, token by token; see :class:`TextStream`."""
+        return TextStream(self._tokenizer, stop, prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +167,16 @@ class ChoiceDelta:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    words: Words = field(default_factory=Words)
+    """What foreign engines have said beside it so far."""
 
     @classmethod
     def joined(cls, deltas: "Sequence[ChoiceDelta]") -> "ChoiceDelta":
         """All that a choice gained, at least once."""
         text = "".join(delta.text for delta in deltas)
         token_ids = tuple(token for delta in deltas for token in delta.token_ids)
-        return cls(deltas[-1].index, text, token_ids, deltas[-1].finish_reason)
+        last = deltas[-1]
+        return cls(last.index, text, token_ids, last.finish_reason, last.words)
 
 
 class Answer:
@@ -189,16 +210,21 @@ class Answer:
         self._counted: list[TokenRequest] = []
         """One of each prompt, which tells what of it was cached."""
 
+    @property
+    def words(self) -> Words:
+        """What foreign engines have said of the first choice beside its tokens."""
+        return self._counted[0].words if self._counted else Words()
+
     def usage(self) -> dict[str, object]:
         """OpenAI's usage of what has passed so far: each prompt once, however many choices."""
-        return {
+        counts = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(each.cached_tokens or 0 for each in self._counted)
-            },
         }
+        told = [each.cached_tokens for each in self._counted if each.cached_tokens is not None]
+        cached = sum(told) if told or self._generation.are_ours else None
+        return self.words.of_usage(counts, cached)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """News of all choices as they come. Closing it, or one choice's failure, ends them all.
@@ -246,7 +272,9 @@ class Answer:
             sampling = msgspec.structs.replace(sampling, seed=seed)
         only_one = len(self._prompts) * self._generation.n == 1
         request_id = self.request_id if only_one else f"{self.request_id}-{index}"
-        text = self._codec.stream(self._generation.stop)
+        text = self._codec.stream(
+            self._generation.stop, None if self._generation.are_ours else prompt
+        )
         request = TokenRequest(
             request_id=request_id,
             died=self._died,
@@ -265,7 +293,7 @@ class Answer:
                 if is_first and request.route is not None:
                     self.routes.append(request.route.header)
                 is_first = False
-                news = _absorb(index, reply, text)
+                news = _absorb(index, reply, text, request.words)
                 queue.put_nowait(news)
                 if news.finish_reason is not None:
                     await _count(request, replies, is_stopped=text.stopped)
@@ -286,7 +314,7 @@ async def _count(
                 pass
 
 
-def _absorb(index: int, reply: Reply, text: TextStream) -> ChoiceDelta:
+def _absorb(index: int, reply: Reply, text: TextStream, words: Words) -> ChoiceDelta:
     pieces: list[str] = []
     taken = 0
     for token in reply.token_ids:
@@ -298,8 +326,13 @@ def _absorb(index: int, reply: Reply, text: TextStream) -> ChoiceDelta:
             break
     if reply.finish_reason is not None:
         pieces.append(text.finish())
-    finish_reason = "stop" if text.stopped else reply.finish_reason
-    return ChoiceDelta(index, "".join(pieces), tuple(reply.token_ids[:taken]), finish_reason)
+    finish_reason = reply.finish_reason
+    if text.stopped:
+        finish_reason = "stop"
+        if "stop_reason" in words.choice:
+            words.choice["stop_reason"] = text.stopped_by
+    token_ids = tuple(reply.token_ids[:taken])
+    return ChoiceDelta(index, "".join(pieces), token_ids, finish_reason, words)
 
 
 @dataclass(slots=True)
@@ -318,17 +351,18 @@ class Shape:
         """Whether it is a chat's form."""
         return self.generation.kind == "chat"
 
-    def whole(self, choices: Sequence[ChoiceDelta], usage: dict[str, object]) -> dict[str, Any]:
+    def whole(
+        self, choices: Sequence[ChoiceDelta], usage: dict[str, object], words: Words
+    ) -> dict[str, Any]:
         """The answer of a request without streaming."""
-        return {
-            **self._head("chat.completion" if self.is_chat else "text_completion"),
-            "choices": [self._choice(choice, self._said(choice.text)) for choice in choices],
-            "usage": usage,
-        }
+        told = [self._choice(choice, self._said(choice.text), is_whole=True) for choice in choices]
+        head = self._head("chat.completion" if self.is_chat else "text_completion")
+        return {**head, **words.answer, "choices": told, "usage": usage}
 
     def chunk(self, delta: ChoiceDelta) -> dict[str, Any] | None:
         """The chunk of ``delta``; ``None`` when there is nothing to tell the client yet."""
-        first = self.is_chat and delta.index not in self._begun
+        is_first = delta.index not in self._begun
+        first = self.is_chat and is_first
         has_tokens = self.generation.return_token_ids and delta.token_ids
         if not (delta.text or delta.finish_reason or first or has_tokens):
             return None
@@ -339,24 +373,39 @@ class Shape:
             content = {"content": delta.text} if delta.text or first else {}
             said = {"delta": {**role, **content}}
         choice = self._choice(delta, said)
-        usage = {"usage": None} if self.generation.include_usage else {}
-        return {**self._chunk_head(), "choices": [choice], **usage}
+        if not is_first and "prompt_token_ids" in choice:
+            choice["prompt_token_ids"] = None
+        last: dict[str, Any] = {}
+        if self.generation.include_usage:
+            last = {"usage": None} if self.generation.are_ours else {}
+        elif delta.finish_reason is not None:
+            last = without_nulls(delta.words.answer)
+        return {**self._chunk_head(), **self._model(delta.words), "choices": [choice], **last}
 
-    def usage_chunk(self, usage: dict[str, object]) -> dict[str, Any]:
+    def usage_chunk(self, usage: dict[str, object], words: Words) -> dict[str, Any]:
         """The last chunk of a stream that asked for its usage."""
-        return {**self._chunk_head(), "choices": [], "usage": usage}
+        told = usage if self.generation.are_ours else without_nulls(usage)
+        own = without_nulls(words.answer)
+        return {**self._chunk_head(), **own, "choices": [], "usage": told}
 
     def _said(self, text: str) -> dict[str, Any]:
         return (
             {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
         )
 
-    def _choice(self, choice: ChoiceDelta, said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(
+        self, choice: ChoiceDelta, said: dict[str, Any], *, is_whole: bool = False
+    ) -> dict[str, Any]:
+        asked = choice.token_ids if self.generation.return_token_ids else None
         body = {"index": choice.index, **said, "logprobs": None}
         body["finish_reason"] = choice.finish_reason
-        if self.generation.return_token_ids:
-            body["token_ids"] = choice.token_ids
-        return body
+        if asked is not None:
+            body["token_ids"] = asked
+        return body | choice.words.of_choice(asked, is_whole=is_whole)
+
+    def _model(self, words: Words) -> dict[str, Any]:
+        """The model's name, as its server says it."""
+        return {name: value for name, value in words.answer.items() if name == "model"}
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self.is_chat else "text_completion")

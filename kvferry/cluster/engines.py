@@ -65,10 +65,7 @@ class EngineRefusedError(EngineDownError):
         # give back what the request was to load.
         super().__init__(engine, error.message, reached=error.code != DrainingError.__name__)
         self.code = _code(error) or self.code
-        self.content = content
-        """Its own words."""
-        self.headers = headers
-        """What of their head is for the client, such as when to ask again."""
+        self.content, self.headers = content, headers
 
 
 VLLM_LOAD_FAILED = "Internal server error"
@@ -142,6 +139,10 @@ class Reply(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
     usage: dict[str, Any] | None = None
     error: _Error | None = None
+    own: dict[str, Any] | None = None
+    """All that a foreign engine says in it. This field and the next one are never the wire's."""
+    headers: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
+    """What of the head of its answer is for the client."""
 
     @classmethod
     def ended(cls, finish_reason: str) -> "Reply":
@@ -317,7 +318,7 @@ class Engine:
             finally:
                 response.close()
             await self._raise_for_status(response, content)
-            return self._checked(content)
+            return self._checked(content, response)
 
     async def stream(
         self, body: Mapping[str, Any], request_id: str, span: RequestSpan, head: Head = NO_HEAD
@@ -340,7 +341,7 @@ class Engine:
                     if payload == b"[DONE]":
                         ended = True
                         break
-                    reply = self._checked(payload)
+                    reply = self._checked(payload, response)
                     # Whoever has heard why it ended may want to hear no more.
                     ended = reply.finish_reason is not None
                     yield reply
@@ -695,11 +696,16 @@ class Engine:
                 name = f"{self.role} engine {self.name!r}"
                 raise EngineRefusedError(name, error, content, response.headers)
             raise self.down(error.message or "says 503", reached=True)
-        raise ApiError(status, self._attribute(error.message, status), code=_code(error))
+        told = ApiError(status, self._attribute(error.message, status), code=_code(error))
+        if status < 500 and not self.is_ours:
+            told.content, told.headers = content, response.headers
+        raise told
 
-    def _checked(self, payload: bytes) -> Reply:
+    def _checked(self, payload: bytes, response: Response) -> Reply:
         try:
-            reply = msgspec.json.decode(payload, type=Reply)
+            own = None if self.is_ours else msgspec.json.decode(payload, type=dict[str, Any])
+            reply = msgspec.convert(own, Reply) if own else msgspec.json.decode(payload, type=Reply)
+            reply.own, reply.headers = own, response.headers
         except msgspec.DecodeError as error:
             raise ApiError(502, self._attribute(f"its answer does not decode: {error}")) from error
         if reply.error is not None:

@@ -45,6 +45,10 @@ class ApiError(Exception):
         self.message = message
         self.code = code
         self.param = param
+        self.content: bytes | None = None
+        """A foreign server's own words, which the client is to read in place of ours."""
+        self.headers: list[tuple[bytes, bytes]] = []
+        """What of their head is for the client, such as when to ask again."""
         super().__init__(message)
 
     def body(self) -> dict[str, Any]:
@@ -164,6 +168,8 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     return_token_ids: bool = False
+    are_ours: bool = False
+    """Whether engines of ours draw it."""
     named: frozenset[str] = frozenset()
     """Sampling fields that engines are told beside ``max_tokens``: those that the client wrote, as
     a foreign engine has defaults of its own."""

@@ -34,7 +34,6 @@ from kvferry.cluster.engines import (
     EVENT_END,
     Engine,
     EngineDownError,
-    EngineRefusedError,
     Forwarded,
     Reply,
 )
@@ -142,7 +141,7 @@ class PassThrough:
         )
         try:
             return await web.until_disconnect(request.receive, self._answer(asked))
-        except (_RefusedError, EngineRefusedError) as refused:
+        except _RefusedError as refused:
             span.end(str(refused))
             return _relayed(Response(refused.content, refused.status), refused.headers, asked)
         except ApiError as error:

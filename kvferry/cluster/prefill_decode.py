@@ -47,6 +47,7 @@ from kvferry.cluster.tries import (
     is_lost,
     pick_pair,
 )
+from kvferry.cluster.words import Words
 from kvferry.config import AtOnce
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import LeaseError, TicketError, TransferError
@@ -84,6 +85,8 @@ class TokenRequest(Tries):
     """The way that was chosen for this attempt, where engines tell what they have."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were cached where it was computed, as far as anybody has told."""
+    words: Words = field(default_factory=Words)
+    """What else foreign engines say."""
     is_counted: asyncio.Event = field(default_factory=asyncio.Event)
     """Whether the engine that computed the prompt has told, or will tell nothing."""
 
@@ -106,14 +109,27 @@ class TokenRequest(Tries):
         return body
 
     def count(self, reply: Reply, *, has_computed: bool) -> None:
-        """Takes note of what was cached. The engine that computed the prompt counts: one that has
-        loaded its KV takes all of that for cached.
+        """Takes note of what a reply says beside its tokens, and of what was cached. There the
+        engine that computed the prompt counts: one that has loaded its KV takes all of that for
+        cached.
         """
+        if reply.own is not None and not self.generation.are_ours:
+            self.words.take(reply.own, reply.headers)
         is_new, is_known = not self.is_counted.is_set(), self.cached_tokens is not None
         if (is_new and has_computed) or (not is_known and (is_new or has_computed)):
             self.cached_tokens = reply.cached_tokens
         if has_computed:
             self.is_counted.set()
+
+    def continued(
+        self, kv_transfer_params: dict[str, Any] | None, engine: Engine
+    ) -> dict[str, Any]:
+        """A decode engine's request for all tokens that are left."""
+        body = self.body(self.tokens_left, kv_transfer_params)
+        tells = self.generation.include_usage or not self.generation.stream
+        if tells and not engine.is_ours:  # an engine of ours tells unasked
+            body["stream_options"] = {"include_usage": True}
+        return body
 
     @property
     def tokens(self) -> int:
@@ -452,7 +468,7 @@ class PrefillDecode:
             chosen = first or (None if request.route is None else request.route.decode)
             engine = await self._able(request, chosen, asks=is_asked_for)
             at = len(request.drawn)  # what is drawn elsewhere meanwhile it draws too
-            body = request.body(request.tokens_left, request.handed_on(kv_transfer_params))
+            body = request.continued(request.handed_on(kv_transfer_params), engine)
             began, ended = False, False
             try:
                 request_id = request.engine_request_id

@@ -30,16 +30,17 @@ from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
 from kvferry.cluster.choice import Chooser
 from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.heads import Head
+from kvferry.cluster.heads import Head, put_on
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
 from kvferry.cluster.messages import RouterSettings
 from kvferry.cluster.metrics import RouterMetrics, count_as_worker
 from kvferry.cluster.openai import ApiError, Generation, parse_chat, parse_completion
 from kvferry.cluster.pass_through import PassThrough
-from kvferry.cluster.paths import FORMS, PATHS, Way, without_transfer
+from kvferry.cluster.paths import without_transfer
 from kvferry.cluster.prefill_decode import PrefillDecode
 from kvferry.cluster.process import temporary_folder
+from kvferry.cluster.relays import Relays
 from kvferry.cluster.watch import ClusterWatch
 from kvferry.cluster.workers import Leader, SharedListener, Workers, WorkerSettings, door
 from kvferry.control.tracing import RequestSpan, Spans, checked_traceparent
@@ -106,6 +107,13 @@ class Router:
             at_once=settings.at_once,
             key=settings.cluster_key,
         )
+        self._relays = Relays(
+            self._pass_through,
+            self._bodies,
+            self._head,
+            self._authorize,
+            self._authorize_operator,
+        )
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self._client, settings.curve, elsewhere)
 
@@ -115,7 +123,7 @@ class Router:
             Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
             Route("/v1/chat/completions", self._generate(parse_chat), methods=["POST"]),
             Route("/v1/models", self._counted(self._models)),
-            *(self._relayed_routes() if self._settings.foreign else ()),
+            *(self._relays.routes(self._counted) if self._settings.foreign else ()),
             *(self._leader.routes() if self._leader is not None else self._own_routes()),
         ]
         return Starlette(
@@ -132,23 +140,6 @@ class Router:
             ),
             *self._watch.routes(self._authorize_reader),
         ]
-
-    def _relayed_routes(self) -> list[Route]:
-        """What servers answer themselves, or refuse to clients."""
-        answers = {
-            Way.DECODE: self._counted(self._relay),
-            Way.ONE: self._counted(self._relay),
-            Way.ALL: self._counted(self._relay_to_all),
-            Way.NOBODY: self._counted(self._refuse),
-        }
-        routes = [
-            Route(path, answer, methods=[method])
-            for way, answer in answers.items()
-            for method, _, path in (each.partition(" ") for each in PATHS[way])
-        ]
-        asked = {route.path for route in routes} | {"/v1/completions", "/v1/chat/completions"}
-        preflight = self._counted(self._preflight)
-        return routes + [Route(path, preflight, methods=["OPTIONS"]) for path in sorted(asked)]
 
     async def _tell_workers(self) -> None:
         if self._workers is not None:
@@ -193,29 +184,53 @@ class Router:
         self, request: Request, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
     ) -> Response:
         await self.members.meet()
-        are_ours = not self._settings.foreign or self.members.are_ours
-        generation = None
-        if self._codec is not None and are_ours:
-            generation = parse(body)
-        elif parse is parse_completion and self._max_model_len() is not None:
-            generation = _taken_apart(body)
-        if generation is None or self._codec is None:
-            head = self._head(request)
+        head = self._head(request)
+        understood = await self._understood(body, parse)
+        if understood is None:
             span = self._span(request, head.new_id("kvferry"))
             words = without_transfer(body)
             return await self._pass_through.answer(request, _path(request), words, span, head)
-        return await self._serve(request, generation, self._codec, are_ours=are_ours)
+        return await self._serve(request, head, *understood)
+
+    async def _understood(
+        self, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
+    ) -> "tuple[Generation, list[Sequence[int]], TextCodec] | None":
+        """What the router makes tokens of; ``None`` where servers must see the client's own words.
+
+        Raises:
+            ApiError: 400, engines of ours cannot serve it.
+        """
+        codec = self._codec
+        if codec is not None and (not self._settings.foreign or self.members.are_ours):
+            generation = parse(body)
+            self._check_model(generation.model)
+            everything = frozenset(SamplingParams.__struct_fields__)
+            generation = dataclasses.replace(generation, named=everything, are_ours=True)
+            prompts = await self._encode(generation, codec)
+            return self._fit(generation, prompts), prompts, codec
+        if codec is None or parse is not parse_completion or self._max_model_len() is None:
+            return None
+        try:
+            generation = parse(body)
+            prompts = await self._encode(generation, codec)
+            generation = self._fit(generation, prompts)
+        except ApiError:
+            return None  # the servers serve it, or say better what is wrong
+        sampling = generation.sampling
+        # A seeded draw belongs to one server: another would begin its draws anew at the next token.
+        is_greedy = sampling.temperature == 0
+        if (sampling.seed is not None and not is_greedy) or (generation.n > 1 and is_greedy):
+            return None  # vLLM refuses several greedy answers
+        return generation, prompts, codec
 
     async def _serve(
-        self, request: Request, generation: Generation, codec: TextCodec, *, are_ours: bool
+        self,
+        request: Request,
+        head: Head,
+        generation: Generation,
+        prompts: list[Sequence[int]],
+        codec: TextCodec,
     ) -> Response:
-        self._check_model(generation.model)
-        model_name = self._model_name(generation)
-        if are_ours:
-            everything = frozenset(SamplingParams.__struct_fields__)
-            generation = dataclasses.replace(generation, named=everything, model=None)
-        prompts = await self._encode(generation, codec)
-        generation = self._fit(generation, prompts)
         head = self._head(request)
         span = self._span(request, head.new_id("chatcmpl" if generation.kind == "chat" else "cmpl"))
         answer = Answer(
@@ -228,23 +243,26 @@ class Router:
             span=span,
             head=head,
         )
-        shape = Shape(generation, answer.request_id, model_name)
+        shape = Shape(generation, answer.request_id, self._model_name(generation))
         headers = {"x-request-id": head.request_id or answer.request_id}
         deltas = self._measured(answer, span)
         if not generation.stream:
             count = len(prompts) * generation.n
             work = _collect(deltas, shape, answer, count)
             body = await web.until_disconnect(request.receive, work)
-            return web.json_response(body, headers=headers | self._why(answer))
+            response = web.json_response(body, headers=headers | self._why(answer))
+            put_on(response, answer.words.headers)
+            return response
         # The first delta is awaited here, so that an early failure still has its status code.
         try:
             first = await web.until_disconnect(request.receive, _next(deltas))
         except BaseException:
             await deltas.aclose()
             raise
-        return web.EventStream(
-            self._events(first, deltas, shape, answer), headers | self._why(answer)
-        )
+        events = self._events(first, deltas, shape, answer)
+        stream = web.EventStream(events, headers | self._why(answer))
+        put_on(stream, answer.words.headers)
+        return stream
 
     def _why(self, answer: Answer) -> dict[str, str]:
         """The header that says which engines were chosen, and why."""
@@ -272,7 +290,7 @@ class Router:
                 self._count_error(error)
                 raise
             if shape.generation.include_usage:
-                yield web.sse_event(shape.usage_chunk(answer.usage()))
+                yield web.sse_event(shape.usage_chunk(answer.usage(), answer.words))
             yield web.SSE_DONE
 
     def _span(self, request: Request, request_id: str) -> RequestSpan:
@@ -385,52 +403,11 @@ class Router:
         """What of the request's head engines get."""
         return Head.of(request, self._settings.api_key, self._settings.operator_key)
 
-    async def _relay(self, request: Request) -> Response:
-        """A decode server's answer."""
-        self._authorize(request)
-        return await self._ask_one(request, await self._words(request))
-
-    async def _preflight(self, request: Request) -> Response:
-        """A decode server's answer to a browser, which shows no key with that question."""
-        return await self._ask_one(request, b"")
-
-    async def _ask_one(self, request: Request, body: bytes) -> Response:
-        head = self._head(request)
-        span = self._unshown_span(request, head)
-        return await self._pass_through.answer(request, _path(request), body, span, head)
-
-    async def _relay_to_all(self, request: Request) -> Response:
-        """What all servers answer to an operator."""
-        self._authorize_operator(request)
-        body, head, path = await self._words(request), self._head(request), _path(request)
-        span = self._unshown_span(request, head)
-        return await self._pass_through.to_all(request.method, path, body, span, head)
-
-    async def _refuse(self, request: Request) -> Response:
-        message = f"{request.method} {_path(request)} changes one server: ask that server itself"
-        raise ApiError(403, message)
-
-    async def _words(self, request: Request) -> bytes:
-        """The client's own words, without its transfer parameters."""
-        body, path = await self._bodies.read(request), _path(request)
-        if {".", ".."} & set(path.split("/")):  # a server would take it for another path
-            raise ApiError(404, f"{path}: no path here has '.' or '..'")
-        if not body or path in FORMS:
-            return body
-        words = web.json_object(body)
-        kept = without_transfer(words)
-        return body if kept == words else msgspec.json.encode(kept)
-
-    def _unshown_span(self, request: Request, head: Head) -> RequestSpan:
-        """Of a request that is no matter of the page's."""
-        parent = checked_traceparent(request.headers.get("traceparent"))
-        return RequestSpan(None, _path(request), parent, request_id=head.new_id("kvferry"))
-
     async def _models(self, request: Request) -> Response:
         self._authorize(request)
         await self.members.meet()
         if self._settings.foreign and self.members.decode.fit() and not self.members.are_ours:
-            return await self._ask_one(request, b"")
+            return await self._relays.ask_one(request)
         model: dict[str, Any] = {
             "id": self._settings.model_name or self._first_model(),
             "object": "model",
@@ -456,20 +433,6 @@ def _path(request: Request) -> str:
     """The path that was routed: the URL is put together with a header that the client chooses."""
     path: str = request.scope["path"]
     return path
-
-
-def _taken_apart(body: dict[str, Any]) -> Generation | None:
-    """The completion, unless its engine must see the client's own words.
-
-    A seeded draw belongs to one engine as well: a foreign decode engine would begin its draws anew
-    at the second token.
-    """
-    try:
-        generation = parse_completion(body)
-    except ApiError:
-        return None  # the engines serve it, or say better what is wrong
-    sampling = generation.sampling
-    return None if sampling.seed is not None and sampling.temperature > 0 else generation
 
 
 _ROUTES = 8
@@ -519,7 +482,9 @@ async def _collect(
     async with aclosing(deltas):
         async for delta in deltas:
             gained[delta.index].append(delta)
-    return shape.whole([ChoiceDelta.joined(choice) for choice in gained], answer.usage())
+    return shape.whole(
+        [ChoiceDelta.joined(choice) for choice in gained], answer.usage(), answer.words
+    )
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvferry.cluster.heads import put_on
 from kvferry.cluster.openai import ApiError
 
 if TYPE_CHECKING:
@@ -133,7 +134,11 @@ async def answer_error(_: Request, error: Exception) -> Response:
             told = ApiError(400, "the body is nested too deeply")
         case _:
             told = ApiError(500, f"internal error: {error!r}", code="internal_error")
-    return json_response(told.body(), told.status)
+    response = json_response(told.body(), told.status)
+    if told.content is not None:
+        response = Response(told.content, told.status)
+    put_on(response, told.headers)
+    return response
 
 
 EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Any]] = dict.fromkeys(

@@ -1,0 +1,69 @@
+"""What foreign servers say of an answer beside its tokens.
+
+The router makes one answer of two servers' replies. A client that reads a field of the server's own
+answer (why it stopped, the server's fingerprint) is to find it there, in every release. So what the
+router does not write itself is taken from the replies: each field as it was told first, unless that
+was ``null``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_WRITTEN = frozenset({"id", "object", "created", "choices", "usage"})
+"""Fields of an answer that the router writes."""
+_ABOUT_ONE_SERVER = frozenset({"kv_transfer_params", "ec_transfer_params", "metrics"})
+"""Fields that tell of one server's part, and are no client's matter."""
+_OF_ONE_BODY = frozenset({b"content-type", b"cache-control"})
+_CHOICE_WRITTEN = frozenset({"index", "text", "message", "delta", "logprobs", "finish_reason"})
+_ONLY_OF_WHOLE_ANSWERS = frozenset({"prompt_logprobs", "routed_experts"})
+
+
+@dataclass(slots=True)
+class Words:
+    """Of one choice's servers."""
+
+    answer: dict[str, Any] = field(default_factory=dict)
+    choice: dict[str, Any] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    """Of the first server that answered."""
+
+    def take(self, reply: Mapping[str, Any], headers: list[tuple[bytes, bytes]]) -> None:
+        """Takes in a reply, whole or a chunk of it."""
+        self.headers = self.headers or [each for each in headers if each[0] not in _OF_ONE_BODY]
+        _fill(self.answer, {name: reply[name] for name in reply.keys() - _WRITTEN})
+        self.answer |= dict.fromkeys(_ABOUT_ONE_SERVER & self.answer.keys())
+        for choice in (reply.get("choices") or [])[:1]:
+            _fill(self.choice, {name: choice[name] for name in choice.keys() - _CHOICE_WRITTEN})
+        _fill(self.usage, reply.get("usage") or {})
+
+    def of_choice(self, token_ids: tuple[int, ...] | None, *, is_whole: bool) -> dict[str, Any]:
+        """The fields of a choice; without ``token_ids`` nobody has asked for ids."""
+        left_out = frozenset() if is_whole else _ONLY_OF_WHOLE_ANSWERS
+        told = {name: value for name, value in self.choice.items() if name not in left_out}
+        if token_ids is None:
+            told |= dict.fromkeys({"token_ids", "prompt_token_ids"} & told.keys())
+        elif "token_ids" in told:
+            told["token_ids"] = token_ids
+        return told
+
+    def of_usage(self, counts: Mapping[str, Any], cached_tokens: int | None) -> dict[str, Any]:
+        """The usage of the whole answer."""
+        details = self.usage.get("prompt_tokens_details")
+        if cached_tokens is not None:
+            details = {**(details or {}), "cached_tokens": cached_tokens}
+        return {**self.usage, **counts, "prompt_tokens_details": details}
+
+
+def without_nulls(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What the last event of a stream has, where a whole answer has ``null`` too."""
+    return {
+        name: without_nulls(value) if isinstance(value, Mapping) else value
+        for name, value in told.items()
+        if value is not None
+    }
+
+
+def _fill(known: dict[str, Any], told: Mapping[str, Any]) -> None:
+    known |= {name: value for name, value in told.items() if known.get(name) is None}
