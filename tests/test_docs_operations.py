@@ -11,7 +11,9 @@ from kvferry import errors
 from kvferry.cache.cache_shape import LayerHeads
 from kvferry.cli.app import app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
+from kvferry.cluster.heads import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SERVERS
 from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
+from kvferry.cluster.paths import PATHS
 from kvferry.cluster.prefixes import PrefixIndex
 from kvferry.engine.engine import EngineStats
 from kvferry.engine.scheduler import SchedulerStats
@@ -102,6 +104,16 @@ def test_every_key_of_a_spec_has_a_row_with_its_default():
         "layers": "divided evenly",
         "hybrid": str(plain.hybrid).lower(),
     }
+
+
+def test_every_path_of_the_router_has_its_place_in_the_table():
+    told = {who: re.findall(r"`([^`]+)`", paths) for who, _, paths in rows_after("### Paths")}
+    assert told == {way.value: list(paths) for way, paths in PATHS.items()}
+
+
+def test_every_header_that_does_not_pass_is_named():
+    told = [set(re.findall(r"`([^`]+)`", names)) for _, _, names in rows_after("### Headers")]
+    assert told == [HOP_BY_HOP, WRITTEN_TO_SERVERS, WRITTEN_TO_CLIENTS]
 
 
 def test_every_known_model_is_named():

@@ -146,6 +146,7 @@ class PassThrough:
             return _relayed(Response(refused.content, refused.status), refused.headers, asked)
         except ApiError as error:
             span.end(str(error))
+            error.headers = [*error.headers, _id_of(asked)]
             raise
         except web.ClientGoneError as error:
             span.end(str(error))
@@ -161,6 +162,7 @@ class PassThrough:
         if forwarded.is_stream:
             chunks = _chunks(forwarded, request, self.timeout_s)
             stream = web.EventStream(chunks, on_end=lambda: _end(forwarded, request))
+            stream.status_code = forwarded.status
             return _relayed(stream, forwarded.headers, request)
         request.span.end()
         return _relayed(Response(content, forwarded.status), forwarded.headers, request)
@@ -378,9 +380,14 @@ def _relayed(
     response: Response, headers: list[tuple[bytes, bytes]], request: _BodyRequest
 ) -> Response:
     """A response with what of the server's head is for the client, and the client's own id."""
-    request_id = request.head.request_id or request.request_id
-    put_on(response, [*headers, (b"x-request-id", request_id.encode("latin-1"))])
+    put_on(response, [*headers, _id_of(request)])
     return response
+
+
+def _id_of(request: _BodyRequest) -> tuple[bytes, bytes]:
+    """The header that tells the client its request's id."""
+    request_id = request.head.request_id or request.request_id
+    return b"x-request-id", request_id.encode("latin-1")
 
 
 def _decoded(content: bytes) -> Any:
