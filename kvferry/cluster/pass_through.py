@@ -10,8 +10,10 @@ every token, the first one included, and its answer is relayed byte for byte::
 
 With ``at_once`` both engines get the body at the same time, with a transfer that the router has
 signed, for which the decode engine asks the prefill engine. Where one of them fails before the
-answer has begun, the request is run again, in turn. The decode engine takes all that it has loaded
-for cached; what was cached is the prefill engine's to say, and that number takes its place.
+answer has begun, the request is run again, in turn.
+
+The decode engine takes all that it has loaded for cached. What was cached of a prompt, and what the
+cache gained by it, is the prefill engine's to say: its numbers take the place of the other's.
 
 Requests of other paths go to a decode server alone, or to all servers
 (:mod:`kvferry.cluster.paths`). Requests that it understands: :mod:`kvferry.cluster.prefill_decode`.
@@ -57,8 +59,10 @@ _ONLY_DECODE = ("n", "best_of", "stream_options", "logprobs", "top_logprobs", "p
 """Fields that shape an answer of which the prefill engine's part is thrown away."""
 _BYTES_PER_TOKEN = 4
 """Of a body, about: nobody has made tokens of it."""
-_CACHED_TOKENS = re.compile(rb'("prompt_tokens_details":\s*\{[^{}]*"cached_tokens":\s*)\d+')
+_DETAILS = re.compile(rb'"prompt_tokens_details":\s*\{[^{}]*\}')
 """In an answer's usage. In a text of its own the quotation marks would have backslashes."""
+_COUNTS = ("cached_tokens", "created_cache_tokens")
+"""Of these details, those that are about a cache."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,18 +78,20 @@ class _BodyRequest(Tries):
     method: str = "POST"
     forwarded: Forwarded | None = None
     """The decode engine's answer, once it has begun."""
-    computing: asyncio.Task[Reply] | None = None
-    """The prefill engine's work beside an answer; it ends soon after the answer has begun."""
+    computing: "asyncio.Future[Reply] | None" = None
+    """The prefill engine's work for an answer; it ends soon after the answer has begun."""
 
     async def counted(self, content: bytes) -> bytes:
-        """A part of the answer; with what the prefill engine had cached, if both work at once."""
-        if self.computing is None or not _CACHED_TOKENS.search(content):
+        """A part of the answer; with what the prefill engine says of its cache."""
+        if self.computing is None or not _DETAILS.search(content):
             return content
         await asyncio.wait((self.computing,))
         if self.computing.cancelled() or self.computing.exception() is not None:
             return content  # then the decode engine has computed the prompt
-        cached = self.computing.result().cached_tokens
-        return content if cached is None else _CACHED_TOKENS.sub(rb"\g<1>%d" % cached, content)
+        reply = self.computing.result()
+        told = (reply.usage or {}).get("prompt_tokens_details") or {}
+        told = {**told, "cached_tokens": reply.cached_tokens}
+        return _DETAILS.sub(lambda details: _put(details[0], told), content)
 
 
 class _RefusedError(Exception):
@@ -289,8 +295,13 @@ class PassThrough:
         """The transfer parameters of the computed prompt; none where nothing is to be handed on."""
         if not _has_one_answer(request.body):
             return None
+        request.computing = None
         reply = await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
-        return None if reply is None else reply.kv_transfer_params
+        if reply is None:
+            return None
+        request.computing = asyncio.get_running_loop().create_future()
+        request.computing.set_result(reply)
+        return reply.kv_transfer_params
 
 
 async def _forward(
@@ -331,6 +342,15 @@ async def _computed(
         raise ApiError(
             502, f"prefill engine {engine.name!r}: its answer does not decode: {error}"
         ) from error
+
+
+def _put(details: bytes, told: Mapping[str, Any]) -> bytes:
+    """The details of a prompt's tokens, with the numbers that are told."""
+    for name in _COUNTS:
+        if isinstance(told.get(name), int):
+            number = rb'"%b":%d' % (name.encode(), told[name])
+            details = re.sub(rb'"%b":\s*\d+' % name.encode(), number, details)
+    return details
 
 
 def _close(drawn: asyncio.Task[Forwarded]) -> None:

@@ -66,4 +66,9 @@ def without_nulls(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fill(known: dict[str, Any], told: Mapping[str, Any]) -> None:
-    known |= {name: value for name, value in told.items() if known.get(name) is None}
+    """Takes over what is not known yet, also within objects."""
+    for name, value in told.items():
+        if isinstance(value, Mapping) and isinstance(known.get(name), dict):
+            _fill(known[name], value)
+        elif known.get(name) is None:
+            known[name] = value

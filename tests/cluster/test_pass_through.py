@@ -55,6 +55,8 @@ class Server:
     """Seconds that its health check takes."""
     at_once: Callable[[], Response] | None = None
     """What it answers to a body with a transfer."""
+    in_turn: Callable[[], Response] | None = None
+    """What it answers to a body with what was lent."""
     after: "Server | None" = None
     """Who must have been asked before it answers."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -95,6 +97,8 @@ class Server:
             await asyncio.sleep(0.01)
         if self.at_once and "transfer" in body.get("kv_transfer_params", {}):
             return self.at_once()
+        if self.in_turn and "do_remote_decode" not in body.get("kv_transfer_params", {}):
+            return self.in_turn()
         if self.status != 200:
             return JSONResponse({"error": {"message": "as told"}}, self.status)
         while self.hang:
@@ -711,9 +715,10 @@ def _usage(cached):
 
 @pytest.mark.parametrize("prefill_tells", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_was_cached_is_the_prefill_servers_to_say(at_once, stream, prefill_tells):
+@pytest.mark.parametrize("when", ["always", "never"])
+def test_what_was_cached_is_the_prefill_servers_to_say(at_once, stream, prefill_tells, when):
     """The decode server has loaded 39 of 40 tokens, and takes all of these for cached."""
-    setup = at_once()
+    setup = at_once(at_once=when)
     (prefill,), (decode,) = setup.prefill, setup.decode
     prefill.lends = {"remote_prefill_cached_tokens": 16} if prefill_tells else {"other": 1}
     choice = {"text": 'says "cached_tokens": 39'}
@@ -726,7 +731,7 @@ def test_what_was_cached_is_the_prefill_servers_to_say(at_once, stream, prefill_
         usage = b"data: " + JSONResponse({"choices": [], "usage": _usage(39)}).body + b"\n\n"
         return StreamingResponse(_slowly(*EVENTS[:1], usage, *EVENTS[1:]), headers=EVENT_STREAM)
 
-    decode.at_once = answers
+    decode.at_once = decode.in_turn = answers
     options = {"stream_options": {"include_usage": True}} if stream else {}
     told = setup.client.post(
         "/v1/completions", json={"prompt": "a", "stream": stream, **options}
