@@ -15,7 +15,7 @@ from benchmarks.vllm_servers.pair import Pair, pair_options, running
 from benchmarks.vllm_servers.ports import free_port, free_ports
 from benchmarks.vllm_servers.server import PYTHON, ROOT, ServerOptions
 
-collect_ignore = ["plugin"]
+collect_ignore = ["absent", "plugin"]
 """What servers import, vLLM among it, is no test."""
 ROUTERS = ROOT / os.environ.get("KVFERRY_TEST_ROUTERS", ".venv-routers") / "bin" / "python"
 """The environment of ``vllm-router``; `make test-vllm` sets it up."""
