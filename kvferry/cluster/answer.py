@@ -30,6 +30,10 @@ COUNT_WAIT_S = 2.0
 engine: what of the prompt was cached is that engine's to say."""
 
 
+_CONTEXT = 32
+"""Tokens of a prompt on whose text that of the next token depends: a space before it, say."""
+
+
 class TextStream:
     """The text of one answer, fed token by token."""
 
@@ -52,7 +56,9 @@ class TextStream:
         """Characters that `_stream` has given so far."""
         self._held = ""
         """Decoded text that may be the start of a stop string."""
-        self._stream = DecodeStream(ids=list(prompt or ()), skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=True)
+        for token_id in (prompt or ())[-_CONTEXT:]:
+            self._stream.step(tokenizer, token_id)
 
     @property
     def stopped(self) -> bool:

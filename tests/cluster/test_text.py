@@ -5,8 +5,9 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
-from kvferry.cluster.answer import TextCodec
+from kvferry.cluster.answer import TextCodec, TextStream
 from kvferry.errors import ModelError
 
 EOS = 256
@@ -68,6 +69,17 @@ def test_text_is_held_back_only_while_it_may_become_a_stop_string(codec):
     assert [stream.push(token) for token in b"xaab"] == ["x", "", "a", ""]
     assert stream.push(ord("d")) == "abd"
     assert not stream.stopped
+
+
+def test_text_after_a_prompt_goes_on_from_it_as_a_vllm_servers_does(codec):
+    """The space before a word is the word's own, but for the first word of a text."""
+    words = Tokenizer(models.WordLevel({"\u2581one": 0, "\u2581two": 1}, unk_token="\u2581one"))
+    words.decoder = decoders.Metaspace()
+
+    assert TextStream(words).push(1) == "two"
+    assert TextStream(words, prompt=[0]).push(1) == " two"
+    begun = "日".encode()[:2]  # a character that never becomes whole
+    assert feed(codec.stream(prompt=list(b"Hi")), [*b"a", *begun]) == ("a", 3)
 
 
 def test_a_folder_without_a_tokenizer_is_a_model_error(tmp_path):
