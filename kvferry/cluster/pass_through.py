@@ -297,8 +297,8 @@ class PassThrough:
             return None
         request.computing = None
         reply = await by_prefill(self.prefill, request, lambda engine: _computed(request, engine))
-        if reply is None:
-            return None
+        if reply is None or not reply.kv_transfer_params:
+            return None  # the decode engine computes the prompt, or has it
         request.computing = asyncio.get_running_loop().create_future()
         request.computing.set_result(reply)
         return reply.kv_transfer_params

@@ -122,7 +122,7 @@ class Router:
         routes = [
             Route("/v1/completions", self._generate(parse_completion), methods=["POST"]),
             Route("/v1/chat/completions", self._generate(parse_chat), methods=["POST"]),
-            Route("/v1/models", self._counted(self._models)),
+            Route("/v1/models", self._models),
             *(self._relays.routes(self._counted) if self._settings.foreign else ()),
             *(self._leader.routes() if self._leader is not None else self._own_routes()),
         ]
@@ -231,7 +231,6 @@ class Router:
         prompts: list[Sequence[int]],
         codec: TextCodec,
     ) -> Response:
-        head = self._head(request)
         span = self._span(request, head.new_id("chatcmpl" if generation.kind == "chat" else "cmpl"))
         answer = Answer(
             span.request_id,

@@ -44,6 +44,8 @@ class Server:
     status: int = 200
     lends: bool | dict[str, Any] = True
     """Whether it returns transfer parameters, or which."""
+    usage: dict[str, Any] | None = None
+    """What it says of a prompt that it computes for another server."""
     dies: bool = False
     """Whether it is not well any more once it was asked."""
     drop: bool = False
@@ -111,7 +113,7 @@ class Server:
         params = body.get("kv_transfer_params") or {}
         ids = {"token_ids": [33], "finish_reason": "length"}
         if params.get("do_remote_decode"):
-            reply = {"choices": [ids]}
+            reply = {"choices": [ids], "usage": self.usage}
             if self.lends:
                 ticket = {"ticket": f"from {self.name}"}
                 reply["kv_transfer_params"] = ticket if self.lends is True else self.lends
@@ -745,6 +747,16 @@ def test_what_was_cached_is_the_prefill_servers_to_say(at_once, stream, prefill_
         answer = json.loads(told)
         assert answer["choices"] == [choice]
     assert answer["usage"] == _usage(16 if prefill_tells else 39)
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_where_nothing_is_lent_the_decode_server_says_what_was_cached(make, lends):
+    setup = make()
+    (prefill,), (decode,) = setup.prefill, setup.decode
+    prefill.lends, prefill.usage = lends, {"prompt_tokens_details": {"cached_tokens": 16}}
+    decode.in_turn = lambda: JSONResponse({"choices": [], "usage": _usage(39)})
+
+    assert setup.post().json()["usage"] == _usage(16 if lends else 39)
 
 
 def test_a_client_that_goes_away_while_both_are_told_to_end_leaves_nothing_behind():
