@@ -362,15 +362,17 @@ class Engine:
         span: RequestSpan,
         head: Head = NO_HEAD,
         method: str = "POST",
+        *,
+        once: bool = False,
     ) -> Forwarded:
         """Sends a body as it is, and waits for the first bytes of the answer, which may be a
-        refusal: a part of ``span``. The caller closes it.
+        refusal: a part of ``span``. The caller closes it. With ``once`` it must not come twice.
 
         Raises:
             EngineDownError: it cannot be reached, went away or says 503.
         """
         async with self._working(span) as (_, trace):
-            response = await self._send(path, body, request_id, trace, head, method)
+            response = await self._send(path, body, request_id, trace, head, method, once=once)
             try:
                 if response.status == 503:
                     await self._raise_for_status(response, await response.read())
@@ -598,11 +600,13 @@ class Engine:
         traceparent: str,
         head: Head,
         method: str = "POST",
+        *,
+        once: bool = False,
     ) -> Response:
         # What an engine is told to load serves one request: brought twice, it is refused.
         params = {} if isinstance(body, bytes) else body.get("kv_transfer_params") or {}
         # A transfer stands for one computation: the end of one would deny it to the other.
-        once = bool(
+        once = once or bool(
             params.get("do_remote_prefill")
             or "transfer" in params
             or (params and self.role == "decode")

@@ -183,10 +183,12 @@ class PassThrough:
 
         async def ask(engine: Engine) -> dict[str, Any]:
             try:
-                one = await engine.forward(path, body, span.request_id, span, head, method)
+                one = await engine.forward(
+                    path, body, span.request_id, span, head, method, once=True
+                )
                 status, content = one.status, await one.read()
             except ApiError as error:
-                status, content = error.status, msgspec.json.encode(error.body())
+                status, content = error.status, error.content or msgspec.json.encode(error.body())
             told = {"name": engine.name, "role": engine.role, "status": status}
             return {**told, "body": _decoded(content)}
 

@@ -129,6 +129,9 @@ def test_what_changes_servers_is_all_of_theirs_to_answer_and_the_operators_to_as
         assert refused.status_code == 401, path
     assert not setup.prefill.asked + setup.decode.asked
 
+    setup.decode.status = 503
+    answer = setup.client.post("/pause", headers=HERE)
+    assert answer.json()["servers"][1]["body"] == {"from": "d0"}, "a refusal's own words"
     setup.decode.status = 409
     for method, path in ways(Way.ALL):
         answer = setup.client.request(method, path, params={"level": 2}, headers=HERE)
