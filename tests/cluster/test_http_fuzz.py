@@ -154,6 +154,7 @@ class WholeAnswer:
 
     def __init__(self, status, headers, body):
         self.status, self._body = status, body
+        self.raw_headers = headers
         self.headers = {name.decode(): value.decode() for name, value in headers}
         self.content = self
 
