@@ -360,6 +360,7 @@ def _compare_groups(source: EngineDescription, target: EngineDescription) -> lis
 
 
 def _heads(source: EngineDescription, target: EngineDescription) -> ComparedHeads:
+    """What the digests of both engines say of the KV heads that move."""
     return compare_heads(
         source.geometries,
         [rank.heads for rank in source.ranks],
@@ -370,6 +371,7 @@ def _heads(source: EngineDescription, target: EngineDescription) -> ComparedHead
 
 
 def _compare_heads(source: EngineDescription, target: EngineDescription) -> Iterator[str]:
+    """Which ranks hold different heads under one number, by their weights."""
     if not all(any(rank.heads for rank in each.ranks) for each in (source, target)):
         return  # nothing to compare with
     found = _heads(source, target).wrong
@@ -378,8 +380,8 @@ def _compare_heads(source: EngineDescription, target: EngineDescription) -> Iter
         yield (
             f"KV heads: rank {ours} of engine {source.engine_id!r} and rank {theirs} of engine "
             f"{target.engine_id!r} both have a head {head} in layers {ranges_text(layers)}, but "
-            "its weights differ: one of them counts its heads wrongly; report it, with the model "
-            "and the tensor parallel sizes of both"
+            "its weights differ: load the same weights on both; if they are the same, an engine "
+            "counts its heads wrongly: report it, with the model and both tensor parallel sizes"
         )
     if len(found) > MAX_WRONG_PAIRS:
         yield f"KV heads: {len(found) - MAX_WRONG_PAIRS} more pairs of ranks differ in this way"

@@ -31,9 +31,9 @@ BUFFER_BYTES = 128 << 10
 """Bytes of the buffer unless one frame needs more: with the frames themselves a core's share of
 the second-level cache."""
 
-SCRATCH_BYTES = 1 << 30
-"""Bytes of scratch on a device unless one frame of all units needs more: nearly always all frames
-go in two launches, and it is little beside a KV cache."""
+SCRATCH_BYTES = 256 << 20
+"""Bytes of scratch on a device unless one frame of all units needs more: two launches then move
+enough to keep a GPU busy, and an engine that has filled the GPU has room for it."""
 
 
 def repack_on_host(

@@ -89,7 +89,7 @@ class _Plan:
     slices: int
     """Programs per frame."""
     constants: dict[str, Any]
-    """Of the kernel."""
+    """Compile-time arguments of :func:`permute_frames`."""
 
 
 @functools.lru_cache(maxsize=64)

@@ -14,10 +14,10 @@ digested (:func:`form_of`).
 """
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -39,6 +39,10 @@ MAX_LAYERS = 4096
 """Layers of which one rank may tell anything."""
 MAX_REASONS = 16
 """Different reasons for which layers of one rank may be without digests."""
+MAX_REASON_CHARS = 256
+"""Characters of such a reason."""
+FORMS = ("bfloat16", "float16")
+"""Dtypes to which weights are rounded before they are digested."""
 
 LATENT = "a latent has no heads to tell apart"
 """Why a layer of MLA has no digest; such a layer needs none."""
@@ -47,6 +51,9 @@ _NOTHING = ("an engine, or a release, that digests no weights", b"")
 """What a rank tells of a layer that does not tell of its heads at all."""
 
 Layers: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=MAX_LAYERS)]
+Form: TypeAlias = Literal["bfloat16", "float16"]
+"""One of :data:`FORMS`."""
+Reason: TypeAlias = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,30 +62,27 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
     Every attention layer of the rank is in one of the two: it is digested, or a reason is given.
     """
 
-    digests: Annotated[
-        dict[str, Annotated[dict[int, bytes], Meta(max_length=MAX_LAYERS)]],
-        Meta(max_length=MAX_REASONS),
-    ]
+    digests: dict[Form, Annotated[dict[int, bytes], Meta(max_length=MAX_LAYERS)]]
     """Form of the weights → the model's index of a layer → the digests of the rank's heads of that
     layer, :data:`DIGEST_BYTES` each, in the order of the heads."""
-    untold: Annotated[dict[str, Layers], Meta(max_length=MAX_REASONS)] = {}
+    untold: Annotated[dict[Reason, Layers], Meta(max_length=MAX_REASONS)] = {}
     """Reason → the layers that have no digests for that reason."""
 
     @classmethod
     def of(cls, told: Mapping[int, tuple[str, bytes]]) -> "HeadDigests":
         """What a rank tells of each layer; see :meth:`told`."""
-        digests: dict[str, dict[int, bytes]] = {}
+        digests: dict[Form, dict[int, bytes]] = {}
         untold: dict[str, tuple[int, ...]] = {}
         for layer, (text, found) in sorted(told.items()):
             if found:
-                digests.setdefault(text, {})[layer] = found
+                digests.setdefault(cast(Form, text), {})[layer] = found
             else:
                 untold[text] = (*untold.get(text, ()), layer)
         return cls(digests=digests, untold=untold)
 
     def told(self) -> dict[int, tuple[str, bytes]]:
         """Layer → the form of its weights and its digests; or the reason, and no digests."""
-        found = {
+        found: dict[int, tuple[str, bytes]] = {
             layer: (form, digests)
             for form, layers in self.digests.items()
             for layer, digests in layers.items()
@@ -86,17 +90,6 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
         return found | {
             layer: (reason, b"") for reason, layers in self.untold.items() for layer in layers
         }
-
-    def alike(self) -> tuple[int, ...]:
-        """Layers in which two of the rank's heads have equal weights, so that the digests do not
-        tell these heads apart. Checkpoints with copied or pruned heads exist.
-        """
-        return tuple(
-            layer
-            for layers in self.digests.values()
-            for layer, digests in sorted(layers.items())
-            if len(set(split_digests(digests))) * DIGEST_BYTES < len(digests)
-        )
 
     def check(self, groups: Sequence[GroupGeometry], rank: int) -> None:
         """Checks that every attention layer of a rank is told of, once, with one digest per head.
@@ -113,26 +106,26 @@ class HeadDigests(msgspec.Struct, frozen=True, kw_only=True):
             for group in attention_of(groups)
             for layer in group.layers(rank)
         }
-        told: dict[int, int | None] = {}
-        for layers in self.digests.values():
-            for layer, digests in layers.items():
-                if layer in told:
-                    raise ValueError(f"heads: layer {layer} is told of twice; tell of it once")
-                told[layer] = len(digests)
-        for reason, untold in self.untold.items():
+        for reason in self.untold:
             if not reason or not reason.isprintable():
                 raise ValueError(f"heads: untold: {reason[:80]!r} is no text that can be printed")
-            told |= dict.fromkeys(untold, None)
+        layers = [
+            layer for found in (*self.digests.values(), *self.untold.values()) for layer in found
+        ]
+        told = self.told()
+        if len(layers) != len(told):
+            twice = next(layer for layer, times in Counter(layers).items() if times > 1)
+            raise ValueError(f"heads: layer {twice} is told of twice; tell of it once")
         if told.keys() != held.keys():
             raise ValueError(
                 f"heads: layers {ranges_text(sorted(told)) or 'none'} are told of, the rank holds "
                 f"{ranges_text(sorted(held)) or 'none'}; give each layer digests or a reason"
             )
-        for layer, size in told.items():
-            if size is not None and size != held[layer] * DIGEST_BYTES:
+        for layer, digests in (item for found in self.digests.values() for item in found.items()):
+            if len(digests) != held[layer] * DIGEST_BYTES:
                 raise ValueError(
-                    f"heads: layer {layer}: {size} bytes of digests, expected {DIGEST_BYTES} for "
-                    f"each of its {held[layer]} heads"
+                    f"heads: layer {layer}: {len(digests)} bytes of digests, expected "
+                    f"{DIGEST_BYTES} for each of its {held[layer]} heads"
                 )
 
 
@@ -150,6 +143,30 @@ def split_digests(digests: bytes) -> list[bytes]:
     return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
 
+def alike_heads(
+    groups: Sequence[GroupGeometry], ranks: Sequence[HeadDigests | None]
+) -> tuple[int, ...]:
+    """Layers of an engine in which two heads have equal weights, ascending.
+
+    Digests do not tell such heads apart. Checkpoints with copied or pruned heads exist.
+
+    Args:
+        groups: the geometries of the engine's groups.
+        ranks: what each rank tells.
+    """
+    seen: dict[tuple[int, bytes], int] = {}
+    alike: set[int] = set()
+    told = [{} if rank is None else rank.told() for rank in ranks]
+    for group in attention_of(groups):
+        for rank, layers in enumerate(told):
+            for layer in group.layers(rank):
+                digests = split_digests(layers.get(layer, _NOTHING)[1])
+                for head, digest in zip(group.heads(rank), digests, strict=False):
+                    if seen.setdefault((layer, digest), head) != head:
+                        alike.add(layer)
+    return tuple(sorted(alike))
+
+
 # ---- digests of weights ------------------------------------------------------------------------
 
 
@@ -165,7 +182,7 @@ def probed_columns(width: int) -> npt.NDArray[np.int64]:
     return np.unique(np.arange(NUM_COLUMNS) * width // NUM_COLUMNS)
 
 
-def form_of(dtype: str) -> str:
+def form_of(dtype: str) -> Form:
     """The dtype to which weights are rounded before they are digested.
 
     An engine that computes in float32 and one that computes in bfloat16 hold the same checkpoint
@@ -183,7 +200,7 @@ def form_of(dtype: str) -> str:
     if dtype in ("float64", "float32", "bfloat16"):
         return "bfloat16"
     if dtype == "float16":
-        return dtype
+        return "float16"
     raise ValueError(f"dtype: {dtype!r} is none of float64, float32, bfloat16 and float16")
 
 
@@ -232,8 +249,8 @@ class ComparedHeads:
     """(source rank, target rank) → a head of the model → the layers in which the two ranks do not
     hold the same head under that number."""
     unproved: Mapping[str, tuple[tuple[int, int], ...]]
-    """Reason → the pairs of ranks that share no layer with digests on both sides. Pairs that move
-    latents only are not named: these have no heads to tell apart."""
+    """Reason → the pairs of ranks that share no layer with digests on both sides, among the layers
+    with some number of heads. Latents do not count: they have no heads to tell apart."""
 
 
 def compare_heads(
@@ -257,8 +274,9 @@ def compare_heads(
         ValueError: the groups can never match.
     """
     wrong: dict[tuple[int, int], dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
-    proved: set[tuple[int, int]] = set()
-    reasons: dict[tuple[int, int], str] = {}
+    # One proved layer says nothing of layers that have another number of heads.
+    proved: set[tuple[tuple[int, int], int]] = set()
+    reasons: dict[tuple[tuple[int, int], int], str] = {}
     ours, theirs = (
         [{} if rank is None else rank.told() for rank in heads]
         for heads in (source_heads, target_heads)
@@ -267,19 +285,22 @@ def compare_heads(
         ranks = piece.source_rank, target_rank
         one = ours[ranks[0]].get(piece.layer, _NOTHING)
         two = theirs[ranks[1]].get(piece.layer, _NOTHING)
-        if one[0] != two[0] or not (one[1] and two[1]):
-            reasons.setdefault(ranks, _why_unproved(one, two))
+        if one[0] == two[0] == LATENT:
             continue
-        proved.add(ranks)
+        kind = ranks, source.num_kv_heads
+        if one[0] != two[0] or not (one[1] and two[1]):
+            reasons.setdefault(kind, _why_unproved(one, two))
+            continue
+        proved.add(kind)
         first = source.heads(ranks[0]).start, target.heads(ranks[1]).start
         for head in piece.heads:
             digest = _digest_at(one[1], head - first[0])
             if not digest or digest != _digest_at(two[1], head - first[1]):
                 wrong[ranks][head].add(piece.layer)
-    unproved: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for ranks, reason in reasons.items():
-        if ranks not in proved:
-            unproved[reason].append(ranks)
+    unproved: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)
+    for kind, reason in reasons.items():
+        if kind not in proved:
+            unproved[reason][kind[0]] = None
     return ComparedHeads(
         {
             ranks: {head: tuple(sorted(layers)) for head, layers in heads.items()}

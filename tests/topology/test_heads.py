@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from kvferry.topology.heads import (
     DIGEST_BYTES,
     LATENT,
     HeadDigests,
+    alike_heads,
     compare_heads,
     digest_heads,
     form_of,
@@ -169,6 +171,24 @@ def test_a_pair_is_proved_by_one_layer_that_both_digested():
     assert (found.wrong, found.unproved) == ({}, {})
 
 
+def test_a_layer_proves_nothing_of_layers_with_another_number_of_heads():
+    full, windowed = geometry(1, 2, layers=(0,)), geometry(2, 2, layers=(1,))
+    told = [
+        HeadDigests.of(digests_of(full, 1)[rank].told() | {1: ("weights are quantised (X)", b"")})
+        for rank in range(2)
+    ]
+    found = compare_heads([full, windowed], told, [full, windowed], told)
+    assert not found.wrong
+    assert list(found.unproved) == ["weights are quantised (X)"]
+    assert (0, 0) in found.unproved["weights are quantised (X)"]
+
+
+def test_an_indexer_has_nothing_to_prove_either():
+    group = geometry(1, 2)  # one head, and no latent for all that the geometry says
+    told = [HeadDigests.of(dict.fromkeys((0, 1), (LATENT, b""))) for _ in range(2)]
+    assert not compare_heads([group], told, [group], told).unproved
+
+
 def test_a_latent_has_nothing_to_prove():
     group = geometry(1, 2, use_mla=True)
     told = [HeadDigests.of(dict.fromkeys((0, 1), (LATENT, b""))) for _ in range(2)]
@@ -183,8 +203,13 @@ def test_equal_heads_are_named_and_not_refused():
     digests = digest_heads(*same, "bfloat16")
     told = [HeadDigests.of({0: ("bfloat16", digests), 1: ("bfloat16", digests)})]
     group = geometry(2, 1)
-    assert told[0].alike() == (0, 1)
+    assert alike_heads([group], told) == (0, 1)
     assert compare_heads([group], told, [group], told).wrong == {}
+    # One of them on each of two ranks.
+    apart = [HeadDigests.of({0: ("bfloat16", digests[:8]), 1: ("fp8", b"")}) for _ in range(2)]
+    assert alike_heads([geometry(2, 2)], apart) == (0,)
+    assert alike_heads([geometry(1, 2)], apart) == ()  # replicas
+    assert alike_heads([geometry(2, 2)], [None, *apart[1:]]) == ()
 
 
 def test_what_is_told_becomes_a_message_and_back():
@@ -215,6 +240,27 @@ def test_a_layer_that_is_told_of_twice_is_refused():
     twice = HeadDigests(digests={"bfloat16": one, "float16": {1: b"x" * 16}})
     with pytest.raises(ValueError, match="layer 1 is told of twice"):
         twice.check([geometry(2, 1)], 0)
+
+
+def test_a_layer_with_digests_and_a_reason_is_refused():
+    told = HeadDigests(
+        digests={"bfloat16": {0: b"x" * 16, 1: b"x" * 16}}, untold={"fp8": (1,), "fp4": (1,)}
+    )
+    with pytest.raises(ValueError, match="layer 1 is told of twice"):
+        told.check([geometry(2, 1)], 0)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"digests": {"x\n\x1b[2J forged": {0: b"x" * 8}}},
+        {"digests": {}, "untold": {"long " * 100: (0,)}},
+        {"digests": {}, "untold": {f"reason {number}": (number,) for number in range(17)}},
+    ],
+)
+def test_forms_and_reasons_of_a_peer_are_bounded_by_the_schema(told):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=HeadDigests)
 
 
 def test_groups_of_recurrent_layers_and_other_stages_need_no_digests():

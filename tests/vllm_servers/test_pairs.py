@@ -4,7 +4,10 @@ vLLM's own counters tell that the decode server computed nothing of the prompt b
 """
 
 import dataclasses
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -99,6 +102,19 @@ def test_the_tokens_of_a_single_server_come_out_and_the_prompt_from_outside(
         assert pair.ask(prompt).tokens == reference.tokens(model, prompt), length
         assert pair.external_tokens() - before >= length - 1
     assert pair.idle()
+
+
+def test_the_weights_of_both_servers_prove_every_kv_head_that_moves(case, pair):
+    if not isinstance(case.connector, KVFerry):
+        pytest.skip("kvferry's servers alone describe themselves")
+    servers = (pair.prefill, pair.decode)
+    addresses = [f"127.0.0.1:{server.options.transfer['kv_port']}" for server in servers]
+    command = [sys.executable, "-m", "kvferry.cli", "check", "--json", *addresses]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 0, told.stderr
+    (verdict,) = json.loads(told.stdout)
+    assert verdict["fits"]
+    assert verdict["unproved_heads"] == []
 
 
 def test_a_prefix_that_the_decode_server_has_is_not_fetched_again(

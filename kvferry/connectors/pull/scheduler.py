@@ -44,7 +44,7 @@ from kvferry.errors import (
     TicketExpiredError,
 )
 from kvferry.topology.description import EngineDescription, RankDescription, tagged_groups
-from kvferry.topology.heads import LATENT, HeadDigests
+from kvferry.topology.heads import LATENT, HeadDigests, alike_heads
 from kvferry.topology.sharding import ranges_text
 from kvferry.zeromq import is_everywhere, is_loopback, join_address, split_address
 
@@ -178,18 +178,17 @@ class PullScheduler(SchedulerConnector):
         """Completes this engine's description: from now on it answers and makes handshakes."""
         config = self._context.config
         ranks = tuple(_ranks.decode(handshake) for handshake in handshakes)
-        _log_heads(ranks)
         self._lender.mirrored_ranks = frozenset(rank.rank for rank in ranks if rank.mirrored)
-        self._describe(
-            EngineDescription(
-                engine_id=config.engine_id,
-                incarnation=self._context.incarnation,
-                model=self._context.model,
-                groups=tagged_groups(self._context.groups),
-                ranks=ranks,
-                convert_dtype=self._extra.convert_dtype,
-            )
+        description = EngineDescription(
+            engine_id=config.engine_id,
+            incarnation=self._context.incarnation,
+            model=self._context.model,
+            groups=tagged_groups(self._context.groups),
+            ranks=ranks,
+            convert_dtype=self._extra.convert_dtype,
         )
+        _log_heads(description)
+        self._describe(description)
         self._server.set_transfers(self._transfer_statuses)
         self._server.set_traces(self._records.find)
 
@@ -232,11 +231,22 @@ class PullScheduler(SchedulerConnector):
         for request_id, pending in self._asks.items():
             if request_id not in self._loads:
                 self._refuse_ask(pending, error)
-        model = replace(model, weights_digest=digest)
+        self._description = replace(self._description, model=replace(model, weights_digest=digest))
+        self.set_head_digests(heads)
+
+    def set_head_digests(self, heads: Sequence[HeadDigests | None] | None) -> None:
+        """Replaces what the ranks tell of their KV heads.
+
+        Args:
+            heads: of each rank; ``None`` where nothing is known any more.
+        """
+        assert self._description is not None  # ranks come first
         ranks = self._description.ranks
         told = [None] * len(ranks) if heads is None else heads
         ranks = tuple(replace(rank, heads=each) for rank, each in zip(ranks, told, strict=True))
-        self._describe(replace(self._description, model=model, ranks=ranks))
+        description = replace(self._description, ranks=ranks)
+        _log_heads(description)
+        self._describe(description)
 
     def is_loading(self, request_id: str) -> bool:
         """Whether the ranks read for a request."""
@@ -957,23 +967,21 @@ def _check_reach(extra: PullConfig, config: KVTransferConfig) -> None:
         )
 
 
-def _log_heads(ranks: Sequence[RankDescription]) -> None:
-    """Says once which KV heads the digests of their weights will not prove, and why."""
+def _log_heads(description: EngineDescription) -> None:
+    """Says which KV heads the digests of their weights do not prove, and why."""
     untold: dict[str, set[int]] = {}
-    alike: set[int] = set()
-    for rank in ranks:
-        if rank.heads is not None:
-            alike.update(rank.heads.alike())
-            for reason, layers in rank.heads.untold.items():
-                untold.setdefault(reason, set()).update(layers)
+    for rank in description.ranks:
+        for reason, layers in (rank.heads.untold if rank.heads else {}).items():
+            untold.setdefault(reason, set()).update(layers)
     for reason, found in untold.items():
         log = logger.info if reason == LATENT else logger.warning
         log("KV heads of layers %s are not proved: %s", ranges_text(sorted(found)), reason)
+    alike = alike_heads(description.geometries, [rank.heads for rank in description.ranks])
     if alike:
         logger.warning(
-            "KV heads of layers %s: two of a rank's heads have equal weights, so that digests do "
-            "not tell these heads apart",
-            ranges_text(sorted(alike)),
+            "KV heads of layers %s: two heads have equal weights, so that digests do not tell them "
+            "apart",
+            ranges_text(alike),
         )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from kvferry.errors import ConfigError
 from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm.compat.projections import owner_of_cache, total_kv_heads
 from kvferry.integrations.vllm.packing import Packing, probe_packing
 from kvferry.integrations.vllm.states import (
     StateCache,
@@ -119,7 +120,7 @@ def layer_caches(
         vllm_config: the engine's config.
         kv_cache_config: this rank's ``KVCacheConfig``.
         kv_caches: layer name → tensor, logically ``[B, H, N, C]``.
-        projections: see :func:`~kvferry.integrations.vllm.compat.qkv_projections`.
+        projections: see :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
 
     Raises:
         ConfigError: a kind of cache that the adapter does not serve.
@@ -144,7 +145,7 @@ def layer_caches(
             if type(spec).__name__ == "MambaSpec":
                 found.append(state_cache(vllm_config, name, table, spec))
                 continue
-            if compat.owner_of_cache(compat.attention_layer(vllm_config, name)) is not None:
+            if owner_of_cache(compat.attention_layer(vllm_config, name)) is not None:
                 continue
             parts = spec, kv_caches[name], projections.get(name)
             found.append(_layer_cache(vllm_config, name, table, *parts, packings))
@@ -255,14 +256,15 @@ def _num_kv_heads(vllm_config: Any, name: str, on_this_rank: int, projection: An
         vllm_config: the engine's config.
         name: the layer.
         on_this_rank: its KV heads on this rank.
-        projection: see :func:`~kvferry.integrations.vllm.compat.qkv_projections`; or ``None``.
+        projection: what makes the layer's K and V, if it is known; see
+            :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
 
     Raises:
         ConfigError: the number on this rank does not say it, and neither does a projection; or each
             rank holds all of several heads.
     """
     tp = int(vllm_config.parallel_config.tensor_parallel_size)
-    total = None if projection is None else compat.total_kv_heads(projection, on_this_rank)
+    total = None if projection is None else total_kv_heads(projection, on_this_rank)
     if total is None and (tp == 1 or on_this_rank > 1):
         total = on_this_rank * tp
     if total is None:

@@ -1,39 +1,41 @@
 """Digests of the weights behind each KV head of a rank of vLLM's.
 
-The rows that make K and V lie in the projection that the layer's attention module owns; see
-:func:`~kvferry.integrations.vllm.compat.qkv_projections`, and ``topology/heads.py`` for what the
-digests prove.
+The rows that make K and V lie in the projection that the layer's attention module owns
+(``compat/projections.py``); ``topology/heads.py`` says what the digests prove.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import INDEXER_LAYOUT, CacheGroup
+from kvferry.integrations.vllm.compat.projections import kv_weights
+from kvferry.integrations.vllm.config import WeightsCheck
+from kvferry.integrations.vllm.fingerprint import are_dummy
 from kvferry.topology import EngineGeometry
 from kvferry.topology.heads import LATENT, HeadDigests, digest_heads, form_of
+
+logger = logging.getLogger(__name__)
 
 
 def head_digests(
     vllm_config: Any,
-    models: Mapping[str, torch.nn.Module],
+    projections: Mapping[str, Any],
     groups: Sequence[CacheGroup],
     rank: int,
-    *,
-    are_dummy: bool,
+    exempt: str,
 ) -> HeadDigests:
     """Digests of the weights that a rank has loaded, of each of its attention layers.
 
     Args:
         vllm_config: of the rank's worker.
-        models: the rank's models, see :func:`~kvferry.integrations.vllm.compat.models_of`.
+        projections: of the rank's layers, see
+            :func:`~kvferry.integrations.vllm.compat.projections.qkv_projections`.
         groups: the engine's groups.
         rank: the rank.
-        are_dummy: whether vLLM drew the weights: it draws each rank's own.
+        exempt: why no weights are digested at all, see :func:`why_exempt`.
     """
-    projections = compat.qkv_projections(vllm_config, models.values())
     told: dict[int, tuple[str, bytes]] = {}
     for group in groups:
         geometry = group.geometry
@@ -42,8 +44,8 @@ def head_digests(
         for layer in geometry.layers(rank):
             if geometry.use_mla or str(geometry.layout) == INDEXER_LAYOUT:
                 told[layer] = LATENT, b""
-            elif are_dummy:
-                told[layer] = "weights are dummies, and each rank drew its own", b""
+            elif exempt:
+                told[layer] = exempt, b""
             else:
                 name = geometry.layer_name(layer)
                 attention = compat.attention_layer(vllm_config, name)
@@ -51,18 +53,31 @@ def head_digests(
     return HeadDigests.of(told)
 
 
+def why_exempt(vllm_config: Any, check: WeightsCheck) -> str:
+    """Why the weights that an engine starts with are not digested; empty if they are.
+
+    vLLM draws dummy weights on each rank for itself. With ``config`` nobody watches whether the
+    weights change, and digests of older ones would refuse a right pair.
+    """
+    if are_dummy(vllm_config.load_config.load_format):
+        return "weights are dummies, and each rank drew its own"
+    return "weights_check is config" if check == "config" else ""
+
+
 def _digest(projection: Any, attention: Any, num_heads: int) -> tuple[str, bytes]:
     """Form and digests of one layer's heads; or why there are none."""
     if projection is None:
-        return "no QKV projection of the layer alone was found", b""
-    found = compat.kv_weights(projection, attention)
-    if isinstance(found, str):
-        return found, b""
-    k_HDC, v_HDC = found
-    if len(k_HDC) != num_heads:
-        return f"the QKV projection makes {len(k_HDC)} heads, the cache has {num_heads}", b""
+        return "no QKV projection of the layer was found", b""
     try:
+        found = kv_weights(projection, attention)
+        if isinstance(found, str):
+            return found, b""
+        k_HDC, v_HDC = found
+        if len(k_HDC) != num_heads:
+            return f"the QKV projection makes {len(k_HDC)} heads, the cache has {num_heads}", b""
         form = form_of(str(projection.weight.dtype).removeprefix("torch."))
-    except ValueError as error:
-        return str(error), b""
-    return form, digest_heads(k_HDC.numpy(), v_HDC.numpy(), form)
+        return form, digest_heads(k_HDC.numpy(), v_HDC.numpy(), form)
+    except Exception as error:
+        # Kernels of any platform are asked here. A proof that cannot be made is no reason to end.
+        logger.exception("the weights behind KV heads could not be digested")
+        return f"weights could not be digested ({type(error).__name__})", b""

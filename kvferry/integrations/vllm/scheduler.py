@@ -166,6 +166,8 @@ class SchedulerHalf:
         self._has_states = any(group.geometry.is_recurrent for group in first.groups)
         self._pull = PullScheduler.open(context)
         self._pull.set_worker_handshakes([each.handshake for each in ranks])
+        if not self._weights.are_watched:  # digests of older weights would refuse a right pair
+            self._pull.set_head_digests(None)
         logger.info(
             "engine %s listens on %s:%d, peers are told %s",
             self._config.engine_id,

@@ -24,6 +24,7 @@ import torch
 
 from kvferry.integrations.vllm import compat
 from kvferry.integrations.vllm.caches import CacheGroup
+from kvferry.integrations.vllm.compat.projections import qkv_projections
 from kvferry.integrations.vllm.config import WeightsCheck
 from kvferry.integrations.vllm.fingerprint import (
     DIGEST_CHARS,
@@ -32,7 +33,7 @@ from kvferry.integrations.vllm.fingerprint import (
     named_weights,
     slices,
 )
-from kvferry.integrations.vllm.heads import head_digests
+from kvferry.integrations.vllm.heads import head_digests, why_exempt
 from kvferry.topology.heads import HeadDigests
 
 logger = logging.getLogger(__name__)
@@ -160,14 +161,12 @@ def look_at_rank(worker: Any, full: bool, groups: Sequence[CacheGroup]) -> RankW
         setattr(worker, _WATCH, watch)
     found: RankWeights = watch.look()
     config = worker.vllm_config
-    heads = head_digests(
-        config,
-        models,
-        groups,
-        compat.rank_of_this_worker(config),
-        # Dummies that a trainer has replaced are weights as others.
-        are_dummy=are_dummy(config.load_config.load_format) and bool(found.beneath),
-    )
+    names = [name for group in groups for name in group.geometry.layer_names or ()]
+    projections = qkv_projections(config, models.values(), names)
+    # Dummies that a trainer has replaced are weights as others.
+    exempt = why_exempt(config, "full" if full else "sample") if found.beneath else ""
+    rank = compat.rank_of_this_worker(config)
+    heads = head_digests(config, projections, groups, rank, exempt)
     return replace(found, heads=heads)
 
 
@@ -200,6 +199,8 @@ class EngineWeights:
         self._base: Mapping[str, str] = {}
         self.heads: list[HeadDigests | None] | None = None
         """What each rank tells of its KV heads since the last look; ``None`` if that failed."""
+        self.are_watched = check != "config"
+        """Whether a change of the weights is noticed."""
         self.in_question = False
         """Whether there was a call since the last look that may have changed them."""
         if check != "config":
@@ -236,6 +237,7 @@ class EngineWeights:
                 "leases yourself"
             )
             compat.unwatch_calls(self._config)
+            self.are_watched = False
             return _digest(named)
         memory = _by_rank(rank.memory for rank in ranks) if are_dummy(load_format) else {}
         self._base = {**named, **memory}

@@ -20,9 +20,10 @@ from kvferry.integrations.vllm.caches import (
     num_blocks_of,
     tensors_of,
 )
+from kvferry.integrations.vllm.compat.projections import qkv_projections
 from kvferry.integrations.vllm.config import transfer_config
-from kvferry.integrations.vllm.fingerprint import are_dummy, fingerprint
-from kvferry.integrations.vllm.heads import head_digests
+from kvferry.integrations.vllm.fingerprint import fingerprint
+from kvferry.integrations.vllm.heads import head_digests, why_exempt
 from kvferry.integrations.vllm.messages import RankHandshake, StepMetadata, StepReport, Written
 from kvferry.integrations.vllm.scheduler import keeps_a_part, layer_windows
 from kvferry.integrations.vllm.stats import LoadStats
@@ -79,7 +80,10 @@ class WorkerHalf:
         """
         worker = compat.calling_worker()
         models = {} if worker is None else compat.models_of(worker)
-        projections = compat.qkv_projections(self._vllm_config, models.values())
+        names = [
+            name for group in self._kv_cache_config.kv_cache_groups for name in group.layer_names
+        ]
+        projections = qkv_projections(self._vllm_config, models.values(), names)
         kv_caches = cache_views(self._kv_cache_config, kv_caches)
         caches = layer_caches(self._vllm_config, self._kv_cache_config, kv_caches, projections)
         groups = cache_groups(compat.of_all_stages(caches), self._vllm_config)
@@ -99,15 +103,9 @@ class WorkerHalf:
         )
         self._pull = PullWorker.open(context, self._rank)
         self._pull.register_kv_caches(tensors_of(groups, kv_caches))
-        self._pull.set_head_digests(
-            head_digests(
-                self._vllm_config,
-                models,
-                groups,
-                self._rank,
-                are_dummy=are_dummy(self._vllm_config.load_config.load_format),
-            )
-        )
+        exempt = why_exempt(self._vllm_config, self._extra.weights_check)
+        heads = head_digests(self._vllm_config, projections, groups, self._rank, exempt)
+        self._pull.set_head_digests(heads)
         self._handshake = RankHandshake(
             rank=self._rank,
             incarnation=self._incarnation,

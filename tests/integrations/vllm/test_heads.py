@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.vllm_servers.checkpoints import write_gemma4
-from kvferry.integrations.vllm import compat
+from kvferry.integrations.vllm import compat, heads
 from kvferry.integrations.vllm.compat import release
+from kvferry.integrations.vllm.compat.projections import kv_weights, qkv_projections
 from kvferry.topology.description import RankDescription
 from kvferry.topology.heads import HeadDigests, split_digests
 from tests.integrations.vllm.conftest import assert_all_arrived, tokens
@@ -63,7 +64,7 @@ def test_a_rank_digests_the_heads_of_the_checkpoint(start, make_model, dtype):
 def test_weights_in_a_parameter_and_in_a_kernel_have_equal_digests(start, tiny_llama, monkeypatch):
     engine = start("kv_producer", tiny_llama)
     (projection, attention) = projection_and_layer(engine)
-    asked = compat.kv_weights(projection, attention)
+    asked = kv_weights(projection, attention)
     width, rows = projection.input_size, projection.output_size_per_partition
     weight = projection.quant_method.apply(projection, torch.eye(width), None).t().contiguous()
     plain = SimpleNamespace(
@@ -74,7 +75,7 @@ def test_weights_in_a_parameter_and_in_a_kernel_have_equal_digests(start, tiny_l
         weight=torch.nn.Parameter(weight),
     )
     assert weight.shape == (rows, width)
-    for one, two in zip(asked, compat.kv_weights(plain, attention), strict=True):
+    for one, two in zip(asked, kv_weights(plain, attention), strict=True):
         assert torch.equal(one, two)
 
 
@@ -83,9 +84,8 @@ def projection_and_layer(engine):
     found = []
 
     def look(worker):
-        config = worker.vllm_config
-        projections = compat.qkv_projections(config, compat.models_of(worker).values())
-        name = "model.layers.0.self_attn.attn"
+        config, name = worker.vllm_config, "model.layers.0.self_attn.attn"
+        projections = qkv_projections(config, compat.models_of(worker).values(), [name])
         found.append((projections[name], compat.attention_layer(config, name)))
 
     engine.llm.collective_rpc(look)
@@ -102,7 +102,7 @@ def projection_and_layer(engine):
 def test_weights_that_cannot_be_read_say_why(start, tiny_llama, change, reason):
     projection, attention = projection_and_layer(start("kv_producer", tiny_llama))
     values = {name: getattr(projection, name) for name in ("quant_method", "weight")}
-    assert compat.kv_weights(SimpleNamespace(**values | change), attention) == reason
+    assert kv_weights(SimpleNamespace(**values | change), attention) == reason
 
 
 def test_dummy_weights_are_exempt(start, tiny_llama):
@@ -117,35 +117,84 @@ def test_adapters_leave_the_digests_of_the_base_weights(start, tiny_llama):
         assert found == digests_of_checkpoint(tiny_llama, layer)
 
 
-def test_a_projection_belongs_to_one_attention_layer_only(monkeypatch):
-    """Two attention layers around one projection, and one with two, have none of their own."""
+class PackedProjection:
+    """A projection of GPTQ's or AWQ's: it has no parameter of the name ``weight``."""
+
+    quant_method = object()
+
+
+def test_a_projection_without_plain_weights_says_why(start, tiny_llama):
+    assert kv_weights(PackedProjection(), None) == "weights are quantised (object)"
+
+
+def test_a_kernel_that_cannot_be_asked_is_a_reason_and_no_end(start, tiny_llama, monkeypatch):
+    projection, attention = projection_and_layer(start("kv_producer", tiny_llama))
+
+    class Refuses(type(projection.quant_method)):
+        def apply(self, *_):
+            raise RuntimeError("this platform has no such kernel")
+
+    monkeypatch.setattr(projection, "quant_method", Refuses())
+    found = heads._digest(projection, attention, 4)
+    assert found == ("weights could not be digested (RuntimeError)", b"")
+
+
+def test_with_config_alone_nothing_is_digested_since_nobody_looks_again(start, tiny_llama):
+    engine = start("kv_producer", tiny_llama, extra={"weights_check": "config"})
+    assert set(told(engine).values()) == {("weights_check is config", b"")}
+
+
+@pytest.fixture
+def projection_class(monkeypatch):
     from vllm.model_executor.layers import linear
 
     class Projection(torch.nn.Module):
-        pass
+        """In the place of vLLM's, which needs parallel groups."""
 
     monkeypatch.setattr(linear, "QKVParallelLinear", Projection)
+    return Projection
 
-    def module(**children):
-        made = torch.nn.Module()
-        for name, child in children.items():
-            made.add_module(name, child)
-        return made
 
+def module(**children):
+    made = torch.nn.Module()
+    for name, child in children.items():
+        made.add_module(name, child)
+    return made
+
+
+def found_in(model, context, names):
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    return qkv_projections(config, [model], names)
+
+
+def test_a_projection_is_found_beside_around_and_inside_its_attention_layer(projection_class):
     layers = {name: torch.nn.Identity() for name in ("own", "one", "other", "torn", "bare")}
-    own = Projection()
+    made = {name: projection_class() for name in ("own", "shared", "inside")}
+    layers["inside"] = module(qkv_proj=made["inside"])
     adapter = module()
-    adapter.base_layer = own
+    adapter.base_layer = made["own"]
     model = module(
-        tower=module(qkv=Projection()),
+        tower=module(qkv=projection_class()),
         first=module(qkv=adapter, attn=layers["own"]),
-        both=module(qkv=Projection(), a=layers["one"], b=layers["other"]),
-        torn=module(q=Projection(), k=Projection(), attn=layers["torn"]),
+        loops=module(qkv=made["shared"], a=layers["one"], b=module(attn=layers["other"])),
+        torn=module(q=projection_class(), k=projection_class(), attn=layers["torn"]),
         bare=module(attn=layers["bare"]),
-        # A projection in another part of the model is not that of a layer which has none.
+        sparse=module(attn=layers["inside"]),
     )
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert compat.qkv_projections(config, [model]) == {"own": own}
+    assert found_in(model, layers, layers) == {
+        "own": made["own"],
+        "one": made["shared"],
+        "other": made["shared"],
+        "inside": made["inside"],
+    }
+
+
+def test_what_else_vllm_keeps_beside_attention_layers_does_not_hide_a_projection(projection_class):
+    # As in a layer of Jamba: experts are in vLLM's context too.
+    attention, experts, own = torch.nn.Identity(), torch.nn.Identity(), projection_class()
+    model = module(layer=module(qkv_proj=own, attn=attention, feed_forward=module(experts=experts)))
+    context = {"attn": attention, "experts": experts}
+    assert found_in(model, context, ["attn"]) == {"attn": own}
 
 
 # ---- layers whose heads differ, and layers that share a cache ------------------------------------

@@ -42,7 +42,6 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from kvferry.integrations.vllm.release import module_of
-from kvferry.topology.heads import probed_columns
 
 if TYPE_CHECKING:
     from kvferry.integrations.vllm.compat.v0_32 import Release
@@ -199,12 +198,6 @@ def attention_layer(vllm_config: Any, layer_name: str) -> Any:
     return vllm_config.compilation_config.static_forward_context[layer_name]
 
 
-def owner_of_cache(layer: Any) -> str | None:
-    """Name of the layer whose cache an attention layer reads; ``None`` where it has its own."""
-    name = getattr(layer, "kv_sharing_target_layer_name", None)
-    return None if name is None else str(name)
-
-
 def calling_worker() -> Any:
     """The worker that registers its caches right now; ``None`` outside of vLLM's own call.
 
@@ -218,48 +211,6 @@ def calling_worker() -> Any:
             return caller
         frame = frame.f_back
     return None
-
-
-def qkv_projections(vllm_config: Any, models: Iterable[torch.nn.Module]) -> dict[str, Any]:
-    """Layer name → the linear layer that makes the K and V of that attention layer.
-
-    The projection is a child of the smallest part of a model that holds the attention layer and any
-    projection of Q, K and V among its children. A layer is left out where that part has several
-    projections, or another attention layer.
-    """
-    from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
-
-    context = vllm_config.compilation_config.static_forward_context
-    names = {id(layer): name for name, layer in context.items()}
-    found: dict[str, Any] = {}
-
-    def look(module: torch.nn.Module) -> list[str]:
-        """The attention layers in a part of a model around which no projection was found yet."""
-        if id(module) in names:
-            return [names[id(module)]]
-        projections, layers = [], []
-        for name, child in module.named_children():
-            base = getattr(child, "base_layer", child)  # inside a LoRA adapter
-            is_replicated = isinstance(base, ReplicatedLinear) and "qkv" in name
-            if is_replicated or isinstance(base, QKVParallelLinear):
-                projections.append(base)
-            else:
-                layers += look(child)
-        if len(layers) == len(projections) == 1:
-            found[layers[0]] = projections[0]
-        return [] if projections else layers
-
-    for model in models:
-        look(model)
-    return found
-
-
-def total_kv_heads(projection: Any, on_this_rank: int) -> int | None:
-    """KV heads of a projection over all ranks; ``None`` where its heads on this rank are others."""
-    if getattr(projection, "num_kv_heads", on_this_rank) != on_this_rank:
-        return None
-    # A projection that TP does not divide has all its heads on each rank.
-    return int(getattr(projection, "total_num_kv_heads", on_this_rank))
 
 
 def backend_of(layer: Any) -> str:
@@ -589,51 +540,6 @@ def models_of(worker: Any) -> dict[str, torch.nn.Module]:
     if isinstance(draft, torch.nn.Module):
         models["draft."] = draft
     return models
-
-
-def kv_weights(projection: Any, layer: Any) -> tuple[torch.Tensor, torch.Tensor] | str:
-    """What a projection makes K of, and what V: some columns of its weights, by heads of this rank.
-
-    Where the weights lie in a kernel's own memory the kernel is asked: its answers to unit vectors,
-    without the bias, are columns of the weights. That is exact, as all that is added to a product
-    by 1 is 0; a kernel with quantised weights rounds.
-
-    Args:
-        projection: see :func:`qkv_projections`.
-        layer: the attention layer that it belongs to.
-
-    Returns:
-        float32 on the host, ``[heads, head size, columns]``, of the columns that
-        :func:`~kvferry.topology.heads.probed_columns` names; or why they cannot be had.
-    """
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    method, weight = projection.quant_method, projection.weight
-    if not isinstance(method, UnquantizedLinearMethod):
-        return f"weights are quantised ({type(method).__name__})"
-    if weight.is_meta:
-        return "weights are being replaced"
-    width = projection.input_size
-    columns = torch.from_numpy(probed_columns(width)).to(weight.device)
-    if type(weight.data) is torch.Tensor and weight.dim() == 2 and weight.shape[1] == width:
-        found = weight.data[:, columns]
-    else:
-        units = torch.zeros(len(columns), width, dtype=weight.dtype, device=weight.device)
-        units.scatter_(1, columns[:, None], 1)
-        with torch.inference_mode():
-            found = method.apply(projection, units, None).t()
-    heads, size = layer.num_kv_heads, layer.head_size
-    size_v = layer.head_size_v
-    if hasattr(projection, "num_kv_heads"):
-        size, size_v = projection.head_size, projection.v_head_size
-        first = projection.num_heads * size  # there may be other rows behind Q, K and V
-    else:
-        first = len(found) - heads * (size + size_v)
-    middle, end = first + heads * size, first + heads * (size + size_v)
-    if len(found) < end:
-        return f"its QKV projection makes {len(found)} rows, of which K and V would end at {end}"
-    k, v = (rows.float().cpu() for rows in (found[first:middle], found[middle:end]))
-    return k.view(heads, size, -1), v.view(heads, size_v, -1)
 
 
 def hidden_weights(model: torch.nn.Module) -> dict[str, object]:
