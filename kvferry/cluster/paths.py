@@ -15,95 +15,61 @@ class Way(enum.Enum):
     ROUTER = "the router itself"
 
 
+def _each(**paths: str) -> tuple[str, ...]:
+    """Method and path, of each path after its method."""
+    return tuple(f"{method} {path}" for method, listed in paths.items() for path in listed.split())
+
+
 PATHS: Mapping[Way, tuple[str, ...]] = {
-    Way.BOTH: ("POST /v1/completions", "POST /v1/chat/completions"),
-    Way.DECODE: (
-        "POST /v1/chat/completions/batch",
-        "POST /v1/responses",
-        "POST /v1/messages",
-        "POST /v1/systemone",
-        "POST /inference/v1/generate",
-        "POST /invocations",
-        "POST /cohere/v2/chat",
-        "POST /v1/audio/transcriptions",
-        "POST /v1/audio/translations",
+    Way.BOTH: _each(
+        POST="/v1/completions /v1/chat/completions",
     ),
-    Way.ONE: (
-        "GET /v1/models",
-        "GET /v1/models/{model:path}",
-        "GET /v1/responses/{response_id}",
-        "POST /v1/responses/{response_id}/cancel",
-        "GET /version",
-        "GET /ping",
-        "POST /ping",
-        "GET /openapi.json",
-        "GET /docs",
-        "GET /docs/oauth2-redirect",
-        "GET /redoc",
-        "GET /tokenizer_info",
-        "POST /tokenize",
-        "POST /detokenize",
-        "POST /v1/messages/count_tokens",
-        "POST /v1/completions/render",
-        "POST /v1/chat/completions/render",
-        "POST /v1/responses/render",
-        "POST /v1/messages/render",
-        "POST /cohere/v2/chat/render",
-        "POST /v1/completions/derender",
-        "POST /v1/chat/completions/derender",
-        "POST /generative_scoring",
-        "POST /v1/embeddings",
-        "POST /v2/embed",
-        "POST /pooling",
-        "POST /classify",
-        "POST /score",
-        "POST /v1/score",
-        "POST /rerank",
-        "POST /v1/rerank",
-        "POST /v2/rerank",
+    Way.DECODE: _each(
+        POST="""
+            /v1/chat/completions/batch /v1/responses /v1/messages /v1/systemone
+            /inference/v1/generate /invocations /cohere/v2/chat /v1/audio/transcriptions
+            /v1/audio/translations
+        """,
     ),
-    Way.ALL: (
-        "POST /pause",
-        "POST /resume",
-        "GET /is_paused",
-        "POST /sleep",
-        "POST /wake_up",
-        "GET /is_sleeping",
-        "POST /release_kv_cache_memory",
-        "POST /v1/load_lora_adapter",
-        "POST /v1/unload_lora_adapter",
-        "POST /adapters",
-        "DELETE /adapters/{adapter_name}",
-        "POST /reset_prefix_cache",
-        "POST /reset_mm_cache",
-        "POST /reset_encoder_cache",
-        "POST /collective_rpc",
-        "POST /start_profile",
-        "POST /stop_profile",
-        "POST /abort_requests",
-        "POST /inference/v1/abort_requests",
-        "GET /weight_info",
-        "POST /weight_checker",
-        "POST /update_weight_version",
-        "GET /get_world_size",
-        "GET /load",
-        "GET /server_info",
-        "GET /kv_event_sources",
-        "POST /is_scaling_elastic_ep",
-        "GET /fault_tolerance/status",
+    Way.ONE: _each(
+        GET="""
+            /v1/models /v1/models/{model:path} /v1/responses/{response_id} /version
+            /ping /openapi.json /docs /docs/oauth2-redirect /redoc /tokenizer_info
+        """,
+        POST="""
+            /v1/responses/{response_id}/cancel /ping /tokenize /detokenize
+            /v1/messages/count_tokens /v1/completions/render /v1/chat/completions/render
+            /v1/responses/render /v1/messages/render /cohere/v2/chat/render
+            /v1/completions/derender /v1/chat/completions/derender /generative_scoring
+            /v1/embeddings /v2/embed /pooling /classify /score /v1/score /rerank
+            /v1/rerank /v2/rerank
+        """,
     ),
-    Way.NOBODY: (
-        "POST /init_weight_transfer_engine",
-        "POST /shutdown_weight_transfer_engine",
-        "POST /start_weight_update",
-        "POST /start_draft_weight_update",
-        "POST /update_weights",
-        "POST /finish_weight_update",
-        "POST /scale_elastic_ep",
-        "POST /fault_tolerance/apply",
-        "GET /v1/realtime",
+    Way.ALL: _each(
+        GET="""
+            /is_paused /is_sleeping /weight_info /get_world_size /load /server_info
+            /kv_event_sources /fault_tolerance/status
+        """,
+        POST="""
+            /pause /resume /sleep /wake_up /release_kv_cache_memory
+            /v1/load_lora_adapter /v1/unload_lora_adapter /adapters /reset_prefix_cache
+            /reset_mm_cache /reset_encoder_cache /collective_rpc /start_profile
+            /stop_profile /abort_requests /inference/v1/abort_requests /weight_checker
+            /update_weight_version /is_scaling_elastic_ep
+        """,
+        DELETE="/adapters/{adapter_name}",
     ),
-    Way.ROUTER: ("GET /health", "GET /metrics"),
+    Way.NOBODY: _each(
+        GET="/v1/realtime",
+        POST="""
+            /init_weight_transfer_engine /shutdown_weight_transfer_engine
+            /start_weight_update /start_draft_weight_update /update_weights
+            /finish_weight_update /scale_elastic_ep /fault_tolerance/apply
+        """,
+    ),
+    Way.ROUTER: _each(
+        GET="/health /metrics",
+    ),
 }
 """Way → method and path. A path that is in none of them is a 404."""
 
