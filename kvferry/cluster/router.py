@@ -184,6 +184,8 @@ class Router:
         self, request: Request, body: dict[str, Any], parse: Callable[[dict[str, Any]], Generation]
     ) -> Response:
         await self.members.meet()
+        if self._codec is not None and self._max_model_len() is None:
+            await self.members.decode.pick()  # nobody has told yet whose words it understands
         head = self._head(request)
         understood = await self._understood(body, parse)
         if understood is None:

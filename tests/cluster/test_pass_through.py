@@ -244,11 +244,14 @@ def test_a_chat_goes_in_the_clients_own_words_also_with_a_tokenizer(make):
     assert len(setup.prefill[0].bodies) == 2
 
 
-def test_a_chat_of_engines_of_ours_is_made_of_tokens_here(make):
-    setup = make(tokenizer=True, are_ours=True)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_chat_of_engines_of_ours_is_made_of_tokens_here(make, is_known):
+    setup = make(tokenizer=True, are_ours=True, wait=is_known)
 
-    (choice,) = setup.post(max_tokens=2, seed=3).json()["choices"]
+    while (answer := setup.post(max_tokens=2, seed=3)).status_code == 503:
+        assert not is_known  # the health check took longer than the router waits
 
+    (choice,) = answer.json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": "!?"}
     assert setup.decode[0].bodies[0]["prompt"] == [*b"user:?\nassistant:!"]
 
