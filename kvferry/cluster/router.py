@@ -107,13 +107,8 @@ class Router:
             at_once=settings.at_once,
             key=settings.cluster_key,
         )
-        self._relays = Relays(
-            self._pass_through,
-            self._bodies,
-            self._head,
-            self._authorize,
-            self._authorize_operator,
-        )
+        judges = self._authorize, self._authorize_operator
+        self._relays = Relays(self._pass_through, self._bodies, self._head, *judges)
         elsewhere = workers.requests if workers is not None else None
         self._watch = ClusterWatch(members, self._client, settings.curve, elsewhere)
 
