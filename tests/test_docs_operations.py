@@ -11,7 +11,7 @@ from kvferry import errors
 from kvferry.cache.cache_shape import LayerHeads
 from kvferry.cli.app import app
 from kvferry.cli.specs import SPEC_KEYS, parse_spec
-from kvferry.cluster.heads import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SERVERS
+from kvferry.cluster.headers import HOP_BY_HOP, WRITTEN_TO_CLIENTS, WRITTEN_TO_SERVERS
 from kvferry.cluster.metrics import EngineMetrics, RouterMetrics
 from kvferry.cluster.paths import PATHS
 from kvferry.cluster.prefixes import PrefixIndex

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvferry.cluster.engines import Engine, Reply
-from kvferry.cluster.heads import Head
+from kvferry.cluster.headers import Head
 from kvferry.cluster.openai import ApiError, Generation
 from kvferry.cluster.prefill_decode import PrefillDecode, TokenRequest
 from kvferry.cluster.words import Words, without_nulls

@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from kvferry.cluster.heads import Head, end_to_end
+from kvferry.cluster.headers import Head, end_to_end
 from kvferry.cluster.messages import without_credentials
 from kvferry.zeromq import KEEPALIVE
 

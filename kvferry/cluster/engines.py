@@ -24,7 +24,7 @@ from kvferry.cluster.engine_client import (
     Response,
     SilentError,
 )
-from kvferry.cluster.heads import Head
+from kvferry.cluster.headers import Head
 from kvferry.cluster.messages import KVEventsPlace, Role, without_credentials
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pace import Pace

@@ -39,7 +39,7 @@ from kvferry.cluster.engines import (
     Forwarded,
     Reply,
 )
-from kvferry.cluster.heads import Head, put_on
+from kvferry.cluster.headers import Head, put_on
 from kvferry.cluster.members import EnginePool
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.tries import (

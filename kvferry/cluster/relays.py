@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.cluster import web
-from kvferry.cluster.heads import Head
+from kvferry.cluster.headers import Head
 from kvferry.cluster.openai import ApiError
 from kvferry.cluster.pass_through import PassThrough
 from kvferry.cluster.paths import FORMS, PATHS, Way, without_transfer

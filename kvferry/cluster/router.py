@@ -30,7 +30,7 @@ from kvferry.cluster import web
 from kvferry.cluster.answer import Answer, ChoiceDelta, Shape, TextCodec
 from kvferry.cluster.choice import Chooser
 from kvferry.cluster.engine_client import EngineClient
-from kvferry.cluster.heads import Head, put_on
+from kvferry.cluster.headers import Head, put_on
 from kvferry.cluster.lists import EngineList
 from kvferry.cluster.members import Members, told
 from kvferry.cluster.messages import RouterSettings

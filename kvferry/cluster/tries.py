@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvferry.cluster.engine_client import NO_HEAD
 from kvferry.cluster.engines import Engine, EngineDownError, EngineRefusedError
-from kvferry.cluster.heads import Head
+from kvferry.cluster.headers import Head
 from kvferry.cluster.members import EnginePool, NoEngineError
 from kvferry.control.tickets import Transfer
 from kvferry.control.tracing import RequestSpan

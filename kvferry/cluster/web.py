@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvferry.cluster.heads import put_on
+from kvferry.cluster.headers import put_on
 from kvferry.cluster.openai import ApiError
 
 if TYPE_CHECKING:
