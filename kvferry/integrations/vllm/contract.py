@@ -198,6 +198,8 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.layers.linear:ReplicatedLinear": ("input_size", "quant_method"),
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod": ("apply(layer, x, bias)",),
+    "vllm.model_executor.offloader:PrefetchOffloader": (),
+    "vllm.model_executor.offloader:get_offloader": (),
     # Configuration.
     "vllm.config:VllmConfig": (
         "cache_config",
