@@ -50,9 +50,12 @@ class _Cache(FunctionCache):  # type: ignore[misc]
         # Numba's own is left out: it looks for a folder that can be written, and raises.
         self._py_func = function
         code, version = function.__code__, sys.version_info
+        # Environments with other releases of Numba may use one checkout at the same time: a file of
+        # one's would be overwritten by the other, and its code be none that this Numba reads.
         name = (
             f"{Path(code.co_filename).stem}.{function.__qualname__.replace('<locals>', 'locals')}-"
             f"{code.co_firstlineno}.py{version.major}{version.minor}{sys.abiflags}"
+            f".numba{numba.__version__}"
         )
         stamp = _text_digest(function.__module__)
         self._files = {
