@@ -223,13 +223,15 @@ class EngineWeights:
         Raises:
             ConfigError: the model's files cannot be read.
         """
-        self._question = functools.partial(look_at_rank, full=self._check == "full", groups=groups)
+        question = functools.partial(look_at_rank, full=self._check == "full")
+        self._question = functools.partial(question, groups=groups)
         load_format = self._config.load_config.load_format
         named = named_weights(self._config.model_config, load_format, self._check)
         if self._executor is None:
             return _digest(named)
         try:
-            ranks = self._ask()
+            # The ranks have digested their heads already, when they registered their caches.
+            ranks = self._ask(functools.partial(question, groups=()))
         except Exception:
             logger.exception(
                 "the weights cannot be read in memory; changes of them will go unnoticed, and KV "
@@ -253,15 +255,15 @@ class EngineWeights:
             return None
         self.in_question, self.heads = False, None
         try:
-            ranks = self._ask()
+            ranks = self._ask(self._question)
             self.heads = [rank.heads for rank in ranks]
             return weights_digest(self._base, ranks)
         except Exception:
             logger.exception("the weights in memory could not be read; nothing pairs with them")
             return f"unknown {secrets.token_hex(8)}"
 
-    def _ask(self) -> list[RankWeights]:
-        found: list[RankWeights] = self._executor.collective_rpc(self._question)
+    def _ask(self, question: Callable[[Any], RankWeights] | None) -> list[RankWeights]:
+        found: list[RankWeights] = self._executor.collective_rpc(question)
         return found
 
     def close(self) -> None:
