@@ -194,12 +194,42 @@ def triton_kernel_for_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 @triton_kernel
-def _move_units(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
+def _move_words(
+    from_U,
+    to_U,
+    mask_U,
+    WORD: tl.constexpr,
+    WORDS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    WAITS: tl.constexpr,
+):
     """Copies units of ``WORDS`` words each, from addresses to addresses."""
     words = tl.arange(0, WORDS)
     from_UW = tl.multiple_of(from_U.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words[None, :]
     to_UW = tl.multiple_of(to_U.to(tl.pointer_type(WORD)), ALIGN)[:, None] + words[None, :]
-    tl.store(to_UW, tl.load(from_UW, mask=mask_U[:, None]), mask=mask_U[:, None])
+    values_UW = tl.load(from_UW, mask=mask_U[:, None])
+    if WAITS:
+        tl.debug_barrier()
+    tl.store(to_UW, values_UW, mask=mask_U[:, None])
+
+
+@triton_kernel
+def move_units(from_U, to_U, mask_U, unit_bytes, WAITS: tl.constexpr):
+    """Copies units of 1, 2, 4, 8 or 16 bytes, from addresses to addresses.
+
+    With ``WAITS`` every load of the program comes before any store, so that both may be the same
+    bytes.
+    """
+    if unit_bytes == 16:
+        _move_words(from_U, to_U, mask_U, tl.int64, 2, 16, WAITS)
+    elif unit_bytes == 8:
+        _move_words(from_U, to_U, mask_U, tl.int64, 1, 8, WAITS)
+    elif unit_bytes == 4:
+        _move_words(from_U, to_U, mask_U, tl.int32, 1, 4, WAITS)
+    elif unit_bytes == 2:
+        _move_words(from_U, to_U, mask_U, tl.int16, 1, 2, WAITS)
+    else:
+        _move_words(from_U, to_U, mask_U, tl.int8, 1, 1, WAITS)
 
 
 @triton_kernel
@@ -263,13 +293,4 @@ def copy_kernel(
         from_U = source + at_U + dim_0_U * source_0 + dim_1_U * source_1 + dim_2_U * source_2
         to_U = target + at_U + dim_0_U * target_0 + dim_1_U * target_1 + dim_2_U * target_2
         mask_U = unit_U < units
-        if unit_bytes == 16:
-            _move_units(from_U, to_U, mask_U, tl.int64, 2, 16)
-        elif unit_bytes == 8:
-            _move_units(from_U, to_U, mask_U, tl.int64, 1, 8)
-        elif unit_bytes == 4:
-            _move_units(from_U, to_U, mask_U, tl.int32, 1, 4)
-        elif unit_bytes == 2:
-            _move_units(from_U, to_U, mask_U, tl.int16, 1, 2)
-        else:
-            _move_units(from_U, to_U, mask_U, tl.int8, 1, 1)
+        move_units(from_U, to_U, mask_U, unit_bytes, False)

@@ -29,6 +29,7 @@ import triton.language as tl
 from kvferry.layouts.copier import Int64s
 from kvferry.layouts.copier_triton import (
     copy_tiles_device,
+    move_units,
     on_device,
     to_device,
     triton_kernel,
@@ -146,21 +147,6 @@ def _split(cell_U, HEADS: tl.constexpr, TOKENS: tl.constexpr, BY_TOKENS: tl.cons
     return cell_U // (TOKENS * HEADS), token_U, head_U
 
 
-@triton_kernel
-def _words(address_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to the words of units at some addresses."""
-    pointer_U = tl.multiple_of(address_U.to(tl.pointer_type(WORD)), ALIGN)
-    return pointer_U[:, None] + tl.arange(0, WORDS)[None, :]
-
-
-@triton_kernel
-def _permute(from_U, to_U, mask_U, WORD: tl.constexpr, WORDS: tl.constexpr, ALIGN: tl.constexpr):
-    """Moves units from addresses to addresses of the same bytes: loads all, then stores."""
-    values_UW = tl.load(_words(from_U, WORD, WORDS, ALIGN), mask=mask_U[:, None])
-    tl.debug_barrier()  # every load of this program before any store
-    tl.store(_words(to_U, WORD, WORDS, ALIGN), values_UW, mask=mask_U[:, None])
-
-
 @triton_kernel_for_any("block_stride")
 def permute_frames(
     bases,  # int64 per unit: address of its cells of block 0
@@ -202,13 +188,4 @@ def permute_frames(
     token_at_U = (token_U % BLOCK).to(tl.int64) * TOKEN_STRIDE + head_U.to(tl.int64) * HEAD_STRIDE
     from_U = at_U + block_U + slot_at_U
     to_U = at_U + target_block_U + token_at_U
-    if UNIT_BYTES == 16:
-        _permute(from_U, to_U, mask_U, tl.int64, 2, 16)
-    elif UNIT_BYTES == 8:
-        _permute(from_U, to_U, mask_U, tl.int64, 1, 8)
-    elif UNIT_BYTES == 4:
-        _permute(from_U, to_U, mask_U, tl.int32, 1, 4)
-    elif UNIT_BYTES == 2:
-        _permute(from_U, to_U, mask_U, tl.int16, 1, 2)
-    else:
-        _permute(from_U, to_U, mask_U, tl.int8, 1, 1)
+    move_units(from_U, to_U, mask_U, UNIT_BYTES, True)
