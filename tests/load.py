@@ -2,32 +2,13 @@
 
 import http.client
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 import httpx
 import msgspec
 
 from benchmarks.faults.load import Clients
-
-T = TypeVar("T")
-
-WAIT_S = 250.0
-"""Seconds to wait for what is bound to come; far more than it takes, less than a test may."""
-
-
-def until(condition: Callable[[], T], wait_s: float = WAIT_S) -> T:
-    """Waits for what is bound to come, and returns it.
-
-    Raises:
-        AssertionError: it has not come within ``wait_s``.
-    """
-    deadline = time.monotonic() + wait_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"it has not come within {wait_s:g} s"
-        time.sleep(0.05)
-    return found
+from kvferry.testing.waiting import WAIT_S, until
 
 
 def tokens_in(lines: Iterable[str]) -> Iterator[int]:

@@ -13,6 +13,7 @@
     network                the same as a fixture of pytest              fixtures.py
     HostPair               two engines on two hosts                     host_engines.py
     MultiHostConnectorConformance   connectors between hosts            multi_host_conformance.py
+    until                  waits for what must come                     waiting.py
 
 Subclass a suite in a test file of yours and give it one fixture. The suites need pytest.
 """
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvferry.testing.transport_conformance import TransportConformance
     from kvferry.testing.unfenced import ReadGate, unfenced_transport
     from kvferry.testing.unfenced_conformance import UnfencedTransportConformance
+    from kvferry.testing.waiting import NotInTimeError, until
 
 __all__ = [
     "ConnectorConformance",
@@ -55,6 +57,7 @@ __all__ = [
     "KnownCache",
     "MultiHostConnectorConformance",
     "Network",
+    "NotInTimeError",
     "ReadGate",
     "TransportConformance",
     "UnfencedTransportConformance",
@@ -63,6 +66,7 @@ __all__ = [
     "slow_transport",
     "stalling_transport",
     "unfenced_transport",
+    "until",
 ]
 
 _MODULES = {
@@ -78,6 +82,7 @@ _MODULES = {
     "KnownCache": "known_cache",
     "MultiHostConnectorConformance": "multi_host_conformance",
     "Network": "hosts",
+    "NotInTimeError": "waiting",
     "ReadGate": "unfenced",
     "TransportConformance": "transport_conformance",
     "UnfencedTransportConformance": "unfenced_conformance",
@@ -86,6 +91,7 @@ _MODULES = {
     "slow_transport": "faults",
     "stalling_transport": "faults",
     "unfenced_transport": "unfenced",
+    "until": "waiting",
 }
 
 

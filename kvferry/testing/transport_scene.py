@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from kvferry.layouts.tiles import Runs, Tiles
 from kvferry.testing.transport_cases import Case, copy_slowly
 from kvferry.testing.transport_peer import PeerProcess, pattern
+from kvferry.testing.waiting import NotInTimeError
 from kvferry.transports.base import (
     ByteArray,
     Peer,
@@ -88,7 +89,10 @@ class TransportScenes:
     extra: ClassVar[Mapping[str, Any]] = {}
     """Keys of its ``ExtraConfig``, on both sides."""
     threads: ClassVar[int] = 2
-    stall_timeout_s: ClassVar[float] = 1.0
+    stall_timeout_s: ClassVar[float] = 10.0
+    """Longer than a healthy peer may have to wait for a processor."""
+    short_stall_timeout_s: ClassVar[float] = 1.0
+    """The same for ``local`` where a test waits for a stall."""
     settle_s: ClassVar[float] = 0.4
     """How long to look for bytes that land late."""
     patience_s: ClassVar[float] = 30.0
@@ -117,9 +121,16 @@ class TransportScenes:
             yield peer
 
     @pytest.fixture
-    def local(self) -> Iterator[Transport]:
+    def stalls_soon(self) -> None:
+        """For tests that wait for a stall: ``local`` takes ``short_stall_timeout_s`` for one."""
+
+    @pytest.fixture
+    def local(self, request: pytest.FixtureRequest) -> Iterator[Transport]:
         """The transport under test, open."""
-        transport = self.transport.open(self.options())
+        options = self.options()
+        if "stalls_soon" in request.fixturenames:
+            options = replace(options, stall_timeout_s=self.short_stall_timeout_s)
+        transport = self.transport.open(options)
         yield transport
         transport.close()
 
@@ -173,7 +184,8 @@ class TransportScenes:
         """Spins until ``condition`` holds; it may hold for a very short time only."""
         deadline = time.monotonic() + self.patience_s
         while not condition():
-            assert time.monotonic() < deadline, f"did not come about in {self.patience_s} s"
+            if time.monotonic() > deadline:
+                raise NotInTimeError(f"it did not come about in {self.patience_s} s")
             time.sleep(0)
 
     def assert_nothing_lands(self, scene: Scene) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,20 +29,11 @@ from kvferry.control.tracing import Spans
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.request import SchedulerOptions
 from kvferry.engine.weights_sources import write_tiny_tokenizer
+from kvferry.testing.waiting import WAIT_S, until
 from tests.engine.simulated import open_simulated
 
 EOS = 256
 """Id after the 256 bytes."""
-WAIT_S = 60.0
-"""Seconds to wait for what is bound to come; far more than it takes."""
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Waits for what is bound to come."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def leave(client: httpx.Client, when: Callable[[], Any], **body: Any) -> None:
@@ -264,11 +254,11 @@ class Servers:
             server, future, listener = entry
             if not url.endswith(f":{listener.getsockname()[1]}"):
                 continue
-            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(600)
             server.should_exit = True
-            future.result(10)
+            future.result(600)
             # Those too that were made meanwhile.
-            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(_abort_connections(server), self._loop).result(600)
             listener.close()
             self._running.remove(entry)
 
@@ -282,9 +272,9 @@ class Servers:
     def close(self) -> None:
         self.end_all()
         for _, future, listener in self._ending:
-            future.result(10)
+            future.result(600)
             listener.close()
-        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result(600)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
