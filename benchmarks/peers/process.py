@@ -95,7 +95,7 @@ class PeerProcess(Closing):
         python = PYTHONS[name]
         if not python.exists():
             raise PeerError(
-                f"{python.relative_to(ROOT)} is not there; `make test SLOW=1` and `make bench` "
+                f"{python.relative_to(ROOT)} is not there; `make test-rest` and `make bench` "
                 "set it up"
             )
         self._name = name

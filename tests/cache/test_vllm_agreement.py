@@ -1,6 +1,6 @@
 """Our manager and vLLM's leave the same trace, and where they part it is on purpose.
 
-vLLM 0.32 runs in an environment of its own, ``.venv-vllm``, which ``make test SLOW=1`` sets up.
+vLLM 0.32 runs in an environment of its own, ``.venv-vllm``, which ``make test-rest`` sets up.
 """
 
 from collections.abc import Iterator

@@ -37,4 +37,5 @@ async def main():
     await asyncio.gather(*(lead(int(port), host, int(to)) for port, host, to in places))
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

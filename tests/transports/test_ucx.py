@@ -27,7 +27,7 @@ from kvferry.transports.wire_messages import Hello, decode_endpoint, encode
 
 needs_ucxx = pytest.mark.skipif(
     importlib.util.find_spec("ucxx") is None,
-    reason="the package ucxx is not installed (`make test SLOW=1` installs it)",
+    reason="the package ucxx is not installed (`make test-rest` installs it)",
 )
 needed = [pytest.mark.slow, needs_ucxx]
 
@@ -35,13 +35,13 @@ needed = [pytest.mark.slow, needs_ucxx]
 class TestUcxTransport(TransportConformance):
     pytestmark = needed
     transport = UcxTransport
-    stall_timeout_s = 3.0  # the first message of a connection may take a second
+    short_stall_timeout_s = 3.0  # the first message of a connection may take a second
 
 
 class TestUcxTransportOverTcp(TransportConformance):
     pytestmark = needed
     transport = UcxTransport
-    stall_timeout_s = 3.0  # the first message of a connection may take a second
+    short_stall_timeout_s = 3.0  # the first message of a connection may take a second
     extra = MappingProxyType({"config": {"TLS": "tcp"}, "chunk_bytes": 65536})
 
 
