@@ -50,6 +50,10 @@ class TestConformance(ConnectorConformance):
             file.unlink()
 
 
+@pytest.mark.timed(
+    "Handshakes and heartbeats of seconds end while a healthy host waits for the processor."
+)
+@pytest.mark.processes
 @pytest.mark.slow
 class TestBetweenHosts(MultiHostConnectorConformance):
     """Hosts share the file system, as machines of a cluster may share one over the network."""
@@ -137,6 +141,7 @@ def served(prefill, decode, max_tokens: int) -> list[EngineOutput]:
     return list(answers.values())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("found", ["by_module_path", "by_entry_point"])
 def test_it_serves_the_tokens_of_one_undivided_engine(found, model, folder, request):
     keys = {"kv_connector_module_path": "folder_connector"}
@@ -151,6 +156,7 @@ def test_it_serves_the_tokens_of_one_undivided_engine(found, model, folder, requ
     assert [answer.num_external_tokens for answer in answers] == [5, 30, 50]
 
 
+@pytest.mark.smoke
 def test_a_longer_prompt_finds_the_beginning_that_was_saved(model, folder):
     keys = {"kv_connector_module_path": "folder_connector"}
     with open_engine(model, folder, "kv_producer", **keys) as prefill:
@@ -162,6 +168,7 @@ def test_a_longer_prompt_finds_the_beginning_that_was_saved(model, folder):
     assert answer.num_external_tokens == 30
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_it_serves_engines_whose_ranks_are_processes(model, folder):
     keys = {"kv_connector_module_path": "folder_connector", "executor": "process"}

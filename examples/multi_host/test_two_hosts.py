@@ -12,6 +12,14 @@ from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing import HostEngine, HostPair
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timed(
+        "Handshakes and heartbeats of seconds end while a healthy host waits for the processor."
+    ),
+]
+
 MAX_TOKENS = 6
 
 

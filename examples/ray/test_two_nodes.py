@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timed("Ray takes a node for dead after four health checks and starts within 30 s."),
+]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)  # Ray alone needs a minute on a busy machine

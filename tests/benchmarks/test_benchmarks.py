@@ -164,6 +164,7 @@ def _is_running(pid: int) -> bool:
     return state != "Z"
 
 
+@pytest.mark.processes
 def test_suspended_processes_end_with_a_parent_that_is_killed():
     script = (
         "import time\n"
@@ -191,6 +192,7 @@ def test_suspended_processes_end_with_a_parent_that_is_killed():
     pytest.fail(f"process {child} outlived its parent")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a dozen processes are started, which a busy machine takes a while to do
 def test_a_quick_run_measures_everything_and_writes_its_results(tmp_path):

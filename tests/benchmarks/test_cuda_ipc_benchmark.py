@@ -27,6 +27,7 @@ def row(copy, same, mismatched):
     return IpcRow(case=CASE, seconds=seconds)
 
 
+@pytest.mark.processes
 def test_two_processes_are_measured_and_what_arrived_is_checked():
     (measured,) = cuda_ipc.measure(HostIpcTransport, [CASE], 2, print)
     assert {name: len(each) for name, each in measured.seconds.items()} == dict.fromkeys(

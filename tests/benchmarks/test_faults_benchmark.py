@@ -133,6 +133,7 @@ def cell(system, mood, lasts_s=0.2, **more):
     return run_cell(system, Fault("kill-p", "kill", act, lasts_s), "any", 0)
 
 
+@pytest.mark.timed("Half of the rate must be back within 60 s.")
 def test_a_fault_that_costs_nothing_is_a_good_cell(system):
     found = cell(system, "well")
     assert found.counts.requests >= system.requests

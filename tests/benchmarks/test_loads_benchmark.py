@@ -95,6 +95,7 @@ def test_one_wrong_byte_is_found():
         blocks.check([4, 5], [4, 5], 17)
 
 
+@pytest.mark.processes
 def test_wrong_bytes_and_errors_of_a_process_end_the_benchmark(tmp_path):
     installed = install(ROOT, tmp_path / "now")
     sides = [Side(installed, "shm", name, "shm", CACHE) for name in ("Prefill", "Decode")]
@@ -113,6 +114,7 @@ def test_wrong_bytes_and_errors_of_a_process_end_the_benchmark(tmp_path):
             side.close()
 
 
+@pytest.mark.processes
 def test_a_quick_run_measures_this_and_another_checkout_and_writes_it(tmp_path):
     found = measure(
         "test",
@@ -141,6 +143,7 @@ def test_a_quick_run_measures_this_and_another_checkout_and_writes_it(tmp_path):
     assert "A quick run" in (tmp_path / "LOADS.md").read_text()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # two dozen processes are started
 def test_a_quick_run_of_the_command_takes_nixl_in(tmp_path):

@@ -76,10 +76,11 @@ def test_memory_per_block_counts_more_once_blocks_are_cached():
 
 def test_a_missing_environment_is_an_error_that_says_how_to_make_it(monkeypatch):
     monkeypatch.setitem(PYTHONS, "vllm", ROOT / ".venv-nowhere" / "bin" / "python")
-    with pytest.raises(PeerError, match="make test SLOW=1"):
+    with pytest.raises(PeerError, match="make test-rest"):
         PeerProcess("vllm")
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_quick_run_compares_the_managers_and_writes_its_results(tmp_path):
     ran = subprocess.run(

@@ -33,6 +33,7 @@ def test_the_page_has_medians_and_the_exponent_of_growth():
     assert "| look | µs | 20 | 2,000 | 1.00 |" in text
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_quick_run_measures_both_sides_by_real_connections(tmp_path, monkeypatch):
     monkeypatch.setattr(scale, "REST_S", 0.2)

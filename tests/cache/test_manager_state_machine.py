@@ -44,7 +44,9 @@ QUICK = settings(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_manager_agrees_with_the_model(family):
-    run_state_machine_as_test(machine_of(FAMILIES[family]), settings=QUICK)
+    run_state_machine_as_test(
+        machine_of(FAMILIES[family]), settings=settings(QUICK, max_examples=15)
+    )
 
 
 @pytest.mark.slow

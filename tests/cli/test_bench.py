@@ -66,6 +66,7 @@ def described(address, keys):
         return client.handshake(address, ours).result()
 
 
+@pytest.mark.processes
 def test_each_transport_is_measured_beside_its_limit(kvferry, served, keys):
     outcome = kvferry("bench", served, "--keys", keys, "--rounds", 2, "--threads", 2, "--json")
     assert outcome.code == 0, outcome.err
@@ -90,6 +91,7 @@ def test_each_transport_is_measured_beside_its_limit(kvferry, served, keys):
             assert case["share"] > 0
 
 
+@pytest.mark.processes
 def test_people_get_a_table_and_the_number_of_rounds(kvferry, served, keys):
     outcome = kvferry("bench", served, "--keys", keys, "--rounds", 1)
     assert outcome.code == 0, outcome.err
@@ -97,6 +99,7 @@ def test_people_get_a_table_and_the_number_of_rounds(kvferry, served, keys):
     assert "Medians of interleaved rounds: 1" in outcome.out
 
 
+@pytest.mark.processes
 def test_where_no_transport_reaches_the_error_tells_of_each(kvferry, served, keys, monkeypatch):
     left_out = {"nixl": PluginError("it is not installed")}
     monkeypatch.setattr(bench, "open_transports", lambda *_: ({}, left_out))
@@ -105,6 +108,7 @@ def test_where_no_transport_reaches_the_error_tells_of_each(kvferry, served, key
     assert "(nixl: it is not installed); serve with --transport tcp" in outcome.err
 
 
+@pytest.mark.processes
 def test_wrong_cells_are_no_figure(kvferry, served, keys, monkeypatch):
     monkeypatch.setattr(bench, "pattern", lambda nbytes: bench.private_memory(nbytes))
     outcome = kvferry("bench", served, "--keys", keys, "--rounds", 1)
@@ -112,6 +116,7 @@ def test_wrong_cells_are_no_figure(kvferry, served, keys, monkeypatch):
     assert "40 of 40 tokens differ" in outcome.err
 
 
+@pytest.mark.processes
 def test_a_second_client_is_refused(kvferry, served, keys):
     endpoint = described(served, keys).ranks[0].endpoints[BARE]
     bare = msgspec.msgpack.decode(endpoint, type=BareEndpoint)
@@ -125,12 +130,14 @@ def test_a_second_client_is_refused(kvferry, served, keys):
     assert "serves another reader; try again when that has ended" in outcome.err
 
 
+@pytest.mark.processes
 def test_without_the_keys_there_is_no_answer(kvferry, served):
     outcome = kvferry("bench", served, "--timeout", 2)
     assert outcome.code == 2
     assert "curve_keys" in outcome.err
 
 
+@pytest.mark.processes
 def test_an_engine_is_not_measured(kvferry, served, keys):
     theirs = described(served, keys)
     server = ControlServer(

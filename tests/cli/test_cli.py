@@ -338,6 +338,7 @@ def test_temporary_files_of_a_container_go_to_dev_shm(monkeypatch, tmp_path):
     assert os.environ["TMPDIR"] == str(tmp_path)  # which children inherit
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_model_that_cannot_be_kept_is_converted_for_one_start(cluster_file, tmp_path):
     temporary, logs = tmp_path / "temporary", tmp_path / "logs"
@@ -373,6 +374,7 @@ def test_prepare_fails_where_nothing_can_be_kept(kvferry, monkeypatch):
     assert "compiled kernels cannot be kept" in outcome.err
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_serve_answers_and_ends_cleanly_on_sigterm(cluster_file, tmp_path):
     import openai

@@ -237,8 +237,9 @@ def test_an_empty_prompt_folder_is_an_error(tmp_path):
         load_prompts(tmp_path)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.smoke)])
 def test_a_whole_run_with_the_tiny_model(kvferry, tmp_path, monkeypatch, transport):
     monkeypatch.setenv("KVFERRY_CACHE", str(tmp_path / "cache"))
     prompts = tmp_path / "prompts"

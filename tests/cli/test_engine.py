@@ -14,7 +14,7 @@ import pytest
 
 from kvferry.cli import engine as command
 from kvferry.cli.console import make_console
-from tests.load import until
+from kvferry.testing.waiting import until
 
 COMMAND = [sys.executable, "-m", "kvferry.cli"]
 PROMPT = list(range(1, 40))
@@ -83,6 +83,8 @@ def ask(url):
     return answer["choices"][0]["token_ids"]
 
 
+@pytest.mark.processes
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(file, start):
     router, log = start("router", "--port", "0")
@@ -107,6 +109,7 @@ def test_engines_enter_a_router_come_back_when_they_die_and_leave_by_draining(fi
     assert router.wait(60) == 0
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_engine_that_fails_and_is_not_started_again_ends_with_1(file, start):
     file.write_text(FILE.replace('name = "d0"', 'name = "d0"\nrestart = "never"'))

@@ -331,6 +331,7 @@ def test_a_table_of_very_many_ranks_is_cut_and_says_so(kvferry):
     assert "see --json" in outcome.out
 
 
+@pytest.mark.slow
 def test_every_known_model_is_planned(kvferry):
     for name in KNOWN_MODELS:
         outcome = kvferry(*options("tp=4,pp=2", "tp=2", name, tokens=16), "--json")
@@ -541,6 +542,7 @@ def test_the_picture_names_ranks_groups_windows_and_blocks(drawn):
     assert hatched
 
 
+@pytest.mark.slow
 def test_everything_lies_inside_the_picture(drawn):
     root, _ = drawn("tp=64", "pp=30", "smollm2-135m", tokens=16)
 
@@ -587,6 +589,7 @@ def test_a_random_model_is_planned_without_a_folder_to_write(kvferry, cluster_fi
     assert "tiny: 4 layers" in outcome.out
 
 
+@pytest.mark.slow
 def test_every_layout_name_is_said_back(kvferry):
     for name in LAYOUT_NAMES:
         outcome = kvferry(*options(f"layout={name}", "tp=1", "smollm2-135m", tokens=16), "--json")

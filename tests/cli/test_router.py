@@ -16,6 +16,7 @@ from kvferry.errors import KVFerryError
 COMMAND = [sys.executable, "-m", "kvferry.cli", "router"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_it_serves_until_ctrl_c_and_says_which_servers_are_down(workers):
     urls = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9/v1/"]
@@ -104,6 +105,7 @@ def running():
             assert process.wait(60) == 0
 
 
+@pytest.mark.processes
 def test_engines_are_entered_shown_drained_and_forgotten(running):
     assert (
         "decode engine d0 is entered"
@@ -122,6 +124,7 @@ def test_engines_are_entered_shown_drained_and_forgotten(running):
     assert running("list", "--json").stdout.strip() == "[]"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -145,6 +145,7 @@ def test_trace_that_nobody_knows_ends_with_1(kvferry, engines):
     assert "none of the last 0 requests that loaded or lent KV here" in outcome.out
 
 
+@pytest.mark.timed("A difference of clocks must be measured to 1 ms.")
 def test_trace_takes_the_difference_of_clocks_off(kvferry, engines, monkeypatch):
     source, target = engines
     ahead = 7230.0

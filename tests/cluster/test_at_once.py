@@ -26,8 +26,8 @@ from kvferry.control.tracing import RequestSpan
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 from kvferry.errors import TicketForgedError
+from kvferry.testing.waiting import WAIT_S, until
 from tests.cluster.conftest import leave
-from tests.load import WAIT_S, until
 
 KEY = b"k" * 32
 CONTROL = "127.0.0.1:14579"
@@ -554,6 +554,8 @@ def answers_of_one_engine(cluster):
         ]
 
 
+@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 def test_answers_are_those_of_the_undivided_engine_and_nothing_stays_lent(cluster):
     with ThreadPoolExecutor(4) as clients:
@@ -566,6 +568,8 @@ def test_answers_are_those_of_the_undivided_engine_and_nothing_stays_lent(cluste
     assert "errors.load" not in status_of(cluster, "d0").counters
 
 
+@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 def test_clients_that_go_away_leave_nothing_lent(cluster):
     asked = status_of(cluster, "p0").counters.get("requests.Ask", 0)

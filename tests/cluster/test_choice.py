@@ -19,7 +19,7 @@ from kvferry.cluster.prefixes import Prompt, SentPrompts
 from kvferry.config import KVEventsConfig
 from kvferry.control.cache_events import CacheEventPublisher
 from kvferry.errors import ConfigError
-from tests.load import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
 
 PROMPT = "a prompt of forty-two characters, to route"
 TOKENS = list(PROMPT.encode())

@@ -8,7 +8,9 @@ import pytest
 
 from kvferry.cluster import engine_client, engines
 from kvferry.cluster.messages import RouterSettings
-from tests.cluster.conftest import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
+
+pytestmark = pytest.mark.timed("Probes of 0.05 s take a busy machine's engine for a dead one.")
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from kvferry.cluster import engine_client
 from kvferry.cluster.engine_client import ClientError, EngineClient, Response
 from kvferry.cluster.engines import NOT_REACHED, Engine
-from tests.cluster.conftest import WAIT_S
+from kvferry.testing.waiting import WAIT_S
 
 Talk = Callable[[EngineClient, str, asyncio.Event], Awaitable[None]]
 

@@ -9,7 +9,8 @@ from kvferry.cluster import engine_server
 from kvferry.connectors.base import TransferRecord
 from kvferry.engine import loop as loops
 from kvferry.engine.engine import Engine
-from tests.cluster.conftest import PROMPT, WAIT_S, leave, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import PROMPT, leave
 from tests.engine.toy_cache import reference_tokens
 
 

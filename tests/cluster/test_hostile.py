@@ -19,7 +19,7 @@ import pytest
 from kvferry.cluster import web
 from kvferry.engine import request as requests
 from kvferry.engine.messages import SchedulerOutput
-from tests.cluster.conftest import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
 
 # Body, the field as the refusal names it, and the bound.
 OUT_OF_BOUNDS = [
@@ -228,6 +228,8 @@ def cpu_s(pid):
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.timed("The server's CPU time is measured against the clock.")
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "half",
     [
@@ -265,6 +267,7 @@ def send_slowly(connection):
             return
 
 
+@pytest.mark.processes
 def test_a_head_that_comes_byte_by_byte_is_cut_off(starved_server):
     port, _ = starved_server
     with (
@@ -274,6 +277,8 @@ def test_a_head_that_comes_byte_by_byte_is_cut_off(starved_server):
         send_slowly(slow)
 
 
+@pytest.mark.timed("A connection that is cut off after 1 s must be seen open first.")
+@pytest.mark.processes
 def test_a_client_that_takes_nothing_of_its_answer_is_cut_off(starved_server):
     port, pid = starved_server
 

@@ -35,7 +35,7 @@ from kvferry.cluster.tries import REMOTE_DECODE
 from kvferry.config import KVTransferConfig
 from kvferry.engine.loop import EngineLoop
 from kvferry.engine.messages import SamplingParams
-from tests.cluster.conftest import WAIT_S
+from kvferry.testing.waiting import WAIT_S
 from tests.cluster.fuzzing import HttpRequest, Line, nearly_http
 from tests.engine.simulated import open_connected
 from tests.engine.toy_cache import reference_tokens
@@ -384,6 +384,7 @@ def no_errors(caplog):
     assert not caplog.records
 
 
+@pytest.mark.timed("Objects, threads and log records of the whole process are counted.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_requests_at_the_router_harm_nobody(pair, count, seed):
@@ -391,6 +392,7 @@ def test_nearly_right_requests_at_the_router_harm_nobody(pair, count, seed):
     asyncio.run(attack(pair, hostile, router_requests, count))
 
 
+@pytest.mark.timed("Objects, threads and log records of the whole process are counted.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(("count", "seed"), COUNTS)
 def test_nearly_right_requests_at_engines_harm_nobody(pair, count, seed):
@@ -420,6 +422,7 @@ class HostileBySocket(Hostile):
         return answer
 
 
+@pytest.mark.timed("Heads and bodies of 64 clients must come within 0.5 s.")
 @pytest.mark.usefixtures("no_errors")
 @pytest.mark.parametrize(
     ("count", "seed"),

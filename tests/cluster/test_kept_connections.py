@@ -20,7 +20,7 @@ from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.process import listen
 from kvferry.cluster.router import Router
 from kvferry.control.tracing import RequestSpan
-from tests.cluster.conftest import WAIT_S
+from kvferry.testing.waiting import WAIT_S
 
 ANSWER = {"choices": [{"text": "yes", "token_ids": [70], "finish_reason": "length"}]}
 
@@ -196,6 +196,7 @@ def test_a_transfer_that_may_have_been_heard_of_is_not_sent_again() -> None:
     assert (prefill.lost, prefill.prompts) == (1, [])
 
 
+@pytest.mark.timed("The rest of a stream must be read within 0.05 s.")
 @pytest.mark.parametrize("takes_apart", [False, True])
 def test_tickets_go_over_kept_connections(takes_apart: bool, codec: TextCodec) -> None:
     prefill, decode = Server("p", answers=99), Server("d", answers=99)

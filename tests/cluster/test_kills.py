@@ -21,9 +21,17 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
-from tests.load import Load, tokens_in, until
+from kvferry.testing.waiting import until
+from tests.load import Load, tokens_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.processes,
+    pytest.mark.timed(
+        "Parts of a second in which an answer is in one state must be seen by polling."
+    ),
+]
 
 KILLS = int(os.environ.get("KILLS", "6"))
 """Of the test in which one follows another; a long run takes more."""

@@ -17,11 +17,11 @@ from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.control.client import fetch_status
 from kvferry.errors import KVFerryError
+from kvferry.testing.waiting import until
 from tests.cluster import test_kills
 from tests.cluster.test_kills import TRIES, WAIT_S, Killable
-from tests.load import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.processes]
 
 PROMPT, MAX_TOKENS = 700, 20
 
@@ -122,6 +122,7 @@ def clients():
         yield clients
 
 
+@pytest.mark.timed("Parts of a second in which an answer is in one state must be seen by polling.")
 def test_a_prefill_engine_that_dies_before_it_grants_is_done_without(served, clients):
     """One request is computed at each of them, and the others wait for their turn: of those
     nothing is lent yet.
@@ -133,6 +134,7 @@ def test_a_prefill_engine_that_dies_before_it_grants_is_done_without(served, cli
     caught(served, clients, lambda: [2 * served.fresh() + n % 2 for n in range(4)], waits)
 
 
+@pytest.mark.timed("Parts of a second in which an answer is in one state must be seen by polling.")
 @pytest.mark.parametrize("drawn", [0, 1], ids=["greedy", "seeded"])
 def test_a_prefill_engine_that_dies_in_the_middle_of_a_prompt_that_it_lends_is_done_without(
     served, clients, drawn
@@ -143,6 +145,7 @@ def test_a_prefill_engine_that_dies_in_the_middle_of_a_prompt_that_it_lends_is_d
     caught(served, clients, lambda: [2 * served.fresh() + drawn], lends)
 
 
+@pytest.mark.timed("Parts of a second in which an answer is in one state must be seen by polling.")
 def test_prefill_engines_die_one_after_the_other(served, clients):
     names = itertools.cycle(["prefill-0", "prefill-1"])
     for _ in range(2):

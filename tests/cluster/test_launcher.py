@@ -15,7 +15,9 @@ from kvferry.cluster.launcher import Cluster, RunningEngine
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
 from kvferry.errors import ConfigError, ModelError, PortInUseError, WorkerDiedError
-from tests.cluster.conftest import WAIT_S
+from kvferry.testing.waiting import WAIT_S
+
+pytestmark = pytest.mark.processes
 
 OPEN_S = 240.0
 """Seconds that a cluster may take to start."""
@@ -122,6 +124,7 @@ def test_every_part_tells_what_it_does_while_it_starts(cluster):
     assert all(0.0 <= done <= 1.0 for _, _, done in cluster.said)
 
 
+@pytest.mark.smoke
 def test_openai_client_streams_a_chat_whose_tokens_are_the_undivided_engines(cluster):
     import openai
     import torch
@@ -252,6 +255,7 @@ def test_metrics_of_an_engine_tell_of_loads(cluster, client):
     assert 'kvferry_engine_prompt_tokens_total{source="peer"}' in metrics
 
 
+@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
 @pytest.mark.slow
 def test_an_engine_whose_rank_dies_is_reported_and_comes_back_and_the_end_is_clean(cache, tmp_path):
     cluster = Cluster.open(cluster_config(prefill={"tp": 1}), logs=tmp_path, timeout_s=OPEN_S)
@@ -299,6 +303,7 @@ def test_an_engine_whose_rank_dies_is_reported_and_comes_back_and_the_end_is_cle
     assert segments_of(pids) == []
 
 
+@pytest.mark.timed("A cluster that takes 250 s to start leaves too little of the limit of 300 s.")
 @pytest.mark.slow
 def test_children_end_when_the_launcher_is_killed(cache, tmp_path):
     """The launcher runs in a process of its own here, and gets no chance to clean up."""

@@ -19,7 +19,10 @@ from kvferry.cluster.members import EnginePool, Members, NoEngineError
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 from kvferry.errors import ConfigError
-from tests.cluster.conftest import WAIT_S, FakeEngine, leave, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import FakeEngine, leave
+
+pytestmark = pytest.mark.timed("Probes of 0.05 s take a busy machine's engine for a dead one.")
 
 
 @pytest.fixture(autouse=True)

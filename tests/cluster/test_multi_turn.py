@@ -17,7 +17,9 @@ from kvferry.cluster.router import Router
 from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
-from tests.load import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
+
+pytestmark = pytest.mark.processes
 
 ANSWER = 30
 """Tokens of each answer."""
@@ -113,6 +115,7 @@ def answers_of_one_engine(cluster, prompts):
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.timed("The router's choice depends on a pace that it measures.")
 @pytest.mark.slow
 def test_next_turn_is_computed_where_the_last_one_was_answered(cluster, converse):
     chat = converse(cluster.url)

@@ -8,7 +8,7 @@ from kvferry.cluster.metrics import PEER_KEPT_S, EngineMetrics
 from kvferry.config import EngineConfig, KVTransferConfig, ModelConfig, parse_struct
 from kvferry.connectors.base import TransferRecord
 from kvferry.errors import ConfigError
-from tests.cluster.conftest import until
+from kvferry.testing.waiting import until
 
 FORGED = "d0\x1b[2J\n| p9 | ready"
 ESCAPED = "d0\\x1b[2J\\n| p9 | ready"

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
-from tests.cluster.conftest import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
 
 TOKENS = [*b"!?."]
 HEAD = {"object": "text_completion", "created": 1, "model": "served"}

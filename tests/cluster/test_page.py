@@ -12,9 +12,13 @@ import pytest
 from kvferry.control.leases import LeaseTable
 from kvferry.control.messages import RequestTrace, TracePart
 from kvferry.control.server import ControlServer
-from tests.cluster.conftest import WAIT_S
+from kvferry.testing.waiting import WAIT_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timed("A browser's session must begin within 60 s."),
+]
 
 FLAGS = [
     "--headless",

@@ -25,7 +25,8 @@ from kvferry.cluster.router import Router
 from kvferry.cluster.web import ClientGoneError
 from kvferry.control.tickets import read_transfer
 from kvferry.control.tracing import RequestSpan
-from tests.cluster.conftest import WAIT_S, leave, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import leave
 
 ANSWER = {"choices": [{"text": "in the server's own words", "logprobs": {"tokens": ["in"]}}]}
 EVENTS = [

@@ -13,7 +13,7 @@ from kvferry.cluster import prefixes
 from kvferry.cluster.messages import KVEventsPlace
 from kvferry.cluster.prefixes import CachedBlocks, PrefixIndex, Prompt
 from kvferry.control.cache_events import ReceivedEvents
-from tests.load import until
+from kvferry.testing.waiting import until
 from tests.publishers import publishers
 
 

@@ -357,6 +357,8 @@ def expected(cluster_env, tmp_path):
     return undivided(str(prepare_model("tiny", tiny=TINY_MODELS["tiny"])))
 
 
+@pytest.mark.timed("Ray takes a node for dead after four health checks and starts within 30 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
 @needs_ray
@@ -382,6 +384,8 @@ def test_an_engine_with_ranks_over_two_nodes_answers_as_an_undivided_one(
     served.stop()
 
 
+@pytest.mark.timed("Ray takes a node for dead after four health checks and starts within 30 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
 @needs_ray
@@ -402,6 +406,8 @@ def test_an_engine_of_which_a_rank_on_another_node_dies_is_started_again(
     served.stop()
 
 
+@pytest.mark.timed("Ray takes a node for dead after four health checks and starts within 30 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
 @needs_ray
@@ -433,6 +439,8 @@ def test_a_node_that_dies_under_load_costs_no_answer_and_its_engines_serve_elsew
     served.stop()
 
 
+@pytest.mark.timed("Ray takes a node for dead after four health checks and starts within 30 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(TEST_S)
 @needs_ray

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.paths import PATHS, Way, without_transfer
 from kvferry.cluster.router import Router
-from tests.cluster.conftest import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
 
 METHODS = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
 HERE = {"authorization": "Bearer operator"}

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.cluster.conftest import WAIT_S, leave, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import leave
 
 
 def text_of(events):

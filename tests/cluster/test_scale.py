@@ -13,8 +13,11 @@ from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.router import Router
 from kvferry.cluster.router_client import RouterClient
 from kvferry.config import ClusterConfig
+from kvferry.testing.waiting import until
 from tests.cluster.test_starved import REQUESTS, ask, undivided
-from tests.load import Load, until
+from tests.load import Load
+
+pytestmark = [pytest.mark.processes, pytest.mark.timed("Four clusters serve at once under load.")]
 
 ROUNDS = int(os.environ.get("SCALE_ROUNDS", "1"))
 CLIENTS = 4

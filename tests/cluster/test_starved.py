@@ -17,6 +17,8 @@ from kvferry.config import ClusterConfig, EngineConfig
 from kvferry.engine.builder import build_engine
 from kvferry.engine.messages import SamplingParams
 
+pytestmark = pytest.mark.processes
+
 SPINNERS_PER_CORE = 8
 REQUESTS = 12
 

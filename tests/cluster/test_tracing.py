@@ -15,7 +15,7 @@ import pytest
 from kvferry.cluster.launcher import Cluster
 from kvferry.config import ClusterConfig
 from kvferry.control.tracing import checked_traceparent
-from tests.load import until
+from kvferry.testing.waiting import until
 
 CLIENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 WAIT_S = 300.0
@@ -139,6 +139,8 @@ def engine(role, **shape):
     return {"name": role, "num_blocks": 64, "kv_transfer_config": transfer, **shape}
 
 
+@pytest.mark.timed("The collector may hold a span back, and its ports may be taken.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_trace_over_router_engines_and_ranks_reaches_a_collector(collector, monkeypatch):

@@ -35,7 +35,7 @@ from kvferry.control.messages import (
 from kvferry.control.server import ControlServer
 from kvferry.control.tracing import RequestSpan
 from kvferry.errors import KVFerryError, PeerLostError
-from tests.cluster.conftest import WAIT_S, until
+from kvferry.testing.waiting import WAIT_S, until
 
 OURS = """\
 # HELP kvferry_engine_live_requests Live requests
@@ -357,6 +357,7 @@ def test_engines_are_asked_only_while_somebody_watches(watched):
     until(is_quiet)
 
 
+@pytest.mark.timed("Three of 30 snapshots must be those of both watchers.")
 def test_watchers_share_one_poll(watched):
     streams = [snapshots(watched) for _ in range(2)]
     first, second = times = set(), set()
@@ -395,6 +396,7 @@ def test_too_many_watchers_are_refused_and_make_room_when_they_leave(watched, mo
     until(has_room)
 
 
+@pytest.mark.timed("Healthy engines must answer within 0.3 s.")
 def test_a_hung_engine_holds_nobody_and_is_shown_as_not_told(watched, monkeypatch):
     monkeypatch.setattr(watch, "ASK_S", 0.3)
     watched.decode[0].hangs_at_metrics = True

@@ -24,7 +24,10 @@ from kvferry.cluster.messages import EngineAddress, RouterSettings
 from kvferry.cluster.workers import Leader, Tell, Workers, WorkerSettings
 from kvferry.config import RouterConfig
 from kvferry.errors import WorkerDiedError
-from tests.cluster.conftest import WAIT_S, FakeEngine, until
+from kvferry.testing.waiting import WAIT_S, until
+from tests.cluster.conftest import FakeEngine
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 OPERATOR = {"authorization": "Bearer operator"}
 REQUEST = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
@@ -194,6 +197,7 @@ def is_gone(process):
 # ---- requests ------------------------------------------------------------------------------------
 
 
+@pytest.mark.timed("Workers must hear of each other within 2 s.")
 def test_each_worker_answers_and_their_requests_and_metrics_are_one(running):
     counted = (
         'kvferry_router_requests_total{status="200"}',
@@ -229,6 +233,7 @@ def test_connections_are_spread_over_the_workers(running):
         until(have_all)
 
 
+@pytest.mark.timed("Workers must hear of each other within 2 s.")
 def test_the_choice_counts_the_requests_of_all_workers(running):
     first, second = running.decode
     first.hang = second.hang = True
@@ -240,6 +245,7 @@ def test_the_choice_counts_the_requests_of_all_workers(running):
     until(lambda: running.told("d0")["outstanding"] == running.told("d1")["outstanding"] == 0)
 
 
+@pytest.mark.timed("Workers must hear of each other within 2 s.")
 def test_what_an_operator_drains_through_one_worker_gets_nothing_from_any(running):
     path = "/kvferry/engines/decode/d0/drain"
     assert running.client.post(path, headers={"authorization": "Bearer no"}).status_code == 401
@@ -256,6 +262,7 @@ def test_what_an_operator_drains_through_one_worker_gets_nothing_from_any(runnin
     assert len(running.decode[0].bodies) == 2
 
 
+@pytest.mark.timed("Workers must hear of each other within 2 s.")
 def test_an_operator_does_not_wait_for_a_worker_that_hangs(running):
     with running.only(1):
         assert running.client.post("/kvferry/engines/decode/d0/drain").json()["state"] == "drained"
@@ -358,6 +365,9 @@ def test_killing_the_leader_ends_the_workers_and_frees_the_port(ending):
     socket.create_server(("127.0.0.1", ending.port)).close()
 
 
+@pytest.mark.timed(
+    "Open requests have 3 s from the end on, in which the test must see the port refuse."
+)
 def test_the_end_lets_open_requests_end_and_leaves_no_process_and_no_file(ending):
     processes = list(ending.workers().values())
     for each in ending.decode:

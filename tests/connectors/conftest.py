@@ -81,12 +81,16 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def pull_configs() -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
+def pull_configs(
+    request: pytest.FixtureRequest,
+) -> Callable[..., tuple[KVTransferConfig, KVTransferConfig]]:
     """Makes the configs of two engines' PullConnectors; takes further extra keys."""
 
     def make(**extra: Any) -> tuple[KVTransferConfig, KVTransferConfig]:
-        # The suites wait for the end of leases that nobody took: not for long.
-        keys = {"lease_duration_s": 0.5} | extra
+        # The suites wait for the end of leases that nobody took: not for long. Those in every
+        # gate wait longer, as engines there must keep their leases on a busy machine.
+        is_smoke = request.node.get_closest_marker("smoke") is not None
+        keys = {"lease_duration_s": 3.0 if is_smoke else 0.5} | extra
         return pull_config("kv_producer", "p", **keys), pull_config("kv_consumer", "d", **keys)
 
     return make

@@ -14,6 +14,8 @@ from kvferry.connectors import aggregator as module
 from kvferry.connectors.aggregator import KVOutputAggregator
 from kvferry.connectors.base import KVConnectorOutput, TransferRecord
 
+pytestmark = pytest.mark.smoke
+
 
 @dataclass
 class Output:

@@ -13,8 +13,8 @@ from kvferry.control.tickets import Transfer, verify
 from kvferry.errors import PeerEndedError, PeerLostError, TicketError, TicketExpiredError
 from kvferry.testing.fake_engine import run
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import until
 from tests.connectors.engines import KEY, SOURCE, TARGET, WAIT_S
-from tests.load import until
 
 TOKENS = tuple(range(1000, 1021))
 KEYS = KEY.encode()
@@ -265,6 +265,7 @@ def test_a_source_that_ends_is_not_waited_for(source, target, begin, when, soon)
     assert request.finish_reason == "length"
 
 
+@pytest.mark.timed("A handshake of 0.2 s ends while a healthy engine waits for the processor.")
 def test_a_source_that_does_not_get_the_request_is_named_after_a_while(source, open_engine, begin):
     target = open_engine("d", TARGET, handshake_timeout_s=0.2)
     request = target.add("r", TOKENS, loads(begin()))
@@ -277,6 +278,7 @@ def test_a_source_that_does_not_get_the_request_is_named_after_a_while(source, o
     )
 
 
+@pytest.mark.timed("A handshake of 0.2 s ends while a healthy engine waits for the processor.")
 def test_a_source_that_has_forgotten_the_request_is_named_after_a_while(
     source, open_engine, begin, soon
 ):
@@ -402,6 +404,7 @@ def test_a_lease_that_was_taken_between_two_steps_is_given_back_with_the_request
     assert keeps_nothing(target)
 
 
+@pytest.mark.timed("A progress timeout of 0.5 s ends before a busy machine has made a step.")
 def test_an_engine_that_hangs_does_not_keep_the_lease_that_it_has_asked_for(open_engine):
     source = open_engine("p", SOURCE, lease_duration_s=3.0)  # renewed every half second
     target = open_engine("d", TARGET, progress_timeout_s=0.5)

@@ -7,9 +7,14 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.testing.connector_conformance import ConnectorConformance, HybridConnectorConformance
 
+pytestmark = pytest.mark.timed(
+    "A lease of 0.5 s ends while a healthy engine waits for the processor."
+)
+
 Configs = tuple[KVTransferConfig, KVTransferConfig]
 
 
+@pytest.mark.smoke
 class TestOverShm(ConnectorConformance):
     @pytest.fixture
     def configs(self, pull_configs: Callable[..., Configs]) -> Configs:

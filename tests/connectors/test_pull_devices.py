@@ -269,6 +269,7 @@ def test_several_groups_are_mirrored_as_far_as_their_tables_reach(
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 0.5 s ends while a healthy engine waits for the processor.")
 @pytest.mark.slow
 @pytest.mark.usefixtures("streams")
 class TestGroupsOnDevicesOverTcp(HybridConnectorConformance):
@@ -280,6 +281,7 @@ class TestGroupsOnDevicesOverTcp(HybridConnectorConformance):
         return on_devices(one, "cpu", "tcp"), on_devices(two, "cpu", "tcp")
 
 
+@pytest.mark.timed("A lease of 0.5 s ends while a healthy engine waits for the processor.")
 @pytest.mark.slow
 @pytest.mark.usefixtures("streams")
 class TestGroupsOnDevicesOverCudaIpc(HybridConnectorConformance):

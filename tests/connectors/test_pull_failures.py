@@ -45,6 +45,7 @@ def pair(open_engine: OpenEngine) -> Pair:
     return Pair(producer, open_engine("d", TARGET), WAIT_S)
 
 
+@pytest.mark.timed("All of it has 10 s.")
 def test_a_lease_given_up_before_the_handshake_has_ended_is_free_as_soon_as_it_has(open_engine):
     producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     pair = Pair(producer, open_engine("d", TARGET), 10.0)
@@ -61,6 +62,7 @@ def rejected(source: FakeRequest, request_id: str) -> FakeRequest:
     return FakeRequest(request_id, (0,), source.response_params)
 
 
+@pytest.mark.timed("All of it has 10 s.")
 def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engine):
     producer = open_engine("p", SOURCE, lease_duration_s=600.0)
     pair = Pair(producer, open_engine("d", TARGET), 10.0)
@@ -71,6 +73,7 @@ def test_a_request_that_the_engines_front_refused_gives_its_lease_back(open_engi
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_refused_request_cannot_give_back_what_another_one_reads(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     request = pair.decode(source)
@@ -115,6 +118,7 @@ def test_text_that_is_no_ticket_is_refused(pair: Pair, text: str) -> None:
     served(pair, "next")
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     assert source.response_params is not None
@@ -125,6 +129,7 @@ def test_fields_beside_the_ticket_are_not_believed(pair: Pair) -> None:
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     source = pair.prefill("r", 21)
     first = pair.decode(source)
@@ -134,6 +139,7 @@ def test_a_ticket_serves_one_request_only(pair: Pair) -> None:
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_shared_ticket_serves_any_number_of_requests_and_engines(
     pair: Pair, open_engine: OpenEngine
 ) -> None:
@@ -187,6 +193,7 @@ def test_a_load_waits_until_every_token_of_its_lease_is_written(
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_does_not_serve_another_prompt(pair: Pair) -> None:
     sources = [pair.prefill("one", 21), pair.prefill("two", 21)]
     sources[0].response_params, sources[1].response_params = (
@@ -210,6 +217,7 @@ def prefill_with(pair: Pair, content: dict[str, str]) -> FakeRequest:
     return source
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize("content", [{}, LORA, BOTH], ids=repr)
 def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str, str]) -> None:
     source = prefill_with(pair, content)
@@ -221,6 +229,7 @@ def test_equal_tokens_and_equal_content_are_loaded(pair: Pair, content: dict[str
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize(
     ("theirs", "ours", "differing"),
     [
@@ -250,6 +259,7 @@ def test_equal_tokens_of_other_content_are_refused_with_every_part(
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_content_is_asked_for_the_tokens_of_the_ticket_on_both_sides(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +287,7 @@ def test_a_lease_that_nobody_took_in_time_is_not_read(open_engine: OpenEngine) -
     pair.settle()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 @pytest.mark.parametrize(
     ("tables", "kind", "message"),
     [
@@ -302,6 +313,7 @@ def test_tables_that_cannot_serve_the_load_are_refused_before_a_block_is_allocat
     served(pair, "next")
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_block_that_does_not_exist_fails_the_load_and_nothing_else(
     pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,6 +357,7 @@ def source_clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedClock:
     return clock
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_clocks_an_hour_apart_do_not_matter(
     source_clock: ShiftedClock, open_engine: OpenEngine
 ) -> None:
@@ -355,6 +368,7 @@ def test_clocks_an_hour_apart_do_not_matter(
     served(pair, "second")
 
 
+@pytest.mark.timed("A lease of 0.4 s must be renewed in time.")
 def test_a_parked_request_keeps_its_lease_by_renewal(open_engine: OpenEngine) -> None:
     producer = open_engine("p", SOURCE, lease_duration_s=0.4)
     pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
@@ -461,6 +475,7 @@ def test_the_silence_of_an_engine_that_died_is_not_held_against_its_next_start(
     assert consumer.scheduler.silent_peers() == ()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_restarted_consumer_takes_new_leases_and_the_old_ones_end(
     open_engine: OpenEngine,
 ) -> None:
@@ -519,6 +534,7 @@ def test_engines_of_different_models_are_refused_with_every_mismatch_before_a_bl
     assert "rope" in text
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_lease_that_nobody_will_fetch_is_taken_back(pair: Pair) -> None:
     """Before a target has taken it; whoever writes a ticket without its secret takes nothing."""
     source = pair.prefill("r", 21)
@@ -642,6 +658,7 @@ def test_ranks_tell_whether_they_share_a_host_and_not_its_name(pair: Pair) -> No
     assert boot_id() not in host_digest()
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_status_shows_peers_leases_and_transfers(pair: Pair) -> None:
     request = pair.decode(pair.prefill("r", 21))
     pair.prefill("waiting for nobody", 5)

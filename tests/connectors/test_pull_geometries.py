@@ -9,6 +9,10 @@ from kvferry.testing.connector_conformance import ConnectorConformance
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
 
+pytestmark = pytest.mark.timed(
+    "A lease of 0.5 s ends while a healthy engine waits for the processor."
+)
+
 
 def geometry(block_size: int, layout: str = "NHD", **parallel: int) -> EngineGeometry:
     """4 layers, one KV head: every TP rank holds a replica of it."""
@@ -49,7 +53,12 @@ GEOMETRIES = {
 
 
 class TestGeometriesOverShm(ConnectorConformance):
-    @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+    @pytest.fixture(
+        params=[
+            pytest.param(pair, id=name, marks=[pytest.mark.smoke] * (name == "dcp4-tp2"))
+            for name, pair in GEOMETRIES.items()
+        ]
+    )
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
         pair: tuple[Groups, Groups] = request.param
         return pair

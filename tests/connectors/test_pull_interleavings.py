@@ -28,6 +28,10 @@ from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import decode_endpoint, encode
 from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
 
+pytestmark = pytest.mark.timed(
+    "Leases of 0.4 to 2 s end while a healthy engine waits for the processor."
+)
+
 SHORT = {"lease_duration_s": 1.0}
 """For sources whose leases some test abandons."""
 

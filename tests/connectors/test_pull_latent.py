@@ -11,6 +11,10 @@ from kvferry.testing.connector_conformance import ConnectorConformance, Pair, op
 from kvferry.testing.fake_engine import Groups
 from kvferry.topology import EngineGeometry, ParallelShape
 
+pytestmark = pytest.mark.timed(
+    "A lease of 0.5 s ends while a healthy engine waits for the processor."
+)
+
 NUM_LAYERS = 8
 HEAD_SIZE = 9
 """Elements of a latent: ``kv_lora_rank + qk_rope_head_dim``."""
@@ -38,7 +42,12 @@ GEOMETRIES = {
 
 
 class TestLatentsOverShm(ConnectorConformance):
-    @pytest.fixture(params=list(GEOMETRIES.values()), ids=list(GEOMETRIES))
+    @pytest.fixture(
+        params=[
+            pytest.param(pair, id=name, marks=[pytest.mark.smoke] * (name == "tp4-tp2"))
+            for name, pair in GEOMETRIES.items()
+        ]
+    )
     def geometries(self, request: pytest.FixtureRequest) -> tuple[Groups, Groups]:
         pair: tuple[Groups, Groups] = request.param
         return pair

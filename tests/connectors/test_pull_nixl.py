@@ -29,8 +29,9 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("nixl") is None,
-        reason="the package nixl is not installed (`make test SLOW=1` installs it)",
+        reason="the package nixl is not installed (`make test-rest` installs it)",
     ),
+    pytest.mark.processes,
 ]
 
 STALL_S, ANSWER_S = 3.0, 1.0
@@ -257,6 +258,7 @@ def stop_during_a_load(source: SourceProcess, consumer: FakeEngine, post_gate: P
     wait_until_staging_is_free(consumer)  # the end of the connection proves that nothing lands
 
 
+@pytest.mark.timed("UCX keeps peers alive for 1 s, and the middle of a read must be seen.")
 def test_a_source_that_stops_during_a_load_fails_it_as_stalled_and_harms_nobody_later(
     source: SourceProcess, consumer: FakeEngine, post_gate: PostGate
 ) -> None:
@@ -270,6 +272,7 @@ def test_a_source_that_stops_during_a_load_fails_it_as_stalled_and_harms_nobody_
     assert all((staging == 0xA5).all() for staging in stagings), "bytes landed in free staging"
 
 
+@pytest.mark.timed("UCX keeps peers alive for 1 s, and the middle of a read must be seen.")
 @pytest.mark.xfail(
     strict=False,
     reason="over TCP, UCX 1.22 may abort a process that resumes while it owes data to a reader "
@@ -288,6 +291,7 @@ def test_a_source_that_resumes_gives_its_blocks_back_and_serves_again(
     assert source.ask(settle=True) == {"held": 0}
 
 
+@pytest.mark.timed("UCX keeps peers alive for 1 s, and the middle of a read must be seen.")
 def test_a_source_killed_during_a_load_fails_it_and_every_slot_comes_back(
     source: SourceProcess, consumer: FakeEngine, post_gate: PostGate
 ) -> None:

@@ -187,6 +187,7 @@ def test_nothing_is_made_unless_the_environment_says_so(
     assert Spans.from_environment("engine", "p") is None
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_without_the_extra_there_is_one_warning_and_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

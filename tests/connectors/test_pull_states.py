@@ -28,6 +28,10 @@ from kvferry.topology import (
     split_of_group,
 )
 
+pytestmark = pytest.mark.timed(
+    "A lease of 0.5 s ends while a healthy engine waits for the processor."
+)
+
 NUM_LAYERS = 5
 ATTENTION = (1, 4)
 RECURRENT = (0, 2, 3)
@@ -104,6 +108,7 @@ GEOMETRIES = {
 IDS = {"params": list(GEOMETRIES.values()), "ids": list(GEOMETRIES)}
 
 
+@pytest.mark.smoke
 class TestHybridsOverShm(ConnectorConformance):
     """With a state per block, as a prefix can be a hit only there."""
 

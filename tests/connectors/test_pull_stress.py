@@ -20,6 +20,8 @@ from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.vm import VmTransport
 from tests.connectors.engines import SOURCE, TARGET, pull_config
 
+pytestmark = pytest.mark.timed("A lease of 2 s ends, and the whole storm has 120 s.")
+
 LOADS = 250
 AT_ONCE = 5
 """Requests that the target works on at a time."""

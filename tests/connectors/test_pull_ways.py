@@ -26,6 +26,10 @@ from kvferry.transports.staged import Staging
 from kvferry.transports.staging import StagingNumbers
 from tests.connectors.engines import WAIT_S
 
+pytestmark = pytest.mark.timed(
+    "A handshake of 2 s ends while a healthy engine waits for the processor."
+)
+
 SOURCE, TARGET = small_geometry("HND", 4, tp=2), small_geometry("NHD", 6, pp=2)
 LARGE = EngineGeometry(
     num_layers=3,

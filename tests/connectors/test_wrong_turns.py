@@ -11,9 +11,9 @@ from kvferry.errors import KVFerryError
 from kvferry.testing.connector_conformance import Pair, prompt
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.fake_rank import FakeRequest, Stage
+from kvferry.testing.waiting import until
 from kvferry.zeromq import curve_keypair
 from tests.connectors.engines import SOURCE, TARGET, WAIT_S, retold, served
-from tests.load import until
 from tests.wrong_turns import assert_all_are_provoked, assert_told
 
 OpenEngine = Callable[..., FakeEngine]
@@ -89,6 +89,7 @@ def test_a_key_file_that_is_not_there(start_fails):
 # ---- hosts and ports ----------------------------------------------------------------------------
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_that_leads_the_decode_host_to_a_port_of_its_own(pair):
     """As from an engine of another host that was left at 127.0.0.1."""
     source = pair.prefill("r", 21)
@@ -96,6 +97,7 @@ def test_a_ticket_that_leads_the_decode_host_to_a_port_of_its_own(pair):
     told("prefill has `host` at 127.0.0.1, decode is on another machine", refused(pair, source))
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_ticket_that_leads_the_decode_engine_to_itself(pair):
     """The same where both have the same ``kv_port``, each on its host."""
     source = pair.prefill("r", 21)
@@ -113,6 +115,7 @@ def test_peers_without_the_prefill_engine(open_engine):
     )
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_peers_that_are_not_there(open_engine, caplog):
     open_engine("d", TARGET, peers=["127.0.0.1:1"])
     (line,) = until(lambda: caplog.messages)
@@ -148,6 +151,7 @@ def test_curve_keys_that_differ(open_engine, tmp_path, both):
 # ---- models -------------------------------------------------------------------------------------
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_two_checkpoints_of_one_shape(pair):
     """Engines that tell their weights apart say so in the ticket."""
     source = pair.producer.add(
@@ -161,6 +165,7 @@ def test_two_checkpoints_of_one_shape(pair):
     assert "weights: prefill had aa, here it is bb" in str(raised.value)
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_a_model_of_another_path(open_engine, monkeypatch, caplog):
     producer = open_engine("p", SOURCE)
     ours = fake_engine.fake_model((TARGET,))
@@ -181,6 +186,7 @@ def test_a_model_of_another_path(open_engine, monkeypatch, caplog):
 # ---- requests -----------------------------------------------------------------------------------
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_a_proxy_that_drops_the_parameters_is_told_of_once(pair, caplog):
     for request_id in ("first", "second"):
         source = pair.prefill(request_id, 21)
@@ -194,6 +200,7 @@ def test_a_proxy_that_drops_the_parameters_is_told_of_once(pair, caplog):
     assert line.startswith("request first ")
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 @pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
 def test_an_engine_that_computes_prompts_anyway_says_nothing_of_it(open_engine, caplog, role):
     engine = open_engine("e", TARGET, role=role)
@@ -204,6 +211,7 @@ def test_an_engine_that_computes_prompts_anyway_says_nothing_of_it(open_engine, 
     assert caplog.messages == []
 
 
+@pytest.mark.timed("A lease of 1 s ends while a healthy engine waits for the processor.")
 def test_a_proxy_that_drops_the_ticket_alone(pair):
     source = pair.prefill("r", 21)
     source.response_params = {"do_remote_prefill": True}
@@ -218,6 +226,7 @@ def not_lent(source: FakeRequest, caplog: pytest.LogCaptureFixture) -> str:
     return line
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_a_prompt_that_can_never_be_lent(open_engine, caplog):
     producer = open_engine("p", SOURCE, max_leased_blocks=5)  # of 4 tokens
     pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
@@ -230,6 +239,7 @@ def test_a_prompt_that_can_never_be_lent(open_engine, caplog):
     assert served_shorter.external_tokens == 19
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_a_prompt_that_cannot_be_lent_just_now(open_engine, caplog):
     producer = open_engine("p", SOURCE, max_leased_blocks=8, lease_duration_s=600.0)
     pair = Pair(producer, open_engine("d", TARGET), WAIT_S)
@@ -241,6 +251,7 @@ def test_a_prompt_that_cannot_be_lent_just_now(open_engine, caplog):
     served(pair, "later")
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 def test_a_consumer_in_the_place_of_prefill(open_engine, caplog):
     producer = open_engine("p", SOURCE, role="kv_consumer")
     pair = Pair(producer, open_engine("d", TARGET), WAIT_S)

@@ -227,6 +227,7 @@ def test_a_broken_connection_is_replaced_by_whoever_sends_next(busy, serve):
     assert answer.result(0).incarnation == again.incarnation
 
 
+@pytest.mark.timed("A handshake must be answered within 1 s.")
 def test_answers_that_came_in_time_are_found_by_a_thread_that_wakes_late(serve, describe):
     served = serve()
     description = describe("decode-0", "d1")
@@ -299,6 +300,7 @@ def test_a_call_is_given_up_only_if_two_looks_find_no_answer():
             assert connection.end() == []
 
 
+@pytest.mark.timed("A handshake must be answered within 1 s.")
 @pytest.mark.slow
 def test_a_call_without_an_answer_ends_in_time_though_others_are_answered(serve, describe):
     """The thread that sleeps until the first deadline is not told of every later one."""

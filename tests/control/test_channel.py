@@ -304,6 +304,7 @@ def test_a_restarted_source_answers_under_the_same_port_and_confirms_nothing_old
     assert renew(client, again, fresh) == {fresh: LeaseAnswer.HELD}
 
 
+@pytest.mark.timed("A lease of 1 s must be renewed in time.")
 def test_clocks_an_hour_apart_make_no_difference(serve, describe):
     def hour_ahead():
         return time.monotonic() + 3600

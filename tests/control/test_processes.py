@@ -67,6 +67,7 @@ def client(describe):
         yield client
 
 
+@pytest.mark.timed("A lease of 3 s ends while a healthy target waits for the processor.")
 def test_a_source_that_was_stopped_charges_no_lease_for_it_and_confirms_what_it_kept(
     source, client, describe
 ):
@@ -106,6 +107,7 @@ def test_a_source_that_is_killed_is_lost_at_once(source, describe):
             client.renew(address, "p1", {"lease": b""}).result(WAIT)
 
 
+@pytest.mark.timed("Four hundred connections must be there within 0.5 s of each other.")
 def test_engines_that_all_come_back_at_once_are_not_told_to_try_again(source):
     """The kernel takes their connections while the source has no time; else they would wait for a
     second, or three.

@@ -32,7 +32,10 @@ def folder(tiny_folder):
     return tiny_folder(num_layers=3)
 
 
-@pytest.mark.parametrize("executor", ["inprocess", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "executor",
+    ["inprocess", pytest.param("process", marks=[pytest.mark.slow, pytest.mark.processes])],
+)
 @pytest.mark.parametrize("connect", [True, False])
 def test_any_shape_with_and_without_connector_gives_the_same_tokens(
     executor, connect, folder, prompts

@@ -256,6 +256,7 @@ def live_through(seed, transport, slow_copies, *, longest_s=None):
         chaos.close()
 
 
+@pytest.mark.timed("Leases of 0.1 to 1 s end, and all lives have 240 s.")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize(
     "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n > 3)) for n in range(20)]
@@ -266,6 +267,7 @@ def test_whatever_goes_wrong_no_token_is_wrong_and_every_block_comes_back(
     live_through(seed, transport, slow_copies)
 
 
+@pytest.mark.timed("Leases of 0.1 to 1 s end, and all lives have 240 s.")
 @pytest.mark.slow
 def test_a_source_that_confirms_whatever_was_read_is_found_out(slow_copies, monkeypatch):
     finish = LeaseTable.finish

@@ -11,10 +11,10 @@ import pytest
 
 from kvferry.control.tickets import Transfer
 from kvferry.engine.messages import SamplingParams
+from kvferry.testing.waiting import WAIT_S
 from tests.engine.simulated import VOCAB
 from tests.engine.test_engine_pull import HYBRID, Pair, open_engine
 from tests.engine.toy_cache import reference_tokens
-from tests.load import WAIT_S
 
 KEY = b"k" * 32
 
@@ -74,6 +74,9 @@ class EarlyPair(Pair):
         super().check_end(output)
 
 
+@pytest.mark.timed(
+    "An abort is drawn per turn of a loop that spins while loads wait for the processor."
+)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("early_load", ["now", "late"])
 @pytest.mark.parametrize("windows", [((None,), (None,)), ((None, None), HYBRID)], ids=str)

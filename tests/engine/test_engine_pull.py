@@ -101,6 +101,9 @@ ALL, HYBRID, WINDOW = (None,), (None, 6), (7,)
 """For each KV cache group, the tokens that it keeps."""
 
 
+@pytest.mark.timed(
+    "An abort is drawn per turn of a loop that spins while loads wait for the processor."
+)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     ("transport", "windows"),

@@ -13,6 +13,8 @@ from kvferry.engine.messages import RanksElsewhere, Start
 from kvferry.errors import ModelError, WorkerDiedError
 from tests.engine.test_executor_process import LENGTHS, step
 
+pytestmark = pytest.mark.processes
+
 KEY = "a key of one start"
 
 

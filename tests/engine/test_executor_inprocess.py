@@ -9,7 +9,7 @@ from kvferry.engine import executor as executors
 from kvferry.engine.executor import Executor
 from kvferry.engine.messages import SamplingParams, ScheduledRequest, SchedulerOutput
 from kvferry.errors import ConfigError, EngineError, ModelError, WorkerDiedError
-from tests.load import until
+from kvferry.testing.waiting import until
 
 
 def request(tokens=3, sample=True):
@@ -113,6 +113,7 @@ def test_a_failing_rank_is_reported_and_blocks_nobody(recorded, tp, pp):
     assert 1 in executor.failures
 
 
+@pytest.mark.timed("Healthy ranks must end a step within 0.5 to 5 s.")
 def test_a_silent_rank_is_named_and_blamed(tiny_folder, worker_spec, monkeypatch):
     monkeypatch.setattr(executors, "GRACE_S", 3.0)
     silence, seen = threading.Event(), []
@@ -161,6 +162,7 @@ def test_too_little_memory_from_a_connector_is_refused(
         Executor(spec, in_process=True)
 
 
+@pytest.mark.timed("A thread of another test that ends meanwhile counts.")
 def test_a_rank_that_cannot_start_leaves_no_thread(tmp_path, tiny_folder, worker_spec):
     spec = worker_spec(tiny_folder(), tp=3)
     before = set(threading.enumerate())
@@ -175,6 +177,7 @@ def test_wrong_extra_keys_are_named(tiny_folder, worker_spec, recording_connecto
         Executor(spec, in_process=True)
 
 
+@pytest.mark.timed("A thread of another test that ends meanwhile counts.")
 def test_close_ends_every_thread_and_may_be_repeated(recorded):
     before = set(threading.enumerate())
     executor = recorded(tp=2, pp=2)

@@ -16,9 +16,9 @@ from kvferry.config import KVTransferConfig
 from kvferry.engine.engine import Engine
 from kvferry.engine.messages import EngineOutput, SamplingParams
 from kvferry.errors import RequestError
+from kvferry.testing.waiting import WAIT_S
 from tests.engine.simulated import VOCAB, open_connected, prompt
 from tests.engine.toy_cache import reference_tokens
-from tests.load import WAIT_S
 
 NOTHING = {"do_remote_prefill": False, "do_remote_decode": False, "remote_num_tokens": 0}
 UNCAPPED = {"max_leased_blocks": 20, "max_lent_prefix_blocks": 20}

@@ -228,6 +228,7 @@ def test_a_failed_load_leaves_no_prefix_hits_behind():
     assert tokens["next"] == reference_tokens(prompt(18), 5, VOCAB)
 
 
+@pytest.mark.timed("A log line of any other thread of the process counts.")
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("script", [{"impossible": True}, {"valid": 0}])
 def test_a_load_that_fails_is_counted_and_logged_with_its_cause(policy, script, caplog):

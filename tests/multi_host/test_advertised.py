@@ -11,6 +11,8 @@ from kvferry.engine.weights import prepare_model
 from kvferry.engine.weights_folder import TinyConfig
 from kvferry.testing import HostEngine, HostPair
 
+pytestmark = [pytest.mark.processes, pytest.mark.smoke]
+
 MAX_TOKENS = 6
 MAPPING = Path(__file__).with_name("mapping.py")
 

@@ -5,6 +5,14 @@ import pytest
 from kvferry.config import KVTransferConfig
 from kvferry.testing.multi_host_conformance import Hosts, MultiHostConnectorConformance, prompts
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.timed(
+        "Handshakes and heartbeats of seconds end while a healthy host waits for the processor."
+    ),
+]
+
 
 class TestPullBetweenHosts(MultiHostConnectorConformance):
     family = "ipv6"

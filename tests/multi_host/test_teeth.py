@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.timed("A run of pytest within this one has 20 s for everything."),
+]
+
 SUITE = """
 import pytest
 from kvferry.config import KVTransferConfig

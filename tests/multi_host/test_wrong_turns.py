@@ -15,6 +15,8 @@ from kvferry.testing.hosts import Network
 from kvferry.testing.multi_host_conformance import MAX_TOKENS, prompt
 from tests.wrong_turns import assert_told
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 MAX_TOKENS = 6
 
 PAIRS = {
@@ -31,7 +33,7 @@ CASES = [
     pytest.param(
         shapes,
         transport,
-        marks=() if (name, transport) == BY_DEFAULT else pytest.mark.slow,
+        marks=pytest.mark.smoke if (name, transport) == BY_DEFAULT else pytest.mark.slow,
         id=f"{name}-{transport}",
     )
     for name, shapes in PAIRS.items()

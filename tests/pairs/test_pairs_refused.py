@@ -76,6 +76,7 @@ def test_a_pair_gives_the_tokens_of_the_undivided_engine_and_moves_what_its_plan
         assert moved == dict(enumerate(plan["balance"]["decode_ranks"]["nbytes"]))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @refused
 def test_a_pair_of_processes_gives_the_tokens_of_the_undivided_engine(

@@ -16,6 +16,8 @@ from kvferry.errors import HostError
 from kvferry.testing.hosts import Link, Network
 from tests.test_docs import blocks
 
+pytestmark = pytest.mark.processes
+
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 PATIENCE_S = 60.0
 """Longer than anything here takes on the slowest machine."""

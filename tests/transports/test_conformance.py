@@ -10,14 +10,17 @@ from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.vm import VmTransport
 
 
+@pytest.mark.smoke
 class TestShmTransport(TransportConformance):
     transport = ShmTransport
 
 
+@pytest.mark.smoke
 class TestTcpTransport(TransportConformance):
     transport = TcpTransport
 
 
+@pytest.mark.smoke
 class TestVmTransport(TransportConformance):
     transport = VmTransport
 

@@ -181,18 +181,25 @@ def broken_suite(transport):
     return suite()
 
 
+LATE = pytest.mark.timed(
+    "Bytes that a timer brings must land within 0.4 s, after the memory is filled."
+)
+
+
 @pytest.mark.parametrize(
     ("transport", "test", "says"),
     [
-        (
+        pytest.param(
             LandsLate,
             Suite.test_a_read_cancelled_while_it_runs_lands_nothing_afterwards,
             "was changed",
+            marks=LATE,
         ),
-        (
+        pytest.param(
             LandsLate,
             Suite.test_a_read_cancelled_before_it_starts_lands_nothing,
             "was changed",
+            marks=LATE,
         ),
         (WritesPastTheEnd, Suite.test_a_large_read_equals_the_oracle, "differs from the oracle"),
         (

@@ -45,7 +45,7 @@ OVER_TCP = MappingProxyType(
 
 needs_nixl = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None,
-    reason="the package nixl is not installed (`make test SLOW=1` installs it)",
+    reason="the package nixl is not installed (`make test-rest` installs it)",
 )
 needed = [pytest.mark.slow, needs_nixl]
 UCX_ABORTS = (
@@ -60,6 +60,7 @@ class FencingOverTcp(TransportConformance):
     transport = NixlTransport
     extra = OVER_TCP
 
+    @pytest.mark.usefixtures("stalls_soon")
     @pytest.mark.parametrize("when", ["before", "during"])
     def test_a_peer_that_stops_and_resumes_lands_nothing_late(
         self, local: Transport, fresh_peer: PeerProcess, when: str
@@ -166,6 +167,7 @@ class TestConnectionsThatShareAnAgent(FencingOverTcp):
     pytestmark = needed
     extra = MappingProxyType({**OVER_TCP, "max_agents": 1})
 
+    @pytest.mark.usefixtures("stalls_soon")
     def test_reads_go_on_when_the_agent_ends_because_of_another_connection(
         self, local: Transport, healthy_peer: PeerProcess, fresh_peer: PeerProcess
     ) -> None:
@@ -326,6 +328,7 @@ def test_a_read_takes_as_many_posts_as_its_limits_say() -> None:
         assert transfer.segments == len(merge(expand(case.tiles, case.runs))) < SMALL // 512
 
 
+@pytest.mark.timed("The CPU time of all threads of the process counts.")
 @pytest.mark.slow
 @needs_nixl
 def test_an_idle_transport_that_serves_takes_little_of_a_core(pair) -> None:

@@ -29,6 +29,7 @@ from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.hosts import Network
 from kvferry.testing.transport_peer import pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, tcp_reader, tcp_server
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.wire_messages import (
@@ -46,7 +47,6 @@ from kvferry.transports.wire_messages import (
     encode,
 )
 from kvferry.zeromq import error_of, tcp_address, zmq_errors
-from tests.load import until
 from tests.transports.framed import Framed
 
 NBYTES = 1 << 16
@@ -187,6 +187,7 @@ def test_a_chunk_may_come_in_any_pieces(server, local, under_way):
     assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
+@pytest.mark.timed("A pause of 1.5 to 2 s of a healthy server is a stall.")
 @pytest.mark.parametrize("local", [2.0], indirect=True)
 def test_what_came_while_the_reader_did_not_run_is_read_before_the_read_counts_as_stalled(
     server, local, under_way, monkeypatch
@@ -288,6 +289,7 @@ def test_the_rest_of_a_chunk_of_which_the_beginning_has_landed_does_not(server, 
     assert np.array_equal(memory_of(local), pattern(NBYTES, 1))
 
 
+@pytest.mark.timed("A pause of 1.5 to 2 s of a healthy server is a stall.")
 @hasty
 def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, local):
     peer = local.connect(server.endpoint)
@@ -308,6 +310,7 @@ def test_chunks_of_a_stalled_read_do_not_land_and_the_next_read_works(server, lo
     assert ended(local, again).state is TransferState.DONE
 
 
+@pytest.mark.timed("A pause of 1.5 to 2 s of a healthy server is a stall.")
 @hasty
 def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     transfer, read = under_way
@@ -317,6 +320,7 @@ def test_a_slow_server_is_not_a_stalled_one(server, local, under_way):
     assert ended(local, transfer).state is TransferState.DONE
 
 
+@pytest.mark.timed("A pause of 1.5 to 2 s of a healthy server is a stall.")
 @hasty
 def test_a_read_that_waits_behind_others_is_not_stalled(server, local):
     peer = local.connect(server.endpoint)
@@ -619,6 +623,7 @@ class Trickle:
         self._threads[0].join()
 
 
+@pytest.mark.timed("Heartbeats of 0.2 s must be answered within 0.5 s.")
 def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
     """Heartbeats would wait behind the chunk."""
     for module in (tcp_reader, tcp_server):
@@ -636,6 +641,7 @@ def test_a_slow_link_is_not_a_lost_one(local, monkeypatch):
     assert (memory_of(local) == 7).all()
 
 
+@pytest.mark.timed("Heartbeats of 0.2 s must be answered within 0.5 s.")
 def test_a_source_that_stands_still_while_a_long_request_is_on_its_way_is_not_lost(monkeypatch):
     """What its host has no room for stays in ours, however long."""
     monkeypatch.setattr(tcp_reader, "GONE_S", 0.5)
@@ -695,6 +701,8 @@ else:
 """
 
 
+@pytest.mark.timed("Heartbeats of 0.2 s must be answered within 0.5 s.")
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("idle", [True, False], ids=["waiting", "asking"])
 def test_a_source_that_is_cut_off_is_known_though_its_process_does_not_run(idle):

@@ -13,6 +13,7 @@ from kvferry.layouts.staging import stage
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_cases import copy_slowly, large_case, random_case
 from kvferry.testing.transport_peer import pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.tcp_server import MAX_ANSWERS, _Reader
@@ -34,7 +35,6 @@ from kvferry.transports.wire_messages import (
     encode,
     encode_table,
 )
-from tests.load import until
 from tests.transports.framed import Framed
 
 REGION_BYTES = 1 << 20

@@ -18,6 +18,7 @@ from kvferry.errors import ConfigError, DecodeError, IncompatibleError, PeerLost
 from kvferry.layouts.tiles import TILE_DTYPE, blank_runs
 from kvferry.testing.transport_conformance import TransportConformance
 from kvferry.testing.transport_peer import pattern
+from kvferry.testing.waiting import until
 from kvferry.transports import TransferState, TransportOptions, tcp_tls
 from kvferry.transports.tcp import TcpTransport
 from kvferry.transports.tcp_reader import TcpReader
@@ -33,7 +34,6 @@ from kvferry.transports.wire_messages import (
     encode,
     encode_table,
 )
-from tests.load import until
 from tests.transports.framed import Framed
 
 ENCRYPTED = MappingProxyType({"encrypt_data": True})

@@ -258,6 +258,7 @@ def test_the_process_is_opened_to_others_only_if_it_serves_and_may(monkeypatch, 
         assert len(calls) == opened
 
 
+@pytest.mark.timed("Descriptors of the whole process are counted.")
 def test_descriptors_are_given_back_with_the_connections(source, transport):
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     peers = [transport.connect(source.endpoint()) for _ in range(5)]

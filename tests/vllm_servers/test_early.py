@@ -19,7 +19,7 @@ from kvferry.control.client import ControlClient, fetch_status
 from kvferry.control.options import ControlOptions
 from kvferry.control.tickets import Transfer
 from kvferry.control.timeline import gather
-from tests.load import until
+from kvferry.testing.waiting import until
 
 pytestmark = pytest.mark.slow
 

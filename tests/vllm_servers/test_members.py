@@ -21,7 +21,8 @@ from benchmarks.vllm_servers.pair import CACHE_USED, EXTERNAL_TOKENS
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.cluster.router_client import RouterClient
 from kvferry.control.client import fetch_status
-from tests.load import Load, tokens_in, until
+from kvferry.testing.waiting import until
+from tests.load import Load, tokens_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -67,7 +67,7 @@ SHORT = "block 64 to 128"
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(case, id=name, marks=() if name == SHORT else pytest.mark.slow)
+        pytest.param(case, id=name, marks=pytest.mark.smoke if name == SHORT else pytest.mark.slow)
         for name, case in CASES.items()
     ],
 )

@@ -15,7 +15,7 @@ from benchmarks.vllm_servers.ports import free_ports
 from benchmarks.vllm_servers.server import ServerOptions
 from kvferry.cluster.prefixes import CachedBlocks, Prompt
 from kvferry.control.cache_events import CacheEventSubscriber
-from tests.load import until
+from kvferry.testing.waiting import until
 
 ONLY_CACHED = {"do_remote_decode": True, "do_remote_prefill": False, "only_cached": True}
 TURNS = 4

@@ -12,7 +12,7 @@ from benchmarks.vllm_servers.connectors import KVFerry
 from benchmarks.vllm_servers.models import hybrid_model, tiny_model
 from benchmarks.vllm_servers.pair import Pair
 from benchmarks.vllm_servers.server import ServerError, ServerOptions
-from tests.load import until
+from kvferry.testing.waiting import until
 from tests.wrong_turns import told_among
 
 KEY = {"cluster_key": "of the servers of one test run alone"}

@@ -42,11 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Warnings of vLLM and of what it imports are not ours to fail for.
 
     Tests with engines come first: others load Numba, and vLLM's first engine does not start then.
+    Those without engines take seconds, so a change must pass them all.
     """
+
+    def starts_engines(item: pytest.Item) -> bool:
+        return "_first_engine" in getattr(item, "fixturenames", ())
+
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("default"))
-    items.sort(key=lambda item: "_first_engine" not in getattr(item, "fixturenames", ()))
+            if not starts_engines(item) and item.get_closest_marker("slow") is None:
+                item.add_marker("smoke")
+    items.sort(key=lambda item: not starts_engines(item))
 
 
 def pytest_sessionfinish() -> None:

@@ -251,6 +251,7 @@ QUICK = {"lease_duration_s": 2.0}
 LORA = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "extra": QUICK}
 
 
+@pytest.mark.timed("A lease of 2 s ends while a kernel is compiled.")
 def test_a_request_with_an_adapter_is_loaded_where_the_adapter_is_the_same(
     start, start_pair, reference, random_prompt, tmp_path
 ):
@@ -267,6 +268,7 @@ def test_a_request_with_an_adapter_is_loaded_where_the_adapter_is_the_same(
     assert_at_rest(prefill, decode)
 
 
+@pytest.mark.timed("A lease of 2 s ends while a kernel is compiled.")
 @pytest.mark.parametrize("wrong", ["none", "another name", "another adapter of the name"])
 def test_a_request_with_another_adapter_is_refused(
     start_pair, random_prompt, tmp_path, wrong, caplog
@@ -304,6 +306,7 @@ def embedded(length, seed):
     return {"prompt_embeds": torch.randn(length, HIDDEN, generator=generator)}
 
 
+@pytest.mark.timed("A lease of 2 s ends while a kernel is compiled.")
 def test_prompts_of_embeddings_are_loaded(embeddings_pair):
     single, prefill, decode = embeddings_pair
     prompts = [embedded(200, 1), embedded(200, 2), embedded(65, 3)]
@@ -314,6 +317,7 @@ def test_prompts_of_embeddings_are_loaded(embeddings_pair):
     assert_at_rest(prefill, decode)
 
 
+@pytest.mark.timed("A lease of 2 s ends while a kernel is compiled.")
 def test_the_ticket_of_other_embeddings_is_refused(embeddings_pair, caplog):
     _, prefill, decode = embeddings_pair
     prompts = [embedded(200, 1), embedded(200, 2)]

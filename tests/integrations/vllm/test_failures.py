@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
+pytestmark = pytest.mark.timed("A lease of 2 s ends while a kernel is compiled.")
+
 QUICK = {
     "lease_duration_s": 2.0,
     "request_timeout_s": 2.0,

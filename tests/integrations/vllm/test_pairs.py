@@ -14,7 +14,15 @@ def run(prefill, decode, prompts, **sampling):
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(64, 64), (64, 128), (128, 64), (32, 96), (96, 32)], ids=str
+    ("source", "target"),
+    [
+        (64, 64),
+        pytest.param(64, 128, marks=pytest.mark.smoke),
+        (128, 64),
+        (32, 96),
+        (96, 32),
+    ],
+    ids=str,
 )
 def test_tokens_are_those_of_a_single_engine(start_pair, reference, random_prompt, source, target):
     prefill, decode = start_pair(p_block_size=source, d_block_size=target)

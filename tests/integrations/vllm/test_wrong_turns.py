@@ -5,12 +5,13 @@ import shutil
 import msgspec
 import pytest
 
+from kvferry.testing.waiting import until
+
 pytest.importorskip("vllm", reason="vllm is not installed here; `make test-vllm` has it")
 
 from kvferry.control.tickets import sign, verify
 from kvferry.errors import KVFerryError
 from tests.integrations.vllm import conftest
-from tests.load import until
 from tests.wrong_turns import assert_told
 
 KEY = {"cluster_key": "a key of the whole cluster"}
